@@ -1,0 +1,51 @@
+"""Exceptions whose messages are written for the person who reads them.
+
+A message says what happened, why, and what to do; where a choice was wrong it lists the valid ones.
+`UsageError` is for what a user can cause: the command line prints it in one line and exits with code 2.
+Our own broken invariants are plain `assert`s and never reach this module.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["DataError", "FivefoldError", "LaunchError", "PlanError", "UsageError", "suggest"]
+
+
+class FivefoldError(Exception):
+    """Base of every error that Fivefold raises on purpose."""
+
+    exit_code: int = 1
+
+
+class UsageError(FivefoldError, ValueError):
+    """Something asked for cannot be done as asked: bad input, a missing file, an impossible layout."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """A plan is malformed, contradicts itself, or does not fit the processes that were started."""
+
+
+class DataError(UsageError):
+    """A data set is missing, empty or damaged; the message names the file."""
+
+
+class LaunchError(FivefoldError):
+    """Processes could not be started, could not meet, or died."""
+
+
+def suggest(value: str, valid: Iterable[str]) -> str:
+    """The end of a message about a wrong choice: the nearest valid name, and all of them.
+
+    >>> suggest("dat", ["data", "pipe"])
+    "; did you mean 'data'? Valid: data, pipe"
+    >>> suggest("zzz", ["data", "pipe"])
+    '; valid: data, pipe'
+    """
+    names = list(valid)
+    near = difflib.get_close_matches(value, names, n=1)
+    listed = ", ".join(names)
+    return f"; did you mean {near[0]!r}? Valid: {listed}" if near else f"; valid: {listed}"
