@@ -94,9 +94,7 @@ class Layout:
             if axis in sizes:
                 raise PlanError(f"axis {axis!r} is named twice in layout {text!r}")
             if not equals or not value.isdecimal():
-                raise PlanError(
-                    f"{item!r} in layout {text!r} is not AXIS=NUMBER, such as data=2"
-                )
+                raise PlanError(f"{item!r} in layout {text!r} is not AXIS=NUMBER, such as data=2")
             sizes[axis] = int(value)
         return cls(**sizes)
 
@@ -201,7 +199,9 @@ class Plan:
     train: Train = field(default_factory=Train)
     loader: Loader = field(default_factory=Loader)
     comm: Comm = field(default_factory=Comm)
-    provenance: Mapping[str, Provenance] = field(default_factory=dict[str, Provenance], compare=False)
+    provenance: Mapping[str, Provenance] = field(
+        default_factory=dict[str, Provenance], compare=False
+    )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -214,7 +214,11 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, source: str = "text") -> Plan:
-        """Read TOML. Values become the user's, from `source`, unless `[provenance]` says otherwise."""
+        """Read TOML. Values are the user's, from `source`, unless the file says otherwise.
+
+        A file that `to_toml` wrote carries a `[provenance]` table; there, a value that the table does
+        not list is a default, unless somebody has edited it since.
+        """
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as problem:
@@ -226,8 +230,15 @@ class Plan:
             for key, value in _table(section, f"{name!r} in {source}", _sections()).items()
         }
         plan = cls().replace(values, Provenance("user", source), where=f" in {source}")
-        known = {key: Provenance.parse(str(told[key])) for key in told if key in values}
-        return dataclasses.replace(plan, provenance={**plan.provenance, **known})
+        if not told:
+            return plan
+        origins = {key: Provenance.parse(str(told[key])) for key in told if key in values}
+        edited = {
+            key: origin
+            for key, origin in plan.provenance.items()
+            if key not in told and plan.value(key) != cls().value(key)
+        }
+        return dataclasses.replace(plan, provenance={**edited, **origins})
 
     def replace(self, values: Mapping[str, object], why: Provenance, where: str = "") -> Plan:
         """A copy with dotted `values` changed on the authority of `why`.
@@ -246,11 +257,14 @@ class Plan:
             self, **cast(Any, changed), provenance={**self.provenance, **dict.fromkeys(values, why)}
         )
 
+    def value(self, key: str) -> object:
+        """The value of a dotted key such as `train.epochs`."""
+        section, name, _ = _look_up(key, "")
+        return getattr(getattr(self, section), name)
+
     def origin(self, key: str) -> Provenance:
         """Where the value of a dotted key came from."""
-        section, name, _ = _look_up(key, "")
-        default = getattr(getattr(Plan(), section), name)
-        if key not in self.provenance and getattr(getattr(self, section), name) != default:
+        if key not in self.provenance and self.value(key) != Plan().value(key):
             return Provenance("user", "set in Python")
         return self.provenance.get(key, Provenance())
 
@@ -259,20 +273,10 @@ class Plan:
         import tomli_w  # noqa: PLC0415 - the launcher starts faster without it
 
         tables = {name: dataclasses.asdict(getattr(self, name)) for name in _sections()}
-        origins = {
-            f"{name}.{key}": str(self.origin(f"{name}.{key}"))
-            for name, table in tables.items()
-            for key in table
-            if self.origin(f"{name}.{key}").kind != "default"
-        }
-        # tomllib keeps defaults and users apart by presence alone, so defaults are written as such.
-        defaults = {
-            f"{name}.{key}": "default"
-            for name, table in tables.items()
-            for key in table
-            if f"{name}.{key}" not in origins
-        }
-        return tomli_w.dumps({**tables, "provenance": {**origins, **defaults}})
+        keys = [f"{name}.{key}" for name, table in tables.items() for key in table]
+        origins = {key: str(self.origin(key)) for key in keys if self.origin(key).kind != "default"}
+        # Present even when empty: it tells a file of ours from one that a person wrote.
+        return tomli_w.dumps({**tables, "provenance": origins or {"layout.data": "default"}})
 
     def save(self, path: str | Path) -> None:
         """Write `to_toml()` to `path`."""
@@ -320,13 +324,20 @@ def _checked(value: object, hint: Any, dotted: str, where: str) -> object:
         raise PlanError(f"{dotted} = {value!r}{where} is not a choice{suggest(str(value), valid)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is hint:
+    if type(value) is hint and not (hint is float and not math.isfinite(cast(float, value))):
         return value
-    kinds = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    kinds = {
+        int: "a whole number",
+        float: "a finite number",
+        str: "a string",
+        bool: "true or false",
+    }
     raise PlanError(f"{dotted} = {value!r}{where}: expected {kinds.get(hint, hint)}")
 
 
-def _table(value: object, what: str, valid: Mapping[str, object] | None = None) -> dict[str, object]:
+def _table(
+    value: object, what: str, valid: Mapping[str, object] | None = None
+) -> dict[str, object]:
     if isinstance(value, dict):
         return cast(dict[str, object], value)
     listed = ", ".join(f"[{name}]" for name in valid or ())
