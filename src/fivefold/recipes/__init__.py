@@ -1,0 +1,1 @@
+"""Models and complete runs that a newcomer can start by name."""

@@ -1,0 +1,33 @@
+"""The real torchvision, where it can be had, to compare our models with.
+
+Its wheel on PyPI is built for CUDA: beside a CPU build of torch its compiled operators do not load,
+and the import fails on the first that it registers a fake for. Declaring two is enough for models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+
+__all__ = ["torchvision_models"]
+
+_kept: list[torch.library.Library] = []  # a schema disappears with its Library
+
+
+def torchvision_models() -> ModuleType:
+    """`torchvision.models`; skips the calling test, with the reason, when it is not installed."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip(
+            "torchvision is not installed; pip install --no-deps -c constraints.txt torchvision"
+        )
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _kept.append(library)
+    from torchvision import models
+
+    return models
