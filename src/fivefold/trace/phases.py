@@ -22,7 +22,8 @@ class Phase(StrEnum):
 
 class Tag(StrEnum):
     """What a message or collective is for. A tag belongs to the call or its group, never to a thread:
-    the backward pass runs in threads of its own."""
+    the backward pass runs in threads of its own.
+    """
 
     GRADIENTS = "parameters and gradients"
     BATCH_NORM = "batch-norm statistics"

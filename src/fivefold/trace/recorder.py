@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 __all__ = ["Recorder", "Stats", "recording", "span"]
 
@@ -68,7 +69,7 @@ _active = _Active()
 
 
 @contextmanager
-def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
+def recording(recorder: Recorder | None = None) -> Generator[Recorder]:
     """Collect every span of this thread until the block ends; the previous recorder then continues."""
     before = _active.recorder
     _active.recorder = current = recorder or Recorder()
@@ -88,7 +89,7 @@ class span:  # noqa: N801 - reads as a verb at every call site: `with span(Phase
         self._recorder = _active.recorder
         self._start = 0.0
 
-    def __enter__(self) -> span:
+    def __enter__(self) -> Self:
         if self._recorder is not None:
             self._start = time.perf_counter()
         return self

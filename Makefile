@@ -1,0 +1,65 @@
+# Every target sets up what it needs in .venv; nothing has to be installed but Python, make and a
+# C compiler.
+#
+#   make demo PYTHON=python3.12                 another interpreter
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#                                               the small CPU build of torch, where PyPI offers
+#                                               only the one with GPU libraries
+#   make test PYTEST_FLAGS="-k plan -x"         arguments for pytest
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+JOBS ?= 2
+
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: .venv/.run  ## train ResNet-20 on handwritten digits in two processes
+	$(BIN)/fivefold train digits -n 2
+
+test: .venv/.develop  ## run the test suite, the code in README and docs included
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
+
+check: .venv/.develop  ## format, lint, types, layers, spelling and the documentation build
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	bash -n .ci/run
+	$(MAKE) --no-print-directory docs
+
+format: .venv/.develop  ## rewrite the sources as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: .venv/.develop  ## build the documentation into docs/_build/html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+
+clean:  ## remove what make has made: the environment, caches and built files
+	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Fivefold needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+	       "name another one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+
+# Stamps: an environment is renewed when the list of what goes into it has changed.
+.venv/.run: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing Fivefold into .venv (about a minute)"
+	$(INSTALL) -e '.[recipes]'
+	@touch $@
+
+.venv/.develop: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing Fivefold and its tools into .venv (about a minute)"
+	$(INSTALL) -e '.[recipes,mpi,docs,dev]'
+	@touch $@ .venv/.run

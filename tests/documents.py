@@ -1,0 +1,218 @@
+"""Runs every code block of the documentation as a test.
+
+| block       | is run as                                                                        |
+|-------------|----------------------------------------------------------------------------------|
+| ```python   | Python in this process; blocks of one document share their names                 |
+| ```console  | each line `$ command`, in bash; it must succeed, what it prints is not compared   |
+| ```toml     | a plan: it must parse                                                            |
+
+All blocks of a document share one temporary folder, their working directory. A comment on the line
+before a block changes this:
+
+    <!-- test: file=train.py -->   write the block into that file instead of running it
+    <!-- test: exit=2 -->          the last command must end with this code
+    <!-- test: output -->          compare what commands print; `...` stands for anything
+    <!-- skip: next "reason" -->   do not run it
+
+Any other language is refused by tests/unit/test_house.py, and so is a skip without a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sybil import Document, Example, Region, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import SkipParser
+from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
+
+__all__ = [
+    "DATA",
+    "PATTERNS",
+    "RUNNERS",
+    "Command",
+    "commands",
+    "documents",
+    "matches",
+    "options_before",
+    "pytest_collect_file",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+PATTERNS = ("*.md", "docs/**/*.md", "src/**/README.md", "benchmarks/**/README.md")
+# Languages of blocks that show something and cannot be run.
+DATA = ("text",)
+TIMEOUT_S = 100
+
+# Key of the working directory among the names of a document.
+_FOLDER = "_folder"
+_FENCE = FencedCodeBlockLexer("[a-z]+", mapping={"language": "language", "source": "source"})
+_OPTIONS = re.compile(r"<!--\s*test:\s*(?P<options>[^>]*?)\s*-->\s*\Z")
+
+
+def documents() -> list[Path]:
+    """Every document whose code blocks are run."""
+    found = {path for pattern in PATTERNS for path in ROOT.glob(pattern)}
+    return sorted(path for path in found if "_build" not in path.parts)
+
+
+def options_before(text: str, start: int) -> dict[str, str]:
+    """What the comment before the block at `start` asks for, `{"file": "train.py"}` for one."""
+    found = _OPTIONS.search(text, 0, start)
+    words = found["options"].split() if found else []
+    options = dict(word.partition("=")[::2] for word in words)
+    if unknown := options.keys() - {"file", "exit", "output"}:
+        raise ValueError(
+            f"unknown {sorted(unknown)} in a `test:` comment; valid: file, exit, output"
+        )
+    return options
+
+
+@dataclass(frozen=True)
+class Command:
+    """One `$ command` of a console block and what is shown below it."""
+
+    line: str
+    shown: str
+
+
+def commands(block: str) -> list[Command]:
+    r"""The commands of a console block; a command goes on after a trailing backslash.
+
+    >>> commands("$ echo a\na\n$ echo \\\n  b\n")
+    [Command(line='echo a', shown='a\n'), Command(line='echo \\\n  b', shown='')]
+    """
+    found: list[Command] = []
+    lines = iter(block.splitlines())
+    for text in lines:
+        if text.startswith("$ "):
+            line = text[2:]
+            while line.endswith("\\"):
+                line += "\n" + next(lines)
+            found.append(Command(line, ""))
+        elif found:
+            found[-1] = Command(found[-1].line, found[-1].shown + text + "\n")
+        else:
+            raise ValueError(f"a console block begins with '$ command', not with {text!r}")
+    return found
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether `printed` is what the document shows, where `...` stands for anything."""
+    pattern = ".*".join(re.escape(part) for part in shown.strip().split("..."))
+    return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
+
+
+def _console(example: Example) -> None:
+    options = example.parsed.options
+    todo = commands(example.parsed.source)
+    for number, command in enumerate(todo, start=1):
+        code, printed = _bash(command.line, example.namespace[_FOLDER])
+        expected = int(options.get("exit", "0")) if number == len(todo) else 0
+        told = f"$ {command.line}\n{printed}"
+        assert code == expected, f"exit code {code} instead of {expected}:\n{told}"
+        if "output" in options:
+            assert matches(command.shown, printed), f"the document shows otherwise:\n{told}"
+
+
+def _bash(line: str, folder: str) -> tuple[int, str]:
+    """Exit code and output of one command; whatever it has started ends with it."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+        # Open MPI refuses root and more ranks than cores unless told otherwise.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    with subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, printed
+
+
+def _python(example: Example) -> None:
+    region = Region(example.region.start, example.region.end, parsed=example.parsed.source)
+    inner = Example(example.document, example.line, example.column, region, example.namespace)
+    with contextlib.chdir(example.namespace[_FOLDER]):
+        PythonEvaluator()(inner)
+
+
+def _toml(example: Example) -> None:
+    from fivefold import Plan
+
+    Plan.parse(example.parsed.source, example.path)
+
+
+RUNNERS: dict[str, Callable[[Example], None]] = {
+    "console": _console,
+    "python": _python,
+    "toml": _toml,
+}
+
+
+@dataclass(frozen=True)
+class _Block:
+    language: str
+    source: str
+    options: dict[str, str]
+
+
+def _run(example: Example) -> None:
+    block: _Block = example.parsed
+    if name := block.options.get("file"):
+        Path(example.namespace[_FOLDER], name).write_text(block.source)
+    if block.language == "toml" or not name:
+        RUNNERS[block.language](example)
+
+
+def _blocks(document: Document) -> Iterator[Region]:
+    for region in _FENCE(document):
+        language = region.lexemes["language"]
+        if language in RUNNERS:
+            options = options_before(document.text, region.start)
+            region.parsed = _Block(language, region.lexemes["source"], options)
+            region.evaluator = _run
+            yield region
+
+
+def _enter(namespace: dict[str, object]) -> None:
+    namespace["_kept"] = kept = tempfile.TemporaryDirectory(prefix="fivefold-document-")
+    namespace[_FOLDER] = kept.name
+
+
+def _leave(namespace: dict[str, object]) -> None:
+    kept = namespace.pop("_kept")
+    assert isinstance(kept, tempfile.TemporaryDirectory)
+    kept.cleanup()
+
+
+pytest_collect_file = Sybil(
+    parsers=[SkipParser(), _blocks],
+    patterns=PATTERNS,
+    path=str(ROOT),
+    setup=_enter,
+    teardown=_leave,
+).pytest()

@@ -1,0 +1,172 @@
+"""The rules of the house that no other tool checks (docs/explanation/house.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sybil.parsers.markdown.lexers import FENCE
+
+from documents import DATA, RUNNERS, documents, options_before
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "fivefold"
+MODULES = sorted(SOURCE.rglob("*.py"))
+PYTHON_FILES = sorted(
+    path
+    for top in ("src", "tests", "docs", "benchmarks")
+    for path in (ROOT / top).rglob("*.py")
+    if "_build" not in path.parts
+)
+WITHOUT_TORCH = ("errors", "plan", "arena", "cluster", "trace", "launch", "introspect", "cli")
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv",
+    "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list", "send",
+}  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def public_names(module: ast.Module) -> list[str] | None:
+    """The contents of `__all__`; None where it is missing."""
+    for node in module.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+                return list(ast.literal_eval(node.value))
+    return None
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_files_and_functions_are_small(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines < 400, f"{lines} lines: find the second noun in this file and move it out"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines: name its steps"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_say_what_is_public_and_describe_it(path: Path) -> None:
+    module = tree(path)
+    names = public_names(module)
+    assert names is not None, "no __all__"
+    assert ast.get_docstring(module), "no docstring"
+    for node in module.body:
+        described = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if described and node.name in names:
+            assert ast.get_docstring(node), f"{node.name} is public but has no docstring"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if "mesh" not in p.relative_to(SOURCE).parts], ids=name_of
+)
+def test_collectives_name_their_group(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id in {"dist", "distributed"}
+            and node.func.attr in COLLECTIVES
+        ):
+            assert any(k.arg == "group" for k in node.keywords), (
+                f"line {node.lineno}: {node.func.attr} without group= uses the default group"
+            )
+
+
+def imported_by(statement: str) -> set[str]:
+    """Top-level packages that are loaded after `statement` ran in a fresh interpreter."""
+    code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+def test_import_fivefold_is_lazy() -> None:
+    assert not imported_by("import fivefold") & {"torch", "numpy", "tyro", "rich", "cattrs"}
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_rooms_of_the_login_node_do_without_torch(room: str) -> None:
+    home = SOURCE / room
+    if not home.exists() and not home.with_suffix(".py").exists():
+        pytest.skip(f"{room} is not built yet")
+    modules = [f"fivefold.{room}"] + [
+        "fivefold." + ".".join(p.relative_to(SOURCE).with_suffix("").parts)
+        for p in sorted(home.rglob("*.py"))
+        if not p.name.startswith("__")
+    ]
+    assert "torch" not in imported_by("\n".join(f"import {name}" for name in modules))
+
+
+def test_every_public_name_resolves() -> None:
+    missing = "[n for n in fivefold.__all__ if not hasattr(fivefold, n)]"
+    code = f"import fivefold; missing = {missing}; assert not missing, missing"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def tracked_files() -> list[Path]:
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        [git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def test_no_file_names_a_folder_of_somebodys_machine() -> None:
+    # Written so that this line is no hit itself.
+    personal = re.compile(rb"(?<![\w.])/(?:wor[k]|roo[t]|hom[e]|User[s]|op[t]|mn[t])/\w")
+    hits = [
+        f"{name_of(path)}: {match[0].decode()}"
+        for path in tracked_files()
+        if path.is_file() and (match := personal.search(path.read_bytes()))
+    ]
+    assert not hits
+
+
+def fences(text: str) -> Iterator[tuple[int, str]]:
+    """Start and language of every fenced block."""
+    inside: str | None = None
+    for match in FENCE.finditer(text):
+        if inside is None:
+            inside = match["fence"]
+            yield match.start(), match["trailing"].strip()
+        elif match["fence"].startswith(inside) and not match["trailing"].strip():
+            inside = None
+
+
+@pytest.mark.parametrize("path", documents(), ids=name_of)
+def test_every_code_block_is_run_or_says_why_not(path: Path) -> None:
+    text = path.read_text()
+    for start, language in fences(text):
+        where = f"line {text.count(chr(10), 0, start) + 1}"
+        assert language.startswith("{") or language in {*RUNNERS, *DATA}, (
+            f"{where}: {language or 'a block without a language'} is not run by any test; "
+            f"valid: {', '.join([*RUNNERS, *DATA])}"
+        )
+        if name := options_before(text, start).get("file"):
+            assert language == "toml" or f" {name}" in text[start:], f"{where}: {name} is never run"
+    for skip in re.finditer(r"<!--\s*skip:(.*?)-->", text):
+        assert re.search(r'"[^"]{10,}"|\bend\b', skip[1]), f"{skip[0]}: say why it is not run"
