@@ -1,13 +1,16 @@
 # Every target sets up what it needs in .venv; nothing has to be installed but Python, make and a
-# C compiler.
+# C compiler. Variables, as in `make demo PYTHON=python3.12`:
 #
-#   make demo PYTHON=python3.12                 another interpreter
-#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-#                                               the small CPU build of torch, where PyPI offers
-#                                               only the one with GPU libraries
-#   make test PYTEST_FLAGS="-k plan -x"         arguments for pytest
+#   PYTHON         the interpreter that .venv is made from
+#   TORCH_INDEX    where to look for torch besides PyPI, which offers only the build with 4 GB of GPU
+#                  libraries; by default the index of CPU builds where there is no NVIDIA GPU.
+#                  `make test TORCH_INDEX=` on a login node prepares .venv for the GPU nodes.
+#   PIP_FLAGS      further arguments for pip, such as --index-url of a site's mirror
+#   PYTEST_FLAGS   further arguments for pytest, such as "-k plan -x"
+#   JOBS           test processes at once
 
 PYTHON ?= python3
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 JOBS ?= 2
@@ -54,12 +57,18 @@ clean:  ## remove what make has made: the environment, caches and built files
 	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 
 # Stamps: an environment is renewed when the list of what goes into it has changed.
-.venv/.run: .venv/bin/python pyproject.toml constraints.txt
-	@echo "installing Fivefold into .venv (about a minute)"
+# Torch comes alone, so that only one look-up has to wait for an index that is out of reach.
+.venv/.torch: .venv/bin/python constraints.txt
+	@echo "installing torch into .venv (under a minute on a fast network)"
+	$(INSTALL) --no-deps --retries 1 --timeout 10 $(TORCH_INDEX:%=--extra-index-url %) torch
+	@touch $@
+
+.venv/.run: .venv/.torch pyproject.toml constraints.txt
+	@echo "installing Fivefold into .venv"
 	$(INSTALL) -e '.[recipes]'
 	@touch $@
 
-.venv/.develop: .venv/bin/python pyproject.toml constraints.txt
-	@echo "installing Fivefold and its tools into .venv (about a minute)"
+.venv/.develop: .venv/.torch pyproject.toml constraints.txt
+	@echo "installing Fivefold and its tools into .venv"
 	$(INSTALL) -e '.[recipes,mpi,docs,dev]'
 	@touch $@ .venv/.run

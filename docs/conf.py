@@ -8,7 +8,7 @@ author = "the Fivefold contributors"
 release = version_of("fivefold")
 version = release
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Fivefold {release}"
