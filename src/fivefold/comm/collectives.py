@@ -1,0 +1,137 @@
+"""Collectives that say what they are for.
+
+Each takes the ProcessGroup to use and a usage `Tag`; none touches torch's default group. The time the
+caller is blocked is recorded under the tag. A failure names rank, operation and tag: the text that the
+backends raise ("Connection closed by peer") says none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from fivefold.errors import FivefoldError
+from fivefold.trace import Tag, span
+
+__all__ = [
+    "CommError",
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_later",
+    "broadcast_text",
+    "reduce_scatter",
+    "settle",
+    "start_all_reduce",
+]
+
+# torch 2.13 renamed both; 2.11 has the old names only.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CommError(FivefoldError):
+    """A collective failed: a rank died, never arrived within the timeout, or asked for something else."""
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
+    """Sum `tensor` over the ranks of `group`, in place; returns it."""
+    start_all_reduce(tensor, group, tag).wait()
+    return tensor
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait` returns its result, and may be called again."""
+
+    tensor: Tensor
+    work: dist.Work | None
+    group: dist.ProcessGroup
+    tag: Tag
+
+    def wait(self) -> Tensor:
+        """Block until the result is there (on a GPU: until the stream may use it)."""
+        if self.work is not None:
+            with _named("all_reduce", self.group, self.tag):
+                self.work.wait()
+            self.work = None
+        return self.tensor
+
+
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Pending:
+    """Begin to sum `tensor` over `group`, in place. Do not touch it before `Pending.wait`."""
+    if group.size() == 1:
+        return Pending(tensor, None, group, tag)
+    with _named("all_reduce", group, tag):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+    return Pending(tensor, work, group, tag)
+
+
+def all_reduce_later(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
+    """The sum of `tensor` over `group`, as a tensor that waits for the ranks only when it is used."""
+    if group.size() == 1:
+        return tensor
+    with _named("all_reduce", group, tag):
+        return cast(Tensor, functional.all_reduce(tensor, "sum", group))
+
+
+def settle(tensor: Tensor) -> None:
+    """Wait for what `all_reduce_later` returned, if nobody has: torch complains at exit otherwise."""
+    if isinstance(tensor, functional.AsyncCollectiveTensor):
+        tensor.wait()
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
+    """The tensors of all ranks, which have one shape (*s), stacked in rank order: (ranks, *s)."""
+    if group.size() == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty((group.size() * tensor.numel(),))
+    with _named("all_gather", group, tag):
+        _all_gather_single(gathered, tensor.contiguous().view(-1), group=group)
+    return gathered.view(group.size(), *tensor.shape)
+
+
+def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
+    """The adjoint of `all_gather`: sum the tensors (ranks, *s) over the group, return one's own (*s)."""
+    if group.size() == 1:
+        return tensor.squeeze(0)
+    own = tensor.new_empty(tensor.shape[1:])
+    with _named("reduce_scatter", group, tag):
+        _reduce_scatter_single(own.view(-1), tensor.contiguous().view(-1), group=group)
+    return own
+
+
+def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.device) -> str:
+    """What the first rank of `group` says; the others' `text` is ignored. Plain bytes, no pickle."""
+    if group.size() == 1:
+        return text or ""
+    data = torch.tensor(list((text or "").encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    with _named("broadcast", group, Tag.CONTROL):
+        dist.broadcast(length, group=group, group_src=0)
+        buffer = data if group.rank() == 0 else data.new_empty(int(length.item()))
+        dist.broadcast(buffer, group=group, group_src=0)
+    return bytes(buffer.tolist()).decode()
+
+
+@contextmanager
+def _named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Iterator[None]:
+    with span(tag):
+        try:
+            yield
+        except RuntimeError as problem:
+            first = (
+                str(problem).strip().splitlines()[0] if str(problem).strip() else "no reason given"
+            )
+            raise CommError(
+                f"rank {group.rank()} of {group.size()}: {operation} for {tag.value} failed: {first}. "
+                "A rank died, is stuck, or called something else; the log of each rank says which. "
+                "If ranks are only slow, raise comm.timeout_s in the plan."
+            ) from problem

@@ -1,0 +1,80 @@
+"""A started layout: where this process stands on every axis, and whom it talks to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fivefold.errors import PlanError, suggest
+from fivefold.mesh.ownership import owned
+from fivefold.plan import AXES, Layout, Plan
+
+__all__ = ["Mesh"]
+
+
+@dataclass
+class Mesh:
+    """What `fivefold.start` returns. Read it freely; nothing in it needs to be changed by hand."""
+
+    plan: Plan
+    layout: Layout
+    rank: int
+    """position of this process among all trainers, 0 to size - 1"""
+    size: int
+    """number of trainers"""
+    device: torch.device
+    """where this rank computes: models are moved there, loaders yield there"""
+    device_mesh: DeviceMesh
+    """torch's view of the same mesh, its dims named like the axes, for DTensor, FSDP2 and the like"""
+    owns_world: bool = True
+    """whether `stop` ends torch.distributed (not when it was running before `start`)"""
+    _joint: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)  # pyright: ignore
+
+    def coordinate(self, axis: str) -> int:
+        """Position of this rank along `axis`."""
+        return int(self.device_mesh.get_local_rank(_known(axis)))
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along `axes` only; all ranks ask in the same order.
+
+        Raises `PlanError` for an unknown axis.
+        """
+        wanted = tuple(axis for axis in AXES if axis in {_known(a) for a in axes})
+        assert wanted, "name at least one axis"
+        larger = tuple(axis for axis in wanted if getattr(self.layout, axis) > 1) or wanted[:1]
+        if len(larger) == 1:
+            return self.device_mesh.get_group(larger[0])
+        if larger not in self._joint:
+            joint = self.device_mesh[larger]._flatten("_".join(larger))  # pyright: ignore
+            self._joint[larger] = joint.get_group()
+        return self._joint[larger]
+
+    def share(self, n: int) -> range:
+        """Which of the `n` samples of a global batch this rank's replica owns."""
+        return owned(n, self.layout.data, self.coordinate("data"))
+
+    def stop(self) -> None:
+        """Leave the mesh; ends torch.distributed if `start` began it. Calling it again does nothing."""
+        if self.owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _known(axis: str) -> str:
+    if axis not in AXES:
+        raise PlanError(f"unknown mesh axis {axis!r}{suggest(axis, AXES)}")
+    return axis

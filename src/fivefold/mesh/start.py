@@ -1,0 +1,143 @@
+"""From whatever launched us to a mesh.
+
+environment --locate--> Place --meeting--> Meeting --store--> torch.distributed --> DeviceMesh --> Mesh
+(RANK, PMI_RANK, ...)   (rank of size)     (where to meet)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fivefold.errors import LaunchError, PlanError
+from fivefold.launch.environment import Meeting, Place, locate, meeting
+from fivefold.launch.variables import PLAN
+from fivefold.mesh.mesh import Mesh
+from fivefold.plan import AXES, Layout, Plan
+
+__all__ = ["start"]
+
+
+def start(plan: Plan | None = None, *, device: str | torch.device | None = None) -> Mesh:
+    """Join the processes that were started with this one, and lay `plan.layout` over them.
+
+    Works alone (one process), under `fivefold run`, torchrun, Open MPI's mpirun, MPICH's mpiexec, srun,
+    Cray PALS and flux. Without a plan, the one that `fivefold run --plan` named is used, else the default;
+    a layout that nobody chose puts every process on the `data` axis. `device` defaults to this rank's GPU
+    where there is one, else the CPU. A torch.distributed that runs already is used as it is.
+
+    Raises:
+        PlanError: the layout does not fit the number of processes.
+        UsageError: the environment of the launcher contradicts itself, or srun was forgotten.
+        LaunchError: the processes did not meet.
+    """
+    adopted = dist.is_initialized()
+    place = _adopted_place() if adopted else locate()
+    plan = _fitted(plan or _told_plan(), place.world_size)
+    where = _device(place, device)
+    if not adopted:
+        _join(place, plan, where)
+    names = init_device_mesh(where.type, plan.layout.sizes, mesh_dim_names=AXES)
+    return Mesh(plan, plan.layout, place.rank, place.world_size, where, names, not adopted)
+
+
+def _told_plan() -> Plan:
+    path = os.environ.get(PLAN)
+    return Plan.load(path) if path else Plan()
+
+
+def _fitted(plan: Plan, processes: int) -> Plan:
+    if plan.layout.size == processes:
+        return plan
+    if plan.layout == Layout() and plan.origin("layout.data").kind == "default":
+        return replace(plan, layout=Layout(data=processes))
+    asked = " x ".join(
+        f"{axis}={n}" for axis, n in zip(AXES, plan.layout.sizes, strict=True) if n > 1
+    )
+    needs = plan.layout.size
+    raise PlanError(
+        f"the layout {asked or 'data=1'} ({plan.origin('layout.data')}) needs {needs} "
+        f"process{'es' if needs > 1 else ''}, but {processes} "
+        f"{'were' if processes > 1 else 'was'} started: start {needs} (fivefold run -n {needs} ...), "
+        f"or choose axes ({', '.join(AXES)}) whose sizes multiply to {processes}"
+    )
+
+
+def _adopted_place() -> Place:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
+    return Place(rank, size, local_rank, local_size, "running")
+
+
+def _device(place: Place, asked: str | torch.device | None) -> torch.device:
+    if asked is not None:
+        return torch.device(asked)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # More ranks than GPUs share them in turn; they then talk over gloo, since NCCL refuses that.
+    own = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
+
+
+def _backend(place: Place, plan: Plan, device: torch.device) -> str:
+    if plan.comm.backend != "auto":
+        return plan.comm.backend
+    gpu_each = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+    return "cpu:gloo,cuda:nccl" if gpu_each else "gloo"
+
+
+def _join(place: Place, plan: Plan, device: torch.device) -> None:
+    timeout = timedelta(seconds=plan.comm.timeout_s)
+    try:
+        store = _store(meeting(place), place, timeout)
+        dist.init_process_group(
+            _backend(place, plan, device),
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError, OSError) as problem:
+        if isinstance(problem, (LaunchError, PlanError)):
+            raise
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others: "
+            f"{str(problem).strip().splitlines()[0]}"
+        ) from problem
+
+
+def _store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
+    if where.kind == "alone":
+        return dist.HashStore()
+    if where.kind == "file":
+        assert where.path is not None
+        return dist.FileStore(where.path, place.world_size)
+    if where.kind == "env" and place.launcher == "torchrun":
+        # torchrun's own handler: it may offer a store that its agent already holds open.
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        return store
+    host, port = _mpi_address() if where.kind == "mpi" else (where.host, where.port)
+    assert host is not None and port is not None
+    return dist.TCPStore(host, port, place.world_size, place.rank == 0, timeout)
+
+
+def _mpi_address() -> tuple[str, int]:
+    """Rank 0's host and a free port of it, told to the others by MPI itself."""
+    from mpi4py import MPI  # noqa: PLC0415 - starts MPI, so only where MPI started us
+
+    address: tuple[str, int] | None = None
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            address = (socket.getfqdn(), int(probe.getsockname()[1]))
+    found = MPI.COMM_WORLD.bcast(address, root=0)
+    assert found is not None
+    return found

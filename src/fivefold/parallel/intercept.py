@@ -1,0 +1,282 @@
+"""What a model calls that mixes samples or draws random numbers, answered for the global batch.
+
+While a `ParallelModel` runs its net, a torch function mode watches the calls. Batch norm is answered with
+the statistics of all ranks, dropout with masks that follow the global sample; everything else passes. The
+net itself stays as it is: no module is replaced, functional calls and subclasses are covered.
+
+Activation checkpointing calls modules again during backward, on a GPU in a thread that no mode reaches; so
+the modules concerned are entered through a wrapper that brings the mode along.
+
+    net(x) ──┬─ conv2d ───────────────► torch
+             ├─ batch_norm (training) ─► norms.global_batch_norm(group of the data axis)
+             └─ dropout (training) ───► randomness.drop(key of seed, step, node, global sample)
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fivefold.errors import UsageError
+from fivefold.parallel import randomness
+from fivefold.parallel.norms import global_batch_norm, global_instance_norm
+
+__all__ = ["Share", "exact", "watched_modules"]
+
+_DROPOUT_MODULES = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
+_WATCHED = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    *_DROPOUT_MODULES,
+)  # pyright: ignore
+
+
+@dataclass
+class Share:
+    """Which samples a rank computes in one step, and what identifies the step."""
+
+    rows: int
+    """samples of this rank; 0 means that a stand-in of one row is computed instead"""
+    origin: int
+    """index of its first sample in the global batch"""
+    total: int
+    """samples of the global batch"""
+    seed: int
+    step: int
+    group: dist.ProcessGroup | None
+    """whose batch-norm statistics are joined; None leaves each rank its own"""
+    calls: dict[tuple[str, bool], int] = field(default_factory=dict[tuple[str, bool], int])
+
+    def next_key(self) -> int:
+        """The key of the next random call of the node that is running.
+
+        Backward counts anew: a checkpointed module that runs again must draw what it drew before.
+        """
+        again = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        node = _node.name
+        if again and not node:
+            raise UsageError(
+                "a functional dropout ran again during backward (activation checkpointing), where its "
+                "mask cannot be told from the next one's: use nn.Dropout modules in checkpointed parts"
+            )
+        call = self.calls.get((node, again), 0)
+        self.calls[node, again] = call + 1
+        return randomness.key_of(self.seed, self.step, node, call)
+
+
+class _Node(threading.local):
+    name: str = ""
+
+
+_node = _Node()
+
+
+def watched_modules(net: nn.Module) -> dict[str, nn.Module]:
+    """The norm and dropout modules of a net, by name."""
+    return {name: module for name, module in net.named_modules() if isinstance(module, _WATCHED)}
+
+
+@contextmanager
+def exact(watched: dict[str, nn.Module], share: Share) -> Iterator[_Mode]:
+    """Within the block, calls of this thread and of the watched modules see the global batch."""
+    mode = _Mode(share)
+    before = {name: module.__dict__.get("forward") for name, module in watched.items()}
+    for name, module in watched.items():
+        module.__dict__["forward"] = _entered(name, module.forward, mode)
+    try:
+        yield mode
+    finally:
+        for name, module in watched.items():
+            own = before[name]
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
+
+
+def _entered(name: str, forward: Callable[..., Any], mode: _Mode) -> Callable[..., Any]:
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        outer, _node.name = _node.name, name
+        try:
+            if mode.active():
+                return forward(*args, **kwargs)
+            with mode:
+                return forward(*args, **kwargs)
+        finally:
+            _node.name = outer
+
+    return enter
+
+
+class _Mode(TorchFunctionMode):
+    """Routes the calls in `_ANSWERS`; warns once about random calls that it cannot make exact."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        self.share = share
+        self._threads = threading.local()
+
+    def active(self) -> bool:
+        """Whether this thread is inside the mode."""
+        return getattr(self._threads, "depth", 0) > 0
+
+    def __enter__(self) -> _Mode:
+        self._threads.depth = getattr(self._threads, "depth", 0) + 1
+        return cast(_Mode, super().__enter__())
+
+    def __exit__(self, *exc: Any) -> None:
+        self._threads.depth -= 1
+        super().__exit__(*exc)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        answer = _ANSWERS.get(func)
+        return func(*args, **kwargs) if answer is None else answer(self.share, func, args, kwargs)
+
+
+def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+_BATCH_NORM = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)
+_TORCH_BATCH_NORM = (
+    "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
+    "cudnn_enabled",
+)  # fmt: skip
+
+
+def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = _TORCH_BATCH_NORM if func is torch.batch_norm else _BATCH_NORM
+    a = {"training": False, "momentum": 0.1, "eps": 1e-5, **_named(names, args, kwargs)}
+    if not a["training"] or share.group is None:
+        return func(*args, **kwargs)
+    return global_batch_norm(
+        a["input"], a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
+        a["momentum"], a["eps"], share.group, counted=share.rows > 0,
+    )  # fmt: skip
+
+
+_INSTANCE_NORM = (
+    "input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps",
+)  # fmt: skip
+
+
+def _instance_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    a = _named(_INSTANCE_NORM, args, kwargs)
+    if not a.get("use_input_stats", True) or a.get("running_mean") is None or share.group is None:
+        return func(*args, **kwargs)
+    return global_instance_norm(a, share.rows, share.total, share.group)
+
+
+_DROPOUT = ("input", "p", "training", "inplace")
+# name -> (dims of the mask that follow the input's; the rest broadcast), what is done with it
+_DROPOUTS: dict[Any, tuple[int | None, Callable[..., Tensor]]] = {
+    F.dropout: (None, randomness.drop),
+    F.dropout1d: (2, randomness.drop),
+    F.dropout2d: (2, randomness.drop),
+    F.dropout3d: (2, randomness.drop),
+    F.alpha_dropout: (None, randomness.alpha_drop),
+    F.feature_alpha_dropout: (2, randomness.alpha_drop),
+}
+
+
+def _dropout(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trains = func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+    a = {"p": 0.5, "training": trains, "inplace": False, **_named(_DROPOUT, args, kwargs)}
+    x, p = cast(Tensor, a["input"]), float(a["p"])
+    if not a["training"] or not 0.0 < p <= 1.0:
+        return func(*args, **kwargs)
+    dims, apply = _DROPOUTS[func]
+    shape = x.shape if dims is None else torch.Size([*x.shape[:dims], *(1,) * (x.dim() - dims)])
+    return apply(x, _draw(share, shape, x.device) >= p, p, bool(a["inplace"]))
+
+
+def _bernoulli(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`noise.bernoulli_(keep)`: how stochastic depth is written."""
+    noise, keep = cast(Tensor, args[0]), kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    return noise.copy_(_draw(share, noise.shape, noise.device) < keep)
+
+
+def _draw(share: Share, shape: torch.Size, device: torch.device) -> Tensor:
+    rows = max(share.rows, 1)
+    if shape and shape[0] % rows == 0 and shape[0] >= rows:
+        offset = share.origin * (shape.numel() // rows)
+    else:
+        offset = 0
+        if share.rows != share.total:
+            _warn_layout(f"a mask of shape {tuple(shape)}, whose leading dim is not the samples,")
+    return randomness.uniform(shape, offset, share.next_key(), device)
+
+
+def _layout_dependent(
+    share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if share.rows != share.total:
+        _warn_layout(f"{getattr(func, '__name__', func)}")
+    return func(*args, **kwargs)
+
+
+def _attention(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention draws its dropout inside one kernel, out of our reach."""
+    position = 4 if func is F.scaled_dot_product_attention else 10
+    p = kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)
+    drops = float(p) > 0.0 and kwargs.get("training", True)
+    return (_layout_dependent if drops else _pass)(share, func, args, kwargs)
+
+
+def _pass(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _warn_layout(what: str) -> None:
+    warnings.warn(
+        f"{what} draws random numbers in the model that do not follow the global sample: the run is "
+        "valid, but not equal to a run under another layout. nn.Dropout and its kin are.",
+        stacklevel=2,
+    )
+
+
+_ANSWERS: dict[Any, Callable[[Share, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    **dict.fromkeys(_DROPOUTS, _dropout),
+    Tensor.bernoulli_: _bernoulli,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _attention,
+    **dict.fromkeys(
+        (
+            torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randperm,
+            torch.bernoulli, torch.normal, torch.multinomial, Tensor.normal_, Tensor.uniform_,
+            Tensor.random_, Tensor.exponential_, F.gumbel_softmax, F.rrelu,
+        ),
+        _layout_dependent,
+    ),
+}  # fmt: skip

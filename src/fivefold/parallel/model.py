@@ -1,0 +1,259 @@
+"""`parallelize` and the object it returns.
+
+step(x, y):   weights of all targets  ─────────────┐ (summed over ranks while forward runs)
+              outputs = net(x)   batch norm, dropout: intercept
+              share   = own numerator / weight of all ranks' targets        losses
+              loss    = sum of shares                                        (returned, not waited for)
+              share.backward()   gradients summed while backward runs        reduce
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.errors import PlanError, UsageError
+from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.parallel.exchange import gather_rows
+from fivefold.parallel.intercept import Share, exact, watched_modules
+from fivefold.parallel.losses import Loss, split_loss
+from fivefold.parallel.reduce import reducer_for
+from fivefold.parallel.refuse import check_net
+from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
+from fivefold.trace import Phase, Tag, span
+
+__all__ = ["ParallelModel", "parallelize"]
+
+
+def parallelize(
+    net: nn.Module,
+    mesh: Mesh,
+    *,
+    example: object = None,
+    loss: Callable[..., Any] | None = None,
+) -> ParallelModel:
+    """Make a plain net compute over the whole mesh what it would compute in one process.
+
+    The net is moved to `mesh.device`; its parameters and buffers are made equal to the first replica's. It
+    stays as it is, under `.module`, and so do the keys of its state_dict.
+
+    Args:
+        net: any `nn.Module` in eager mode.
+        mesh: what `fivefold.start` returned.
+        example: a batch with the shapes of the global batch, meta tensors will do. The data axis needs
+            none.
+        loss: `loss(outputs, targets) -> scalar`, a loss of torch's, or any callable; see `losses`.
+
+    Raises:
+        PlanError: the layout has axes other than `data`.
+        UsageError: the net is compiled, scripted, already wrapped, or not yet initialised.
+    """
+    others = [f"{axis}={n}" for axis, n in vars(mesh.layout).items() if axis != "data" and n > 1]
+    if others:
+        raise PlanError(
+            f"this version of Fivefold parallelises along the data axis only, but the layout has "
+            f"{', '.join(others)}: use data={mesh.size}"
+        )
+    check_net(net)
+    return ParallelModel(net.to(mesh.device), mesh, loss)
+
+
+class ParallelModel(nn.Module):
+    """A net on a mesh. Call it for outputs, `step` for a training step; `.module` is the user's net."""
+
+    module: nn.Module
+
+    def __init__(self, net: nn.Module, mesh: Mesh, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.module = net
+        self.steps = 0
+        """number of `step` calls so far: random masks are a function of it"""
+        self.seed = mesh.plan.numerics.seed
+        self._mesh = mesh
+        self._group = mesh.group("data")
+        self._loss = loss
+        self._split: Loss | None = split_loss(loss) if loss is not None else None
+        self._watched = watched_modules(net)
+        self._joint = mesh.plan.parallel.batch_norm == "global"
+        # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
+        self._reducer = (reducer_for(net, self._group, share_buffers=not self._joint),)
+        self._warned = False
+        self._unread: list[Tensor] = []
+        weakref.finalize(self, _settle, self._unread)
+
+    # ---- one training step
+
+    def step(self, inputs: Any, targets: Any = None, scaler: Any = None) -> Tensor:
+        """Forward and backward over the whole mesh; gradients are complete on return.
+
+        Args:
+            inputs: this rank's samples, as the loader or `shard` gave them: a pytree of tensors (rows, ...).
+                A tuple is positional arguments, a dict keyword arguments of the net. Tensors that carry no
+                note of their part are this rank's share, in rank order, and the counts are exchanged.
+            targets: what the loss compares with; samples on the leading dim.
+            scaler: a `torch.amp.GradScaler`, which then scales what backward starts from.
+
+        Returns the loss of the whole batch, detached; it is read without waiting, and waits when used.
+        Repeated calls accumulate gradients. Autocast is honoured in forward.
+
+        Raises:
+            UsageError: no loss was given, the batch is empty on all ranks, or its tensors do not share
+                their leading dim.
+        """
+        if self._loss is None:
+            raise UsageError("step needs a loss: parallelize(net, mesh, loss=criterion)")
+        inputs, targets = self._moved(inputs), self._moved(targets)
+        share = self._share(inputs)
+        self.steps += 1
+        weight = self._start_target_weight(targets)
+        with span(Phase.FORWARD):
+            outputs = self._forward(inputs, share)
+            own = self._own_loss(outputs, targets, share, weight)
+        _settle(self._unread)
+        total = comm.all_reduce_later(own.detach().clone(), self._group, Tag.LOSS)
+        self._unread.append(total)
+        with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
+            own = own * self._reducer[0].scale
+            (own if scaler is None else scaler.scale(own)).backward()
+        return total
+
+    def shard(self, *trees: Any) -> Any:
+        """This rank's part of a batch that every rank holds whole; a tuple if several trees are given."""
+        mine = tuple(map_tensors(self._cut, tree) for tree in trees)
+        return mine[0] if len(mine) == 1 else mine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs for this rank's samples. In training mode, batch statistics are the mesh's."""
+        inputs = self._moved((args, kwargs))
+        if not leaves(inputs):
+            return self.module(*args, **kwargs)
+        if self.training:
+            share = self._share(inputs)
+            return self._forward(inputs, share, call=_call_both)
+        rows = rows_of(inputs, "inputs")
+        return _run_or_stand_in(self.module, inputs, rows, _call_both)
+
+    def _moved(self, tree: Any) -> Any:
+        def move(leaf: Tensor) -> Tensor:
+            part, there = part_of(leaf), leaf.to(self._mesh.device, non_blocking=True)
+            return there if part is None else attach(there, part)
+
+        return map_tensors(move, tree)
+
+    def _cut(self, leaf: Tensor) -> Tensor:
+        mine = self._mesh.share(leaf.shape[0])
+        part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
+        return attach(leaf[mine.start : mine.stop].to(self._mesh.device), part)
+
+    def _share(self, inputs: Any) -> Share:
+        rows = rows_of(inputs, "inputs")
+        part = part_of(leaves(inputs)[0])
+        if part is not None:
+            origin, total = part.origin[0], part.shape[0]
+        else:
+            counts = self._row_counts(rows)
+            origin, total = sum(counts[: self._group.rank()]), sum(counts)
+        if total == 0:
+            raise UsageError("the batch is empty on every rank: a step needs at least one sample")
+        joint = self._group if self._joint and self._group.size() > 1 else None
+        return Share(rows, origin, total, self.seed, self.steps, joint)
+
+    def _row_counts(self, rows: int) -> list[int]:
+        mine = torch.tensor([rows], dtype=torch.int64, device=self._mesh.device)
+        return comm.all_gather(mine, self._group, Tag.CONTROL).flatten().tolist()
+
+    def _start_target_weight(self, targets: Any) -> comm.Pending | None:
+        weight = self._split.target_weight(targets) if self._split is not None else None
+        return None if weight is None else comm.start_all_reduce(weight, self._group, Tag.LOSS)
+
+    def _forward(self, inputs: Any, share: Share, call: Callable[..., Any] = call_with) -> Any:
+        with exact(self._watched, share) as mode, mode:
+            return _run_or_stand_in(self._reducer[0], inputs, share.rows, call)
+
+    # ---- the loss
+
+    def _own_loss(
+        self, outputs: Any, targets: Any, share: Share, weight: comm.Pending | None
+    ) -> Tensor:
+        if self._split is not None:
+            summed = None if weight is None else weight.wait()
+            return self._split.share(outputs, targets, summed, share.rows, share.total)
+        custom = getattr(self._loss, "share", None)
+        if custom is not None:
+            numerator, denominator = custom(outputs, targets)
+            whole = torch.as_tensor(denominator, device=self._mesh.device).detach().double()
+            comm.all_reduce(whole, self._group, Tag.LOSS)
+            return numerator / whole.to(numerator.dtype)
+        return self._gathered_loss(outputs, targets, share)
+
+    def _gathered_loss(self, outputs: Any, targets: Any, share: Share) -> Tensor:
+        assert self._loss is not None
+        if self._group.size() == 1:
+            return self._loss(outputs, targets)
+        if not self._warned:
+            self._warned = True
+            name = getattr(self._loss, "__name__", type(self._loss).__name__)
+            warnings.warn(
+                f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all "
+                "ranks are gathered for it: exact, at the cost of that traffic in every step. Give it a "
+                "method share(outputs, targets) -> (numerator, denominator) to avoid it.",
+                stacklevel=4,
+            )
+        counts = self._row_counts(share.rows)
+
+        def gather(leaf: Tensor) -> Tensor:
+            if not leaf.dim() or leaf.shape[0] != share.rows:
+                raise UsageError(
+                    f"an output or target of shape {tuple(leaf.shape)} cannot be gathered for the loss: "
+                    f"its leading dim should be the {share.rows} samples of this rank"
+                )
+            return gather_rows(leaf, counts, self._group, Tag.LOSS)
+
+        # Computed alike on every rank, so each contributes its part of one loss.
+        return self._loss(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
+
+    # ---- the user's names: those of the plain net
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore
+        """The plain net's state_dict, with its own keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
+        """Load a state_dict of the plain net."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The plain net's parameters under their own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The plain net's buffers under their own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def _settle(unread: list[Tensor]) -> None:
+    """Wait for losses that nobody has read."""
+    while unread:
+        with contextlib.suppress(RuntimeError):  # a peer is gone: its own error says so
+            comm.settle(unread.pop())
+
+
+def _call_both(function: Callable[..., Any], inputs: Any) -> Any:
+    args, kwargs = inputs
+    return function(*args, **kwargs)
+
+
+def _run_or_stand_in(
+    function: Callable[..., Any], inputs: Any, rows: int, call: Callable[..., Any]
+) -> Any:
+    if rows:
+        return call(function, inputs)
+    outputs = call(function, map_tensors(stand_in, inputs))
+    return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)

@@ -1,0 +1,146 @@
+"""Batch norm over the whole global batch.
+
+Forward, per channel, with n values on this rank and N on all of them (Chan, Golub, LeVeque 1983):
+
+    mean = sum(n mean_r) / N        M2 = sum(M2_r + n (mean_r - mean)^2)        var = M2 / N
+
+Backward, with y = w xhat + b and xhat = (x - mean) / sqrt(var + eps):
+
+    dx = w / sqrt(var + eps) * (dy - [sum dy] / N - xhat [sum dy xhat] / N)
+
+The bracketed sums run over all ranks. One gather forward and one reduction backward per layer; ranks add in
+the same order, so all of them get the same bits. torch's SyncBatchNorm does this on GPUs only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fivefold import comm
+from fivefold.trace import Tag
+
+__all__ = ["global_batch_norm", "global_instance_norm"]
+
+
+def global_batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup,
+    counted: bool = True,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` in training mode, with the statistics of all ranks of `group`.
+
+    `x` is (rows, channels, ...); ranks may hold different numbers of rows. Running buffers are updated in
+    place with the unbiased variance, as torch does. With `counted=False` the rows of this rank are
+    stand-ins: they are normalised, but take no part in the statistics.
+
+    Raises `ValueError`, as torch does, when all ranks together hold a single value per channel.
+    """
+    count = x.numel() // max(x.shape[1], 1) if counted else 0
+    mean, var, total = _statistics(x.detach(), count, group)
+    if count <= 1 and total.item() <= 1:  # the first test spares a GPU the wait
+        raise ValueError(
+            "Expected more than 1 value per channel when training, but all ranks together have one; "
+            f"this rank's input size is {list(x.shape)}"
+        )
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        unbiased = var * (total / (total - 1.0))
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    stats_dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    return cast(
+        Tensor,
+        _BatchNorm.apply(
+            x, weight, bias, mean.to(stats_dtype), var.to(stats_dtype), total, eps, group, counted
+        ),
+    )
+
+
+def _statistics(x: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance per channel, and the number of values per channel, of all ranks: float64.
+
+    `count` of the values per channel are this rank's to give.
+    """
+    channels = x.shape[1]
+    local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    if count:
+        # The buffers only tell the kernel to accumulate half precision in float32.
+        dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+        unused = torch.zeros(2, channels, dtype=dtype, device=x.device)
+        mean, var = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+        local[0] = count
+        local[1 : channels + 1] = mean
+        local[channels + 1 :] = var * count
+    every = comm.all_gather(local, group, Tag.BATCH_NORM)
+    counts, means, m2s = every[:, :1], every[:, 1 : channels + 1], every[:, channels + 1 :]
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    var = (m2s + counts * (means - mean).square()).sum(0) / total
+    return mean, var, total
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        total: Tensor,
+        eps: float,
+        group: dist.ProcessGroup,
+        counted: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var, total)
+        ctx.eps, ctx.group = eps, group
+        ctx.counted, ctx.shifted = counted, bias is not None
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var, total = ctx.saved_tensors
+        # The inference kernel gives w dy / sqrt(var + eps) and both local sums in one pass.
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([dbias, dweight]).to(torch.float64)
+            comm.all_reduce(sums, ctx.group, Tag.BATCH_NORM)
+            if ctx.counted:  # the statistics do not depend on stand-ins
+                scale = torch.rsqrt(var + ctx.eps)
+                scale = scale if weight is None else scale * weight
+                offset, slope = (-sums / total).to(mean.dtype) * scale
+                dx += torch.batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps, False)
+        own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
+        return (*own, *(None,) * 6)
+
+
+def global_instance_norm(
+    arguments: dict[str, Any], rows: int, total: int, group: dist.ProcessGroup
+) -> Tensor:
+    """`torch.nn.functional.instance_norm` whose running buffers average over the samples of all ranks.
+
+    The normalisation itself never leaves a sample; only the buffers mix samples.
+    """
+    buffers = [arguments.get("running_mean"), arguments.get("running_var")]
+    held = [buffer for buffer in buffers if buffer is not None]
+    before = [buffer.clone() for buffer in held]
+    result = torch.nn.functional.instance_norm(**arguments)
+    for buffer, old in zip(held, before, strict=True):
+        change = (buffer - old) * (rows / total)
+        buffer.copy_(old + comm.all_reduce(change, group, Tag.BATCH_NORM))
+    return result

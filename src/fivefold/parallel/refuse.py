@@ -1,0 +1,39 @@
+"""Nets that cannot be made parallel as they are, each with what to do instead."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from fivefold.errors import UsageError
+
+__all__ = ["check_net"]
+
+
+def check_net(net: nn.Module) -> None:
+    """Raise `UsageError`, naming the module, for a net that Fivefold would compute wrongly."""
+    if not isinstance(net, nn.Module):  # pyright: ignore - callers without a type checker
+        raise UsageError(f"parallelize needs an nn.Module, got {type(net).__name__}")
+    for name, module in net.named_modules():
+        reason = _reason(module)
+        if reason:
+            where = f"the module {name!r}" if name else "the net"
+            raise UsageError(f"{where} {reason}")
+
+
+def _reason(module: nn.Module) -> str | None:
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None):
+        return "is compiled: give the plain net to parallelize, without torch.compile"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is scripted: give the plain eager net to parallelize"
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "is wrapped for data parallelism already: give the plain net to parallelize"
+    if type(module).__name__.startswith("FSDP"):
+        return "is sharded by FSDP already: give the plain net to parallelize"
+    if isinstance(module, nn.SyncBatchNorm):
+        return "is SyncBatchNorm: use plain BatchNorm, which Fivefold computes over the whole batch"
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
+        return "is lazy and has no shape yet: run one batch through the net before parallelize"
+    return None
