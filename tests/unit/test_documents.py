@@ -58,20 +58,20 @@ def test_blocks_share_names_and_a_folder(pytester: pytest.Pytester) -> None:
 from pathlib import Path
 name = "world"
 ```
-<!-- test: file=hello.py -->
+<!-- test: file=check.py -->
 ```python
-print("hello")
+print("ready")
 raise SystemExit(3)
 ```
 <!-- test: exit=3 output -->
 ```console
 $ echo a...c
 a...c
-$ python hello.py
-hel...
+$ python check.py
+rea...
 ```
 ```python
-assert name == "world" and Path("hello.py").exists()
+assert name == "world" and Path("check.py").exists()
 ```
 """
     found, told = run(pytester, page)
