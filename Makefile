@@ -16,7 +16,8 @@ PYTEST_FLAGS ?=
 JOBS ?= 2
 
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+INSTALL_FLAGS := install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+INSTALL := $(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format docs clean
@@ -71,4 +72,7 @@ clean:  ## remove what make has made: the environment, caches and built files
 .venv/.develop: .venv/.torch pyproject.toml constraints.txt
 	@echo "installing Fivefold and its tools into .venv"
 	$(INSTALL) -e '.[recipes,mpi,docs,dev]'
+	@# MPICH, which the tests start as well, apart: its programs are called like those of Open MPI.
+	$(BIN)/python -m venv --without-pip .venv/mpich
+	$(BIN)/python -m pip --python .venv/mpich/bin/python $(INSTALL_FLAGS) mpich
 	@touch $@ .venv/.run
