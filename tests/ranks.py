@@ -113,7 +113,7 @@ def run_ranks(
                     results[rank] = check(mesh, *arguments)
                 finally:
                     c10d.destroy_process_group()
-        except BaseException as problem:  # carried to the test's own thread
+        except BaseException as problem:  # noqa: BLE001 - carried to the test's own thread
             errors[rank] = problem
 
     with _thread_worlds():

@@ -7,10 +7,10 @@ backends raise ("Connection closed by peer") says none of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,13 @@ __all__ = [
     "start_all_reduce",
 ]
 
-# torch 2.13 renamed both; 2.11 has the old names only.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed both and warns of the names that 2.11 has.
+_all_gather_single: Callable[..., Any] = vars(dist).get(
+    "all_gather_single", vars(dist)["all_gather_into_tensor"]
+)
+_reduce_scatter_single: Callable[..., Any] = vars(dist).get(
+    "reduce_scatter_single", vars(dist)["reduce_scatter_tensor"]
+)
 
 
 class CommError(FivefoldError):
@@ -79,7 +83,7 @@ def all_reduce_later(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tens
     if group.size() == 1:
         return tensor
     with _named("all_reduce", group, tag):
-        return cast(Tensor, functional.all_reduce(tensor, "sum", group))
+        return functional.all_reduce(tensor, "sum", group)
 
 
 def settle(tensor: Tensor) -> None:
@@ -122,7 +126,7 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.dev
 
 
 @contextmanager
-def _named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Iterator[None]:
+def _named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]:
     with span(tag):
         try:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ class Mesh:
     """torch's view of the same mesh, its dims named like the axes, for DTensor, FSDP2 and the like"""
     owns_world: bool = True
     """whether `stop` ends torch.distributed (not when it was running before `start`)"""
-    _joint: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)  # pyright: ignore
+    _joint: dict[tuple[str, ...], dist.ProcessGroup] = field(
+        default_factory=dict[tuple[str, ...], dist.ProcessGroup], repr=False
+    )
 
     def coordinate(self, axis: str) -> int:
         """Position of this rank along `axis`."""
@@ -49,7 +52,7 @@ class Mesh:
         if len(larger) == 1:
             return self.device_mesh.get_group(larger[0])
         if larger not in self._joint:
-            joint = self.device_mesh[larger]._flatten("_".join(larger))  # pyright: ignore
+            joint = self.device_mesh[larger]._flatten("_".join(larger))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             self._joint[larger] = joint.get_group()
         return self._joint[larger]
 
@@ -62,7 +65,7 @@ class Mesh:
         if self.owns_world and dist.is_initialized():
             dist.destroy_process_group()
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 __all__ = ["Part", "attach", "owned", "part_of"]
 
+_NOTE = "_fivefold_part"
+
 
 def owned(n: int, parts: int, index: int) -> range:
     """What part `index` of `parts` owns of `n` things: [index*n//parts, (index+1)*n//parts).
@@ -36,10 +38,10 @@ class Part:
 def attach(tensor: Tensor, part: Part) -> Tensor:
     """Note on `tensor` which part it is, and return it. Operations give new tensors without the note."""
     assert len(part.shape) == len(part.origin) == tensor.dim(), (part, tensor.shape)
-    tensor.__dict__["_fivefold_part"] = part
+    setattr(tensor, _NOTE, part)
     return tensor
 
 
 def part_of(tensor: Tensor) -> Part | None:
     """The part noted by `attach`, if this very tensor carries one."""
-    return tensor.__dict__.get("_fivefold_part")
+    return getattr(tensor, _NOTE, None)

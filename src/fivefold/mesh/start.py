@@ -6,6 +6,7 @@ environment --locate--> Place --meeting--> Meeting --store--> torch.distributed 
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from dataclasses import replace
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.errors import LaunchError, PlanError
-from fivefold.launch.environment import Meeting, Place, locate, meeting
-from fivefold.launch.variables import PLAN
+from fivefold.launch.environment import Place, locate
+from fivefold.launch.meet import Meeting, meeting
+from fivefold.launch.variables import read_seconds
 from fivefold.mesh.mesh import Mesh
 from fivefold.plan import AXES, Layout, Plan
 
@@ -48,7 +50,7 @@ def start(plan: Plan | None = None, *, device: str | torch.device | None = None)
 
 
 def _told_plan() -> Plan:
-    path = os.environ.get(PLAN)
+    path = os.environ.get("FIVEFOLD_PLAN")
     return Plan.load(path) if path else Plan()
 
 
@@ -95,7 +97,7 @@ def _backend(place: Place, plan: Plan, device: torch.device) -> str:
 
 
 def _join(place: Place, plan: Plan, device: torch.device) -> None:
-    timeout = timedelta(seconds=plan.comm.timeout_s)
+    timeout = timedelta(seconds=read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s))
     try:
         store = _store(meeting(place), place, timeout)
         dist.init_process_group(
@@ -114,24 +116,26 @@ def _join(place: Place, plan: Plan, device: torch.device) -> None:
         ) from problem
 
 
+_meetings = itertools.count()
+"""How often this process has met others: a file to meet at serves once."""
+
+
 def _store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
     if where.kind == "alone":
         return dist.HashStore()
     if where.kind == "file":
-        assert where.path is not None
-        return dist.FileStore(where.path, place.world_size)
+        return dist.FileStore(f"{where.path}-{next(_meetings)}", place.world_size)
     if where.kind == "env" and place.launcher == "torchrun":
-        # torchrun's own handler: it may offer a store that its agent already holds open.
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        return store
-    host, port = _mpi_address() if where.kind == "mpi" else (where.host, where.port)
-    assert host is not None and port is not None
-    return dist.TCPStore(host, port, place.world_size, place.rank == 0, timeout)
+        # torch's own handler: torchrun may offer a store that its agent already holds open.
+        found = dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)
+        return next(iter(found))[0]
+    address, port = _mpi_address() if where.kind == "mpi" else (where.address, where.port)
+    return dist.TCPStore(address, port, place.world_size, place.rank == 0, timeout)
 
 
 def _mpi_address() -> tuple[str, int]:
     """Rank 0's host and a free port of it, told to the others by MPI itself."""
-    from mpi4py import MPI  # noqa: PLC0415 - starts MPI, so only where MPI started us
+    from mpi4py import MPI  # starts MPI, so only where MPI started us
 
     address: tuple[str, int] | None = None
     if MPI.COMM_WORLD.Get_rank() == 0:

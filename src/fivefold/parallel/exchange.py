@@ -44,7 +44,10 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         counts: tuple[int, ...] = ctx.counts
         blocks = grad.new_zeros((len(counts), max(counts), *grad.shape[1:]))
         for rank, part in enumerate(grad.split(list(counts))):

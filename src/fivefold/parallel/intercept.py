@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,10 @@ _DROPOUT_MODULES = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 _WATCHED = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    nn.modules.batchnorm._BatchNorm,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    nn.modules.instancenorm._InstanceNorm,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     *_DROPOUT_MODULES,
-)  # pyright: ignore
+)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Share:
 
         Backward counts anew: a checkpointed module that runs again must draw what it drew before.
         """
-        again = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        again = _in_backward()
         node = _node.name
         if again and not node:
             raise UsageError(
@@ -74,6 +74,10 @@ class Share:
         call = self.calls.get((node, again), 0)
         self.calls[node, again] = call + 1
         return randomness.key_of(self.seed, self.step, node, call)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 class _Node(threading.local):
@@ -89,7 +93,7 @@ def watched_modules(net: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def exact(watched: dict[str, nn.Module], share: Share) -> Iterator[_Mode]:
+def exact(watched: dict[str, nn.Module], share: Share) -> Generator[_Mode]:
     """Within the block, calls of this thread and of the watched modules see the global batch."""
     mode = _Mode(share)
     before = {name: module.__dict__.get("forward") for name, module in watched.items()}
@@ -132,11 +136,12 @@ class _Mode(TorchFunctionMode):
         """Whether this thread is inside the mode."""
         return getattr(self._threads, "depth", 0) > 0
 
-    def __enter__(self) -> _Mode:
+    def __enter__(self) -> Self:
         self._threads.depth = getattr(self._threads, "depth", 0) + 1
-        return cast(_Mode, super().__enter__())
+        super().__enter__()
+        return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._threads.depth -= 1
         super().__exit__(*exc)
 
@@ -174,12 +179,13 @@ _TORCH_BATCH_NORM = (
 
 def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = _TORCH_BATCH_NORM if func is torch.batch_norm else _BATCH_NORM
-    a = {"training": False, "momentum": 0.1, "eps": 1e-5, **_named(names, args, kwargs)}
+    a: dict[str, Any] = {"training": False, "momentum": 0.1, "eps": 1e-5}
+    a.update(_named(names, args, kwargs))
     if not a["training"] or share.group is None:
         return func(*args, **kwargs)
     return global_batch_norm(
         a["input"], a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
-        a["momentum"], a["eps"], share.group, counted=share.rows > 0,
+        momentum=a["momentum"], eps=a["eps"], group=share.group, counted=share.rows > 0,
     )  # fmt: skip
 
 
@@ -209,7 +215,8 @@ _DROPOUTS: dict[Any, tuple[int | None, Callable[..., Tensor]]] = {
 
 def _dropout(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     trains = func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-    a = {"p": 0.5, "training": trains, "inplace": False, **_named(_DROPOUT, args, kwargs)}
+    a: dict[str, Any] = {"p": 0.5, "training": trains, "inplace": False}
+    a.update(_named(_DROPOUT, args, kwargs))
     x, p = cast(Tensor, a["input"]), float(a["p"])
     if not a["training"] or not 0.0 < p <= 1.0:
         return func(*args, **kwargs)
@@ -218,7 +225,7 @@ def _dropout(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return apply(x, _draw(share, shape, x.device) >= p, p, bool(a["inplace"]))
 
 
-def _bernoulli(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bernoulli(share: Share, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`noise.bernoulli_(keep)`: how stochastic depth is written."""
     noise, keep = cast(Tensor, args[0]), kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     return noise.copy_(_draw(share, noise.shape, noise.device) < keep)
@@ -251,7 +258,7 @@ def _attention(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return (_layout_dependent if drops else _pass)(share, func, args, kwargs)
 
 
-def _pass(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pass(_share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 

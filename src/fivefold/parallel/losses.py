@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,7 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
     Raises `UsageError` for `reduction="none"`, which leaves no scalar to differentiate.
     """
     if type(loss) in _WEIGHTED or type(loss) in _ELEMENTWISE:
-        return _from_module(loss)  # pyright: ignore
+        return _from_module(cast(nn.Module, loss))
     function, options = loss, {}
     while isinstance(function, functools.partial) and not function.args:
         function, options = function.func, {**function.keywords, **options}

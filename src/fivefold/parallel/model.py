@@ -36,7 +36,7 @@ def parallelize(
     net: nn.Module,
     mesh: Mesh,
     *,
-    example: object = None,
+    example: object = None,  # noqa: ARG001 - what tiles are planned from; the data axis needs none
     loss: Callable[..., Any] | None = None,
 ) -> ParallelModel:
     """Make a plain net compute over the whole mesh what it would compute in one process.
@@ -221,11 +221,11 @@ class ParallelModel(nn.Module):
 
     # ---- the user's names: those of the plain net
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The plain net's state_dict, with its own keys."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load a state_dict of the plain net."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 

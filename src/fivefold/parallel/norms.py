@@ -33,6 +33,7 @@ def global_batch_norm(
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    *,
     momentum: float,
     eps: float,
     group: dist.ProcessGroup,
@@ -92,7 +93,7 @@ def _statistics(x: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd functions take positions only
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
@@ -111,7 +112,10 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
         x, weight, mean, var, total = ctx.saved_tensors
         # The inference kernel gives w dy / sqrt(var + eps) and both local sums in one pass.
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(

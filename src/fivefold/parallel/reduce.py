@@ -59,11 +59,12 @@ class Averaged:
 
     def __init__(self, net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> None:
         self.scale = float(group.size())
+        options: dict[str, Any] = {_SHARE_BUFFERS: share_buffers}
         self._net = DistributedDataParallel(
             net,
             process_group=group,
             find_unused_parameters=True,
-            **{_SHARE_BUFFERS: share_buffers},
+            **options,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,107 @@
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from ranks import run_ranks
+
+import fivefold as ff
+from fivefold import comm
+from fivefold.errors import PlanError
+from fivefold.mesh import Mesh
+from fivefold.plan import AXES, Layout, Plan, Provenance
+from fivefold.trace import Tag, recording
+
+
+def test_ranks_are_row_major_with_tiles_innermost() -> None:
+    layout = Layout(data=2, pipe=1, height=2, width=2)
+
+    def where(mesh: Mesh) -> tuple[int, ...]:
+        return tuple(mesh.coordinate(axis) for axis in AXES)
+
+    places = run_ranks(layout, where)
+    assert places == [(d, 0, 0, h, w) for d in range(2) for h in range(2) for w in range(2)]
+
+
+def test_a_group_joins_the_ranks_that_differ_along_its_axes_only() -> None:
+    def members(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
+        mine = torch.tensor([mesh.rank])
+        return comm.all_gather(mine, mesh.group(*axes), Tag.CONTROL).flatten().tolist()
+
+    layout = Layout(data=2, height=2, width=2)
+    assert run_ranks(layout, members, ("data",))[5] == [1, 5]
+    assert run_ranks(layout, members, ("width",))[5] == [4, 5]
+    assert run_ranks(layout, members, ("width", "height"))[5] == [4, 5, 6, 7]
+    assert run_ranks(layout, members, ("data", "pipe", "width"))[5] == [0, 1, 4, 5]
+    assert run_ranks(layout, members, ("pipe", "depth"))[5] == [5]
+
+
+def test_the_share_of_a_batch_follows_the_data_axis() -> None:
+    shares = run_ranks(Layout(data=3, width=2), lambda mesh: tuple(mesh.share(8)))
+    assert shares == [(0, 1), (0, 1), (2, 3, 4), (2, 3, 4), (5, 6, 7), (5, 6, 7)]
+
+
+def test_a_layout_that_does_not_fit_says_what_would() -> None:
+    plan = Plan().replace({"layout.data": 3}, Provenance("user", "--layout"))
+    with pytest.raises(PlanError) as error:
+        ff.start(plan, device="cpu")
+    message = str(error.value)
+    assert "data=3 (user: --layout) needs 3 processes, but 1 was started" in message
+    assert "fivefold run -n 3" in message
+
+
+def test_alone_it_is_a_mesh_of_one_and_leaves_nothing_behind() -> None:
+    with ff.start(device="cpu") as mesh:
+        assert (mesh.rank, mesh.size, mesh.layout) == (0, 1, Layout())
+        assert mesh.group("data").size() == 1
+        assert dist.is_initialized()
+        with pytest.raises(PlanError, match="did you mean 'width'"):
+            mesh.group("widht")
+    assert not dist.is_initialized()
+    mesh.stop()
+
+
+def test_a_layout_that_nobody_chose_becomes_data() -> None:
+    layouts = run_ranks(3, lambda mesh: mesh.layout, plan=Plan())
+    assert layouts == [Layout(data=3)] * 3
+
+
+def test_collectives_are_timed_under_their_tag() -> None:
+    def check(mesh: Mesh) -> int:
+        with recording() as recorder:
+            comm.all_reduce(torch.ones(3), mesh.group("data"), Tag.LOSS)
+        return recorder.stats[Tag.LOSS].count
+
+    assert run_ranks(2, check) == [2, 2]  # issue and wait
+
+
+def test_text_is_told_by_the_first_rank() -> None:
+    def check(mesh: Mesh) -> str:
+        mine = "runs/größe-001" if mesh.rank == 0 else None
+        return comm.broadcast_text(mine, mesh.group("data"), mesh.device)
+
+    assert run_ranks(3, check) == ["runs/größe-001"] * 3
+
+
+def test_a_collective_that_fails_names_rank_operation_and_tag() -> None:
+    def check(mesh: Mesh) -> str:
+        if mesh.rank == 1:
+            return ""
+        with pytest.raises(comm.CommError) as error:
+            comm.all_reduce(torch.ones(1), mesh.group("data"), Tag.BATCH_NORM)
+        return str(error.value)
+
+    said = run_ranks(2, check, timeout_s=20)[0]
+    assert "rank 0 of 2: all_reduce for batch-norm statistics failed" in said
+
+
+def test_layouts_of_thousands_of_ranks_are_cheap_to_lay_out() -> None:
+    store = torch.testing._internal.distributed.fake_pg.FakeStore()
+    dist.init_process_group("fake", store=store, rank=1029, world_size=2048)
+    try:
+        mesh = ff.start(Plan(layout=Layout(data=8, pipe=4, height=8, width=8)), device="cpu")
+        assert [mesh.coordinate(axis) for axis in AXES] == [4, 0, 0, 0, 5]
+        assert mesh.share(64) == range(32, 40)
+        mesh.stop()
+        assert dist.is_initialized()  # it was running before start
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,294 @@
+"""What `step`, `shard` and calling a parallel model promise, beyond the numbers of test_exact_zoo."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.errors import PlanError, UsageError
+from fivefold.mesh import Mesh, Part, part_of
+from fivefold.plan import Layout, Parallel, Plan
+from fivefold.trace import Phase, Tag, recording
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(x))).mean((2, 3))
+        return self.fc(x.view(x.size(0), -1))  # which an empty batch would not survive
+
+
+torch.manual_seed(5)
+NET = Net().double()
+X, Y = torch.randn(7, 2, 5, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
+LOSS = nn.CrossEntropyLoss()
+
+
+def reference(x: Tensor = X, y: Tensor = Y, times: int = 1) -> tuple[float, list[Tensor]]:
+    net = copy.deepcopy(NET)
+    for _ in range(times):
+        loss = LOSS(net(x), y)
+        loss.backward()
+    return loss.item(), [p.grad for p in net.parameters()]  # type: ignore[misc]
+
+
+def close(got: list[Tensor], expected: list[Tensor]) -> bool:
+    scale = max(e.norm().item() for e in expected)
+    return all((g - e).norm() < 1e-12 * scale for g, e in zip(got, expected, strict=True))
+
+
+def test_a_part_that_is_noted_needs_no_exchange_and_a_plain_share_works_too() -> None:
+    def check(mesh: Mesh, noted: bool) -> tuple[float, list[Tensor], bool]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        x, y = model.shard(X, Y)
+        if not noted:
+            x, y = x.clone(), y.clone()
+        with recording() as recorder:
+            loss = model.step(x, y).item()
+        return loss, [p.grad for p in model.parameters()], Tag.CONTROL in recorder.stats
+
+    for noted in (True, False):
+        for loss, grads, exchanged in run_ranks(3, check, noted):
+            assert loss == pytest.approx(reference()[0], rel=1e-13)
+            assert close(grads, reference()[1])
+            assert exchanged is not noted
+
+
+def test_shards_know_what_they_are_part_of() -> None:
+    def check(mesh: Mesh) -> tuple[Part | None, Part | None, list[int]]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        x, targets = model.shard(X, {"y": Y})
+        return part_of(x), part_of(targets["y"]), targets["y"].tolist()
+
+    parts = run_ranks(3, check)
+    assert parts[1] == (Part((7, 2, 5, 4), (2, 0, 0, 0)), Part((7,), (2,)), Y[2:4].tolist())
+    assert sum((p[2] for p in parts), []) == Y.tolist()
+
+
+def test_repeated_steps_accumulate() -> None:
+    def check(mesh: Mesh) -> list[Tensor]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        for _ in range(3):
+            model.step(*model.shard(X, Y))
+        return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    for grads in run_ranks(2, check):
+        assert close(grads, reference(times=3)[1])
+
+
+def test_fewer_samples_than_ranks_leave_empty_shares() -> None:
+    def check(mesh: Mesh) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        loss = model.step(*model.shard(X[:2], Y[:2])).item()
+        return loss, [p.grad for p in model.parameters()], model.state_dict()  # type: ignore[misc]
+
+    expected = reference(X[:2], Y[:2])
+    results = run_ranks(4, check)
+    for loss, grads, state in results:
+        assert loss == pytest.approx(expected[0], rel=1e-13)
+        assert close(grads, expected[1])
+        assert all(torch.equal(state[k], results[0][2][k]) for k in state)
+
+
+def test_names_are_those_of_the_plain_net() -> None:
+    def check(mesh: Mesh) -> None:
+        net = copy.deepcopy(NET)
+        model = ff.parallelize(net, mesh, loss=LOSS)
+        assert model.module is net
+        assert list(model.state_dict()) == list(NET.state_dict())
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in NET.named_parameters()]
+        assert [n for n, _ in model.named_buffers()] == [n for n, _ in NET.named_buffers()]
+        assert [id(p) for p in model.parameters()] == [id(p) for p in net.parameters()]
+        model.step(*model.shard(X, Y))
+        assert all("forward" not in vars(module) for module in net.modules())
+        model.load_state_dict(NET.state_dict())
+        assert torch.equal(model.module.fc.weight, NET.fc.weight)
+
+    run_ranks(2, check)
+
+
+def test_replicas_start_from_the_first_ones_weights() -> None:
+    def check(mesh: Mesh) -> Tensor:
+        net = copy.deepcopy(NET)
+        with torch.no_grad():
+            net.fc.weight += mesh.rank
+            net.bn.running_mean += mesh.rank
+        model = ff.parallelize(net, mesh, loss=LOSS)
+        return torch.cat([model.module.fc.weight.flatten(), model.module.bn.running_mean])
+
+    results = run_ranks(2, check)
+    assert torch.equal(results[0], results[1])
+
+
+def test_evaluation_gives_the_outputs_of_ones_own_samples() -> None:
+    plain = copy.deepcopy(NET).eval()(X)
+
+    def check(mesh: Mesh, n: int) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(NET), mesh).eval()
+        with torch.no_grad():
+            return model(model.shard(X[:n]))
+
+    for n in (7, 2):
+        assert torch.allclose(torch.cat(run_ranks(3, check, n)), plain[:n], rtol=1e-13)
+
+
+def test_a_training_forward_outside_step_uses_the_statistics_of_all_ranks() -> None:
+    whole = copy.deepcopy(NET)(X)
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(NET), mesh)
+        return model(model.shard(X)).detach()
+
+    assert torch.allclose(torch.cat(run_ranks(3, check)), whole, rtol=1e-12)
+
+
+def test_statistics_of_each_replica_where_the_plan_asks_for_them() -> None:
+    plan = Plan(layout=Layout(data=2), parallel=Parallel(batch_norm="replica"))
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        return model(model.shard(X)).detach()
+
+    own = [copy.deepcopy(NET)(part) for part in (X[:3], X[3:])]
+    for got, expected in zip(run_ranks(2, check, plan=plan), own, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-12)
+
+
+def test_the_scaler_scales_gradients_and_not_the_loss_returned() -> None:
+    def check(mesh: Mesh) -> tuple[float, list[Tensor]]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model.step(*model.shard(X, Y), scaler=scaler).item()
+        scaler.unscale_(optim)
+        return loss, [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    for loss, grads in run_ranks(2, check):
+        assert loss == pytest.approx(reference()[0], rel=1e-13)
+        assert close(grads, reference()[1])
+
+
+def test_clipping_sees_the_whole_gradient() -> None:
+    def check(mesh: Mesh) -> tuple[float, list[Tensor]]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        model.step(*model.shard(X, Y))
+        norm = ff.clip_grad_norm_(model, 0.01).item()
+        return norm, [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    grads = reference()[1]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    for got, clipped in run_ranks(3, check):
+        assert got == pytest.approx(norm.item(), rel=1e-12)
+        joint = torch.stack([g.norm() for g in clipped]).norm()
+        assert joint.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_autocast_covers_the_forward_pass() -> None:
+    seen: list[torch.dtype] = []
+
+    class Loss(nn.Module):
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            seen.append(outputs.dtype)
+            return F.cross_entropy(outputs.float(), targets)
+
+    with ff.start(device="cpu") as mesh:
+        model = ff.parallelize(Net(), mesh, loss=Loss())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.step(X.float(), Y)
+    assert seen == [torch.bfloat16]
+    assert loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_loss_is_detached_and_read_without_waiting() -> None:
+    def check(mesh: Mesh) -> tuple[bool, float]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        loss = model.step(*model.shard(X, Y))
+        model.step(*model.shard(X, Y))
+        return loss.requires_grad, float(loss + 0)
+
+    for needs_grad, loss in run_ranks(2, check):
+        assert not needs_grad
+        assert loss == pytest.approx(reference()[0], rel=1e-13)
+
+
+def test_phases_are_recorded() -> None:
+    with ff.start(device="cpu") as mesh, recording() as recorder:
+        ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS).step(X, Y)
+    assert recorder.stats[Phase.FORWARD].count == recorder.stats[Phase.BACKWARD].count == 1
+
+
+def test_an_unknown_loss_warns_once_and_a_share_method_never() -> None:
+    class Root(nn.Module):
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(outputs, targets).sqrt()
+
+    class Fair:
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(outputs, targets)
+
+        def share(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+            return F.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+    def check(mesh: Mesh, loss: Any) -> float:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=loss)
+        model.step(*model.shard(X, Y))
+        return model.step(*model.shard(X, Y)).item()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = run_ranks(2, check, Root())
+    assert values[0] == pytest.approx(reference()[0] ** 0.5, rel=1e-12)
+    assert len([w for w in caught if "share(outputs, targets)" in str(w.message)]) == 2  # per rank
+    assert run_ranks(2, check, Fair())[1] == pytest.approx(reference()[0], rel=1e-12)
+
+
+def test_mistakes_are_told_with_their_remedy() -> None:
+    with ff.start(device="cpu") as mesh:
+        model = ff.parallelize(copy.deepcopy(NET), mesh)
+        with pytest.raises(UsageError, match=r"loss=criterion"):
+            model.step(X, Y)
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        with pytest.raises(UsageError, match="empty on every rank"):
+            model.step(X[:0], Y[:0])
+        with pytest.raises(UsageError, match=r"share their leading dim.*\(7, 2, 5, 4\), \(3,\)"):
+            model.step((X, Y[:3]), Y)
+        with pytest.raises(UsageError, match="no tensors"):
+            model.step("text", Y)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: nn.Sequential(nn.SyncBatchNorm(3)), "module '0' is SyncBatchNorm: use plain"),
+        (lambda: nn.LazyLinear(3), "run one batch"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "is scripted"),
+        (lambda: torch.compile(nn.Linear(2, 2)), "is compiled"),
+        (lambda: "resnet", "needs an nn.Module"),
+    ],
+)
+@pytest.mark.filterwarnings(
+    "ignore:Lazy modules", "ignore:.*torch.jit.script", "ignore::DeprecationWarning"
+)
+def test_nets_that_would_be_computed_wrongly_are_refused(wrong: Any, says: str) -> None:
+    with ff.start(device="cpu") as mesh, pytest.raises(UsageError, match=says):
+        ff.parallelize(wrong(), mesh)
+
+
+def test_axes_without_an_engine_are_refused() -> None:
+    def check(mesh: Mesh) -> None:
+        with pytest.raises(PlanError, match=r"data axis only, but the layout has height=2"):
+            ff.parallelize(copy.deepcopy(NET), mesh)
+
+    run_ranks(Layout(height=2), check)
