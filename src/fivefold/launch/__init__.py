@@ -1,0 +1,58 @@
+"""One command starts a job on an allocation, and a rank finds out where it is.
+
+Everything here works without torch, on login nodes too. Names are imported on first use: a rank that
+only asks where it is should not pay for the launcher.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fivefold.launch.engine import Engine, choose, engines
+    from fivefold.launch.environment import Place, launched, locate
+    from fivefold.launch.job import Job, Outcome, RankFailure, Stopped
+    from fivefold.launch.meet import Meeting, meeting
+    from fivefold.launch.relaunch import launch_self
+
+__all__ = [
+    "Engine",
+    "Job",
+    "Meeting",
+    "Outcome",
+    "Place",
+    "RankFailure",
+    "Stopped",
+    "choose",
+    "engines",
+    "launch_self",
+    "launched",
+    "locate",
+    "meeting",
+]
+
+_HOME = {
+    "Engine": "engine",
+    "Job": "job",
+    "Meeting": "meet",
+    "Outcome": "job",
+    "Place": "environment",
+    "RankFailure": "job",
+    "Stopped": "job",
+    "choose": "engine",
+    "engines": "engine",
+    "launch_self": "relaunch",
+    "launched": "environment",
+    "locate": "environment",
+    "meeting": "meet",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module where it lives (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'fivefold.launch' has no attribute {name!r}")
+    value: object = getattr(import_module(f"fivefold.launch.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

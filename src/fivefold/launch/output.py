@@ -1,0 +1,73 @@
+"""What ranks write becomes whole lines on the terminal, each with the number of its rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+__all__ = ["Display", "Stream"]
+
+Stream = Literal["out", "err"]
+
+_USAGE = b"error: "
+
+
+class Display:
+    """Puts chunks of output together to lines and shows each in one write, so that none is torn.
+
+    Only the last state of a line that was rewritten with carriage returns (a progress bar) is shown.
+    A line `error: ...` on a rank's standard error is held back until the rank has written more or has
+    ended otherwise: when it ends with code 2, the launcher tells that error itself, once for all ranks.
+    """
+
+    def __init__(self, mode: Literal["prefix", "first"], out: int = 1, err: int = 2) -> None:
+        self._mode = mode
+        self._fds: dict[Stream, int] = {"out": out, "err": err}
+        self._partial: dict[tuple[int, Stream], bytes] = {}
+        self._held: dict[int, bytes] = {}
+        self.silent = False
+        """Nothing more is shown: the ranks are being stopped, and their last words are in the logs."""
+        self.broken = False
+        """Whoever read the launcher's output has gone away (`fivefold run ... | head`)."""
+
+    def feed(self, rank: int, stream: Stream, chunk: bytes) -> None:
+        """Take the next bytes that `rank` wrote to `stream`, and show the lines they complete."""
+        *lines, rest = (self._partial.pop((rank, stream), b"") + chunk).split(b"\n")
+        if rest:
+            self._partial[rank, stream] = rest[-65536:] if rest.endswith(b"\r") else rest
+        self._show(rank, stream, lines)
+
+    def close(self, rank: int, usage_error: bool = False) -> None:
+        """Show what is left of a rank that has ended; drop the held line if it was a `usage_error`."""
+        for stream in ("out", "err"):
+            if rest := self._partial.pop((rank, stream), b""):
+                self._show(rank, stream, [rest])
+        held = self._held.pop(rank, b"")
+        if held and not usage_error:
+            self._write("err", self._prefixed(rank, held))
+
+    def _show(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
+        text = b""
+        for line in lines:
+            shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+            if stream == "err":
+                if rank in self._held:
+                    text += self._prefixed(rank, self._held.pop(rank))
+                if shown.startswith(_USAGE):
+                    self._held[rank] = shown
+                    continue
+            text += self._prefixed(rank, shown)
+        if text and (self._mode == "prefix" or (rank == 0 and stream == "out")):
+            self._write(stream, text)
+
+    def _prefixed(self, rank: int, line: bytes) -> bytes:
+        return (b"[%d] " % rank if self._mode == "prefix" else b"") + line + b"\n"
+
+    def _write(self, stream: Stream, text: bytes) -> None:
+        if self.silent or self.broken:
+            return
+        try:
+            while text:
+                text = text[os.write(self._fds[stream], text) :]
+        except BrokenPipeError:
+            self.broken = True

@@ -1,0 +1,132 @@
+"""What a foreign launcher starts in the place of a rank: it starts the rank and reports on it.
+
+    python -m fivefold.launch.shim --log-dir DIR [--fifo PATH] -- command...
+
+Whatever launched it, the rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. Its output is
+kept in `DIR/rank-N.log` and sent along the pipe at PATH; where there is none (another node), it is shown
+with a prefix, in whole lines. The shim ends as the rank ended, by the same signal if need be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from fivefold.launch.environment import Place, locate
+from fivefold.launch.guard import dies_with_parent
+from fivefold.launch.job import log_path
+from fivefold.launch.output import Display
+from fivefold.launch.relay import ERR, EXIT, FRAME_BYTES, HELLO, OUT, send
+
+__all__ = ["main"]
+
+_FORWARDED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+# How long to wait for the end of the output of a rank whose own children live on.
+_DRAIN_S = 0.5
+
+Report = Callable[[bytes, bytes], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="fivefold.launch.shim")
+    parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--fifo", type=Path)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    place = locate()
+    report = _reporter(place, options.fifo)
+    report(HELLO, b"%d" % os.getpgrp())
+    with log_path(options.log_dir, place.rank).open("ab", buffering=0) as log:
+        code = _run(options.command, place, log, report)
+    report(EXIT, b"%d" % code)
+    if code < 0:
+        _die_of(-code)
+    return code
+
+
+def _reporter(place: Place, path: Path | None) -> Report:
+    with contextlib.suppress(OSError):
+        if path is not None:
+            fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails at once if nobody reads
+            os.set_blocking(fifo, True)
+            return lambda kind, payload: send(fifo, place.rank, kind, payload)
+    display = Display("prefix")
+    lock = threading.Lock()
+
+    def show(kind: bytes, payload: bytes) -> None:
+        with lock:
+            if kind == EXIT:
+                display.close(place.rank)
+            elif kind != HELLO:
+                display.feed(place.rank, "out" if kind == OUT else "err", payload)
+
+    return show
+
+
+def _run(command: list[str], place: Place, log: IO[bytes], report: Report) -> int:
+    rank = subprocess.Popen(
+        command,
+        env=os.environ | _ranks(place),
+        stdin=None if place.rank == 0 else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        # MPICH talks to its ranks through an inherited descriptor (PMI_FD).
+        close_fds=False,
+        preexec_fn=dies_with_parent(),  # noqa: PLW1509 - no threads yet
+    )
+    for signum in _FORWARDED:
+        signal.signal(signum, lambda number, _: rank.send_signal(number))
+    assert rank.stdout is not None and rank.stderr is not None
+    readers = [
+        threading.Thread(target=_pump, args=(pipe, kind, log, report), daemon=True)
+        for pipe, kind in ((rank.stdout, OUT), (rank.stderr, ERR))
+    ]
+    for reader in readers:
+        reader.start()
+    code = rank.wait()
+    for reader in readers:
+        reader.join(_DRAIN_S)
+    return code
+
+
+def _ranks(place: Place) -> dict[str, str]:
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+    }
+
+
+def _pump(pipe: IO[bytes], kind: bytes, log: IO[bytes], report: Report) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while chunk := pipe.read(FRAME_BYTES):
+            log.write(chunk)
+            # The launcher may be gone; the rank's output must go on being read all the same.
+            with contextlib.suppress(BrokenPipeError):
+                report(kind, chunk)
+
+
+def _die_of(signum: int) -> None:
+    """End by the signal that ended the rank, without leaving a second core dump."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+        signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Every environment variable that Fivefold reads or sets. No other name is looked up anywhere.
+
+An explicit argument wins over a variable, a variable over the plan, the plan over a default.
+The variables of other launchers (Open MPI, Slurm, ...) are in the table of `fivefold.launch.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fivefold.errors import UsageError
+
+__all__ = ["GIVEN", "READ", "Variable", "read_seconds"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, what it means, and what holds when it is not set."""
+
+    name: str
+    meaning: str
+    default: str = ""
+
+
+READ = (
+    Variable("FIVEFOLD_DEBUG", "1 shows the traceback of errors that are one line otherwise", "0"),
+    Variable(
+        "FIVEFOLD_ENGINE",
+        "which engine started this process, set for every rank; `alone` declares that this process "
+        "is on its own, whatever the allocation around it says",
+    ),
+    Variable(
+        "FIVEFOLD_GRACE_S",
+        "seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed",
+        "5",
+    ),
+    Variable("FIVEFOLD_MPIRUN", "path of the mpirun or mpiexec to use", "the first on PATH"),
+    Variable("FIVEFOLD_PLAN", "path of the plan file; set by `fivefold run --plan`"),
+    Variable("FIVEFOLD_RUN_DIR", "folder that recipes write their runs to", "runs"),
+    Variable(
+        "FIVEFOLD_TIMEOUT_S",
+        "seconds that a collective may wait for a missing rank; overrides comm.timeout_s of the plan",
+        "600",
+    ),
+)
+"""What a user may set."""
+
+GIVEN = (
+    Variable("RANK", "number of this process among all, from 0"),
+    Variable("WORLD_SIZE", "how many processes the job has"),
+    Variable("LOCAL_RANK", "number of this process on its node, from 0"),
+    Variable("LOCAL_WORLD_SIZE", "how many processes of the job run on this node"),
+    Variable("MASTER_ADDR", "host where the processes meet: that of rank 0"),
+    Variable("MASTER_PORT", "TCP port where the processes meet"),
+    Variable("OMP_NUM_THREADS", "threads per process, unless the user set it", "cores / ranks"),
+    Variable("PYTHONUNBUFFERED", "1, so that output appears line by line", "1"),
+)
+"""What every rank finds set when Fivefold started it, FIVEFOLD_ENGINE apart."""
+
+
+def read_seconds(name: str, default: float, environ: Mapping[str, str] = os.environ) -> float:
+    """The variable `name` as a positive number of seconds. Raises `UsageError` if it is none."""
+    assert any(variable.name == name for variable in READ), f"{name} is missing in the table"
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(
+            f"{name}={text}: expected a positive number of seconds, such as {default:g}"
+        )
+    return seconds
