@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor
 
 from fivefold.mesh import Mesh
 from fivefold.parallel.exchange import gather_rows
 from fivefold.trace import Tag
+from ranks import run_ranks
 
 COUNTS = [[3], [2, 3], [0, 4], [1, 0, 5], [2, 2, 2, 1]]
 

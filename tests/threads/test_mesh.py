@@ -2,7 +2,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from ranks import run_ranks
 
 import fivefold as ff
 from fivefold import comm
@@ -10,6 +9,7 @@ from fivefold.errors import PlanError
 from fivefold.mesh import Mesh
 from fivefold.plan import AXES, Layout, Plan, Provenance
 from fivefold.trace import Tag, recording
+from ranks import run_ranks
 
 
 def test_ranks_are_row_major_with_tiles_innermost() -> None:

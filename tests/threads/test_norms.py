@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor
 
 from fivefold.mesh import Mesh
 from fivefold.parallel.norms import global_batch_norm
+from ranks import run_ranks
 
 CUTS = [[5], [2, 3], [1, 4, 3], [0, 5], [3, 0, 2, 1]]
 SHAPES = {"1d": (), "1d+length": (4,), "2d": (3, 5), "3d": (2, 3, 2)}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import fivefold as ff
@@ -15,6 +14,7 @@ from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, Part, part_of
 from fivefold.plan import Layout, Parallel, Plan
 from fivefold.trace import Phase, Tag, recording
+from ranks import run_ranks
 
 
 class Net(nn.Module):
@@ -73,7 +73,7 @@ def test_shards_know_what_they_are_part_of() -> None:
 
     parts = run_ranks(3, check)
     assert parts[1] == (Part((7, 2, 5, 4), (2, 0, 0, 0)), Part((7,), (2,)), Y[2:4].tolist())
-    assert sum((p[2] for p in parts), []) == Y.tolist()
+    assert [y for part in parts for y in part[2]] == Y.tolist()
 
 
 def test_repeated_steps_accumulate() -> None:

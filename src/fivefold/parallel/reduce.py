@@ -50,18 +50,32 @@ class Alone:
         return self._net(*args, **kwargs)
 
 
-class Averaged:
-    """DistributedDataParallel, which averages bucket by bucket while backward still runs.
+class _Replica(nn.Module):
+    """The net beside a parameter that nothing uses.
 
-    Parameters that the loss does not use are looked for in every step: with a net that nobody rewrote one
-    cannot know beforehand, and a bucket that waits for them would never be reduced.
+    Unused parameters have to be looked for in every step: with a net that nobody rewrote one cannot know
+    beforehand, and a bucket that waits for one would never be reduced. DistributedDataParallel writes a
+    warning past Python's filters when it looks and finds none; so there is always one.
     """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        some = next(p for p in net.parameters() if p.requires_grad)
+        self.net = net
+        self.spare = nn.Parameter(some.detach().new_zeros(1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs)
+
+
+class Averaged:
+    """DistributedDataParallel, which averages bucket by bucket while backward still runs."""
 
     def __init__(self, net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> None:
         self.scale = float(group.size())
         options: dict[str, Any] = {_SHARE_BUFFERS: share_buffers}
         self._net = DistributedDataParallel(
-            net,
+            _Replica(net),
             process_group=group,
             find_unused_parameters=True,
             **options,
