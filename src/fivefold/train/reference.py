@@ -1,0 +1,172 @@
+"""One process that trains the unmodified model on the whole batch: what every layout has to equal.
+
+Plain forward, plain loss, plain backward, plain SGD with momentum; nothing of `fivefold.parallel` takes part,
+with one exception. Random masks are a function of (seed, step, node, global sample) under every layout,
+`data=1` included. A net that draws random numbers is therefore run with those masks instead of torch's.
+Whether it draws any is not guessed from its modules but seen from the generators.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fivefold.parallel.intercept import Share, exact, watched_modules
+from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
+from fivefold.train.measure import Snapshot
+
+__all__ = ["OneProcess", "State", "cast_tree", "seeded", "sgd", "snapshot"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a step starts: names to tensors. The momentum of every trainable parameter is there, zeros
+    before the first step, which torch's SGD treats as it treats none.
+    """
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, net: nn.Module, optimizer: torch.optim.SGD, dtype: torch.dtype) -> State:
+        """A copy of what `net` and `optimizer` hold now; floating-point numbers are rounded to `dtype`."""
+
+        def kept(value: Tensor) -> Tensor:
+            return cast_tree(value.detach(), dtype).clone()
+
+        trained = {n: p for n, p in net.named_parameters() if p.requires_grad}
+        held = {n: optimizer.state[p].get("momentum_buffer") for n, p in trained.items()}
+        return cls(
+            {name: kept(p) for name, p in net.named_parameters()},
+            {name: kept(b) for name, b in net.named_buffers()},
+            {n: torch.zeros_like(kept(trained[n])) if m is None else kept(m) for n, m in held.items()},
+        )
+
+    @torch.no_grad()
+    def load(self, net: nn.Module, optimizer: torch.optim.SGD) -> None:
+        """Put `net` and `optimizer` back to this state, without gradients."""
+        optimizer.zero_grad(set_to_none=True)
+        for name, parameter in net.named_parameters():
+            parameter.copy_(self.weights[name])
+            if name in self.momentum:
+                momentum = self.momentum[name].to(parameter, copy=True)
+                optimizer.state[parameter]["momentum_buffer"] = momentum
+        for name, buffer in net.named_buffers():
+            if name in self.buffers:  # else the net has made it in its first forward
+                buffer.copy_(self.buffers[name])
+
+
+class OneProcess:
+    """The reference: a copy of `net` in `dtype`, with a plain loss and a plain optimiser.
+
+    `draws` tells, once a step has run, whether the net draws random numbers; `uncontrolled`, whether it
+    draws some that do not follow the global sample.
+    """
+
+    def __init__(
+        self, net: nn.Module, loss: Callable[..., Any], dtype: torch.dtype, seed: int
+    ) -> None:
+        self.net = copy.deepcopy(net).to(dtype).train()
+        self.optimizer = sgd(self.net)
+        self.draws = self.uncontrolled = False
+        self._loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
+        self._dtype, self._seed = dtype, seed
+
+    def step(self, state: State, inputs: Any, targets: Any, number: int) -> Snapshot:
+        """Train one step, the `number`-th, on the whole batch, starting from `state`."""
+        inputs, targets = cast_tree(inputs, self._dtype), cast_tree(targets, self._dtype)
+        with _default_dtype(self._dtype):
+            found, drew = self._attempt(state, inputs, targets, number)
+            if drew and not self.draws:
+                self.draws = True
+                found, drew = self._attempt(state, inputs, targets, number)
+        self.uncontrolled |= drew
+        return found
+
+    def _attempt(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[Snapshot, bool]:
+        state.load(self.net, self.optimizer)
+        rows, device = rows_of(inputs, "inputs"), leaves(inputs)[0].device
+        share = Share(rows, 0, rows, self._seed, number, group=None)
+        masks = exact(watched_modules(self.net), share) if self.draws else nullcontext()
+        with seeded(self._seed, device), masks as mode:
+            before = _generators(device)
+            with mode or nullcontext():
+                outputs = call_with(self.net, inputs)
+            drew = before != _generators(device)
+            loss = self._loss(outputs, targets)
+            loss.backward()
+        self.optimizer.step()
+        return snapshot(self.net, loss, outputs), drew
+
+
+def snapshot(net: nn.Module, loss: Tensor, outputs: Any) -> Snapshot:
+    """Copies of what a step has left in `net`, with its loss and outputs."""
+    found = leaves(outputs)
+    names = ["output"] if len(found) == 1 else [f"output {i}" for i in range(len(found))]
+    return Snapshot(
+        loss={"loss": loss.detach().clone()},
+        outputs={n: leaf.detach().clone() for n, leaf in zip(names, found, strict=True)},
+        gradients={n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()},
+        buffers={n: b.detach().clone() for n, b in net.named_buffers()},
+        weights={n: p.detach().clone() for n, p in net.named_parameters()},
+    )
+
+
+def sgd(net: nn.Module) -> torch.optim.SGD:
+    """The optimiser of both sides. Momentum and decay move a weight whose gradient is zero, but not one
+    whose gradient is missing, so that the updated weights tell these apart.
+    """
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
+    """The same tree with its floating-point tensors in `dtype`."""
+    return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None]:
+    """Within the block all global generators start from `seed`; afterwards they go on where they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _generators(device: torch.device) -> tuple[object, ...]:
+    """The state of all global generators, to be compared."""
+    _, keys, position, *_ = np.random.get_state()  # noqa: NPY002
+    torchs = [torch.get_rng_state()]
+    if device.type == "cuda":
+        torchs.append(torch.cuda.get_rng_state(device))
+    return (
+        *(state.numpy().tobytes() for state in torchs),
+        np.asarray(keys).tobytes(), position, random.getstate(),
+    )  # fmt: skip
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    """A net that makes tensors of its own, `torch.zeros(n)`, makes them in the dtype it is run in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

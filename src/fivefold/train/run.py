@@ -1,0 +1,100 @@
+"""The directory of a run: what was decided, what happened, what came out.
+
+    runs/digits-001/
+      plan.toml       every decision, and where it came from
+      metrics.jsonl   one line per epoch
+      weights.pt      the model's state_dict, for plain PyTorch: torch.load(..., weights_only=True)
+
+A run gets the next free number; an existing directory is never written to. Rank 0 writes. Files other than
+the growing metrics appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fivefold import comm
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.plan import AXES
+
+__all__ = ["Run"]
+
+
+class Run:
+    """Where a run is written. Every method may be called on every rank; rank 0 acts."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path = path
+        self.writes = writes
+
+    @classmethod
+    def create(cls, parent: str | Path, name: str, mesh: Mesh) -> Run:
+        """Make `parent/name-001`, or the next free number, and tell all ranks. Collective.
+
+        Raises `UsageError` on every rank when the directory cannot be made.
+        """
+        told = _attempt(Path(parent), name) if mesh.rank == 0 else None
+        made, _, text = comm.broadcast_text(told, mesh.group(*AXES), mesh.device).partition(" ")
+        if made != "made":
+            raise UsageError(text)
+        return cls(Path(text), writes=mesh.rank == 0)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text file."""
+        if self.writes:
+            _whole(self.path / name, lambda to: to.write_text(text, encoding="utf-8"))
+
+    def log(self, figures: Mapping[str, object]) -> None:
+        """Append one line to metrics.jsonl."""
+        if self.writes:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(figures) + "\n")
+
+    def save_weights(self, net: nn.Module) -> None:
+        """Write the state_dict of a plain net, on the CPU and in the usual order of dims."""
+        if self.writes:
+            state = {
+                key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()
+            }
+            _whole(self.path / "weights.pt", lambda to: torch.save(state, to))
+
+
+def _attempt(parent: Path, name: str) -> str:
+    """'made PATH', or 'failed' and the message that all ranks shall raise."""
+    try:
+        return f"made {_next_free(parent, name)}"
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        return f"failed cannot write runs to {parent}: {reason}; choose another place with --out"
+
+
+def _next_free(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    taken = [int(m[1]) for entry in parent.iterdir() if (m := pattern.fullmatch(entry.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        path = parent / f"{name}-{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:  # another run was faster
+            number += 1
+        else:
+            return path
+
+
+def _whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path` first, so that no reader ever finds half a file."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
