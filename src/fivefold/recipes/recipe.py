@@ -66,8 +66,8 @@ class Recipe:
         self._check(directory, size)
         pixels = size or self.size
         return (
-            self.read(directory, True, pixels, self.augment(pixels)),  # noqa: FBT003
-            self.read(directory, False, pixels, self.prepare(pixels)),  # noqa: FBT003
+            self.read(directory, True, pixels, self.augment(pixels)),
+            self.read(directory, False, pixels, self.prepare(pixels)),
         )
 
     def _check(self, directory: Path | None, size: int | None) -> None:

@@ -24,7 +24,7 @@ from fivefold.plan import Numerics
 from fivefold.trace import Phase, recording, span
 from fivefold.train.precision import Arithmetic
 from fivefold.train.progress import Progress, Silent
-from fivefold.train.report import EpochReport, Summary, by_phase
+from fivefold.train.summary import EpochReport, Summary, by_phase
 from fivefold.train.run import Run
 from fivefold.train.validate import validate
 

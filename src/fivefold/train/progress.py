@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from fivefold.data import Cursor
-from fivefold.train.report import EpochReport
+from fivefold.train.summary import EpochReport
 
 __all__ = ["Bar", "Lines", "Progress", "Silent", "suited"]
 

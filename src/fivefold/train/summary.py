@@ -1,0 +1,69 @@
+"""What the loop tells about a run: one report per epoch, and a summary. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fivefold.trace import Phase, Recorder
+
+__all__ = ["EpochReport", "Summary", "by_phase"]
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What one epoch came to: a line of metrics.jsonl."""
+
+    epoch: int
+    """from 1"""
+    step: int
+    """optimiser steps since the run began"""
+    learning_rate: float
+    """for the step to come"""
+    loss: float
+    """mean over the samples trained on, each by the model as it was when they came"""
+    test_loss: float
+    accuracy: float
+    """share of the test samples classified correctly, after the epoch"""
+    images_per_s: float
+    """training images per second over all ranks; validation does not count"""
+    epoch_s: float
+    """seconds, validation included"""
+    phases_s: Mapping[str, float]
+    """seconds of rank 0 by phase"""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run came to."""
+
+    epochs: int
+    images: int
+    """images trained on, over all ranks and epochs"""
+    accuracy: float
+    """on the test data, after the last epoch"""
+    images_per_s: float
+    """median of the epochs"""
+    total_s: float
+    """seconds from the first batch to the last validation"""
+    phases_s: Mapping[str, float]
+    """seconds of rank 0 by phase"""
+
+    @classmethod
+    def of(cls, reports: Sequence[EpochReport], images: int) -> Summary:
+        """Sum up the reports of a run, at least one, that trained on `images`."""
+        phases = {name: sum(r.phases_s.get(name, 0.0) for r in reports) for name in Phase}
+        return cls(
+            epochs=len(reports),
+            images=images,
+            accuracy=reports[-1].accuracy,
+            images_per_s=statistics.median(report.images_per_s for report in reports),
+            total_s=sum(report.epoch_s for report in reports),
+            phases_s={name.value: seconds for name, seconds in phases.items() if seconds},
+        )
+
+
+def by_phase(recorder: Recorder) -> dict[str, float]:
+    """Seconds recorded so far under each phase that occurred."""
+    return {p.value: recorder.total_s(p) for p in Phase if recorder.total_s(p)}
