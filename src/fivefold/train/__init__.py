@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fivefold.train.run import Run
     from fivefold.train.schedule import warmup_cosine
     from fivefold.train.summary import EpochReport, Summary
-    from fivefold.train.validate import validate
+    from fivefold.train.validation import validate
 
 __all__ = [
     "Arithmetic",
@@ -34,7 +34,7 @@ _HOME = {
     "Summary": "summary",
     "fit": "loop",
     "settle_precision": "precision",
-    "validate": "validate",
+    "validate": "validation",
     "warmup_cosine": "schedule",
 }
 

@@ -24,9 +24,9 @@ from fivefold.plan import Numerics
 from fivefold.trace import Phase, recording, span
 from fivefold.train.precision import Arithmetic
 from fivefold.train.progress import Progress, Silent
-from fivefold.train.summary import EpochReport, Summary, by_phase
 from fivefold.train.run import Run
-from fivefold.train.validate import validate
+from fivefold.train.summary import EpochReport, Summary, by_phase
+from fivefold.train.validation import validate
 
 __all__ = ["fit"]
 
