@@ -102,7 +102,8 @@ class RankFailure(LaunchError):
         lines = tail(log)
         last = "\n".join(f"    {line}" for line in lines) if lines else "    (it wrote nothing)"
         super().__init__(
-            f"rank {rank} of {job.processes} {ended(code)}{others}\n  last lines of {log}:\n{last}"
+            f"rank {rank} of {job.processes} {ended(code)}{others}\n  last lines of {log}:\n{last}\n"
+            f"  logs of all ranks: {job.log_dir}/rank-*.log"
         )
 
 

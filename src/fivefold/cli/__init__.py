@@ -1,0 +1,122 @@
+"""The `fivefold` command.
+
+To add a command: a frozen dataclass whose fields are its options (with a docstring under each), whose
+docstring is its help and ends with an example, and which has `run() -> int`; then a line in `COMMANDS`.
+Heavy imports (torch) belong inside `run`. What `run` raises is told here: a `UsageError` in one line with
+exit code 2, any other `FivefoldError` with its own code, and no traceback for either.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from fivefold.errors import FivefoldError, UsageError, suggest
+
+__all__ = ["COMMANDS", "Command", "main", "parse_options"]
+
+
+class Command(Protocol):
+    """What a command class provides.
+
+    It may also have `parse(words) -> Command`, a class method that takes the words after the command's
+    name to pieces itself.
+    """
+
+    def run(self) -> int:
+        """Do it; returns the exit code."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Entry:
+    home: str
+    """module:class, imported only when the command is called"""
+    summary: str
+
+
+COMMANDS = {
+    "run": _Entry("fivefold.cli.run:Run", "Start a script in several processes"),
+    "train": _Entry("fivefold.cli.train:Train", "Train a recipe"),
+    "verify": _Entry("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
+}
+
+_HELP = """\
+usage: fivefold COMMAND [OPTIONS]
+
+Trains PyTorch models exactly on every processor of a cluster.
+
+commands:
+{commands}
+
+options:
+  -h, --help     show this help, or with a command, that command's
+  --version      show the version
+
+example:
+  fivefold train digits -n 2
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv` (default: the process's arguments) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except SystemExit as leaving:  # tyro's help (0) and mistakes on the command line (2)
+        return leaving.code if isinstance(leaving.code, int) else 1
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # `fivefold ... | head`
+        sys.stdout = None
+        return 141
+    except FivefoldError as problem:
+        if os.environ.get("FIVEFOLD_DEBUG") == "1":
+            traceback.print_exc()
+        return _fail(f"error: {problem}", problem.exit_code)
+
+
+def parse_options(kind: type[Command], words: Sequence[str], name: str) -> Command:
+    """Read the options of a command with tyro, which ends the process with code 2 for a mistake."""
+    import tyro  # half of the time that `fivefold --help` may take
+
+    return cast(Command, tyro.cli(cast(Any, kind), args=list(words), prog=f"fivefold {name}"))
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        sys.stderr.write(_help())
+        return UsageError.exit_code
+    name, *rest = words
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0
+    if name == "--version":
+        from fivefold import __version__
+
+        sys.stdout.write(f"fivefold {__version__}\n")
+        return 0
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
+    module, _, kind = COMMANDS[name].home.partition(":")
+    command = getattr(import_module(module), kind)
+    parsed = (
+        command.parse(rest) if hasattr(command, "parse") else parse_options(command, rest, name)
+    )
+    return cast(Command, parsed).run()
+
+
+def _help() -> str:
+    lines = [f"  {name:<14} {entry.summary}" for name, entry in COMMANDS.items()]
+    return _HELP.format(commands="\n".join(lines))
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(message + "\n")
+    return code

@@ -1,0 +1,180 @@
+"""`fivefold run`: a script in several processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Annotated, cast
+
+import tyro
+
+from fivefold.cli import parse_options
+from fivefold.errors import PlanError, UsageError, suggest
+from fivefold.launch.engine import choose
+from fivefold.launch.environment import launched, locate
+from fivefold.launch.job import Job, default_log_dir
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Start a script in several processes: a .py file, an executable, or -m MODULE.
+
+    Options end at the script; what follows belongs to it.
+
+    Example: fivefold run -n 2 train.py --epochs 3
+    """
+
+    processes: Annotated[
+        int | None, tyro.conf.arg(aliases=["-n", "-np"], metavar="N", help_behavior_hint="")
+    ] = None
+    """number of processes; default: as many as the layout of the plan needs, or 1"""
+    engine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "auto"
+    """what starts them: auto (the default), local, torchrun or mpirun"""
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """plan that fivefold.start() uses in every process"""
+    port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
+    """TCP port where the processes meet; default: a free one"""
+    log_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """where the output of each rank is kept; default: fivefold-logs/DATE-TIME-PID"""
+    environment: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(aliases=["-x"], metavar="NAME=VALUE", help_behavior_hint="(repeatable)"),
+    ] = ()
+    """environment variable for every process; a NAME alone passes the current value on"""
+    command: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Run:
+        """Read our options up to the script, and leave the rest to it."""
+        options, command = _split(words)
+        parsed = cast(Run, parse_options(cls, options, "run"))
+        return replace(parsed, command=tuple(command))
+
+    def run(self) -> int:
+        """Start the processes and wait for them."""
+        if self.processes is not None and self.processes < 1:
+            raise UsageError(f"-n {self.processes}: at least 1 process is needed")
+        command = _resolve(self.command)
+        environment = dict(_setting(text) for text in self.environment)
+        processes = self._check_plan(environment)
+        engine = choose(self.engine)
+        self._check_surroundings()
+        log_dir = self.log_dir or default_log_dir()
+        engine.run(Job(command, processes, log_dir, environment, port=self.port))
+        return 0
+
+    def _check_plan(self, environment: dict[str, str]) -> int:
+        """The number of processes; a plan that does not fit them ends here, not in every rank."""
+        if self.plan is None:
+            return self.processes or 1
+        from fivefold.plan import Layout, Plan
+
+        layout = Plan.load(self.plan).layout
+        environment["FIVEFOLD_PLAN"] = str(self.plan.resolve())
+        if self.processes not in (None, layout.size) and layout != Layout():
+            raise PlanError(
+                f"the layout {layout} in {self.plan} needs {layout.size} processes, not "
+                f"{self.processes}; leave -n out, or change the layout"
+            )
+        return self.processes or layout.size
+
+    def _check_surroundings(self) -> None:
+        if self.engine != "auto":
+            return
+        if launched() and (place := locate()).world_size > 1:
+            raise UsageError(
+                f"{place.launcher} started {place.world_size} copies of this command, and each would start "
+                "a job of its own; start the script itself that way, or call fivefold run only once "
+                "(if several jobs are what you want: --engine local)"
+            )
+        if (nodes := _nodes(os.environ)) > 1:
+            sys.stderr.write(
+                f"note: the allocation has {nodes} nodes, but fivefold run uses this one alone; for all of "
+                "them, start the script with srun or mpirun\n"
+            )
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the command: it begins at the first word that is no option, at -m or after --."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        if word == "--":
+            return list(words[:at]), list(words[at + 1 :])
+        if not word.startswith("-") or word == "-m":
+            break
+        # Every option but help takes one value.
+        at += 1 if word in ("-h", "--help") or "=" in word else 2
+    return list(words[:at]), list(words[at:])
+
+
+def _resolve(command: Sequence[str]) -> list[str]:
+    """The command as the system wants it. Raises `UsageError` if there is nothing to start."""
+    if not command:
+        raise UsageError("no script given; for example: fivefold run -n 2 train.py")
+    script, *arguments = command
+    if script == "-m":
+        return [sys.executable, "-m", *_checked_module(arguments)]
+    path = Path(script)
+    if path.is_file():
+        if path.suffix == ".py":
+            return [sys.executable, script, *arguments]
+        if os.access(path, os.X_OK):
+            return [str(path.resolve()), *arguments]
+        raise UsageError(f"{script} is neither a .py file nor executable; chmod +x {script}")
+    if path.is_dir():
+        raise UsageError(f"{script} is a folder, not a script")
+    if os.sep not in script and (found := shutil.which(script)):
+        return [found, *arguments]
+    raise UsageError(f"there is no script {script}{_near(path)}")
+
+
+def _near(path: Path) -> str:
+    try:
+        beside = sorted(p.name for p in path.parent.iterdir() if p.suffix == ".py")
+    except OSError:
+        return f"; there is no folder {path.parent} either"
+    return (
+        suggest(path.name, beside[:20])
+        if beside
+        else f"; {path.parent.resolve()} holds no .py file"
+    )
+
+
+def _checked_module(arguments: list[str]) -> list[str]:
+    if not arguments:
+        raise UsageError("-m needs a module, for example: fivefold run -n 2 -m package.train")
+    top = arguments[0].partition(".")[0]
+    if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in _BUILT_IN:
+        raise UsageError(f"there is no module {top}; is it installed, or its folder on PYTHONPATH?")
+    return arguments
+
+
+_BUILT_IN = sys.builtin_module_names
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name.isidentifier():
+        raise UsageError(f"-x {text}: expected NAME=VALUE, or the NAME of a variable to pass on")
+    if not equals and name not in os.environ:
+        raise UsageError(f"-x {text}: {name} is not set; give it a value with -x {name}=VALUE")
+    return name, value if equals else os.environ[name]
+
+
+def _nodes(environ: Mapping[str, str]) -> int:
+    """Nodes of the allocation, as far as Slurm or PBS tell."""
+    told = environ.get("SLURM_JOB_NUM_NODES", "")
+    if told.isdecimal():
+        return int(told)
+    try:
+        return len(set(Path(environ["PBS_NODEFILE"]).read_text().split()))
+    except (KeyError, OSError):
+        return 1
