@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from fivefold.data import loader
@@ -11,8 +14,16 @@ from ranks import run_ranks
 from streams import Drawing, fingerprint, joined, make
 
 
-def read(mesh: Mesh) -> list[object]:
-    return list(loader(Drawing(19), mesh, batch_size=8, seed=4))
+class Slow(Drawing):
+    """Lets other threads in between the seeding of a sample and its draws."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+
+def read(mesh: Mesh) -> list[Any]:
+    return list(loader(Slow(19), mesh, batch_size=8, seed=4))
 
 
 @pytest.mark.parametrize(
