@@ -16,6 +16,7 @@ import torch
 
 from fivefold.data import BatchId, Cursor, LoadError
 from fivefold.errors import DataError, UsageError
+from fivefold.mesh import part_of
 from fivefold.plan import Comm, Plan
 from streams import (
     Drawing,
@@ -251,3 +252,19 @@ def test_workers_and_produce_agree() -> None:
         mine = list(data)
         share = [data.produce(BatchId(0, b), Seat(1, 3).share(n)) for b, n in enumerate((4, 4, 2))]
     assert fingerprint(mine) == fingerprint(share)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_arrive_on_the_gpu_with_their_structure(workers: int) -> None:
+    device = torch.device("cuda")
+    seat = Seat(1, 2, device=device)
+    with make(Numbers(6), seat, batch_size=4, workers=workers) as data:
+        batches = list(data)
+    for batch in batches:
+        assert type(batch) is tuple
+        assert {x.device.type for x in batch} == {"cuda"}
+        assert part_of(batch[0]) is not None
+    on_cpu = [tuple(x.cpu() for x in batch) for batch in batches]
+    assert fingerprint(on_cpu) == fingerprint(make(Numbers(6), Seat(1, 2), batch_size=4))
