@@ -99,10 +99,9 @@ def _backend(place: Place, plan: Plan, device: torch.device) -> str:
 def _join(place: Place, plan: Plan, device: torch.device) -> None:
     timeout = timedelta(seconds=read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s))
     try:
-        store = _store(meeting(place), place, timeout)
         dist.init_process_group(
             _backend(place, plan, device),
-            store=store,
+            store=_store(place, timeout),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -116,15 +115,24 @@ def _join(place: Place, plan: Plan, device: torch.device) -> None:
         ) from problem
 
 
+_met: dist.Store | None = None
+"""Where this process met the others. Kept: the address, or the file, serves for one meeting only."""
 _meetings = itertools.count()
-"""How often this process has met others: a file to meet at serves once."""
 
 
-def _store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
-    if where.kind == "alone":
+def _store(place: Place, timeout: timedelta) -> dist.Store:
+    """What the ranks exchange addresses through; every start sees a store of its own."""
+    global _met  # noqa: PLW0603 - one job, one place to meet
+    if place.world_size == 1:
         return dist.HashStore()
+    if _met is None:
+        _met = _open_store(meeting(place), place, timeout)
+    return dist.PrefixStore(f"start-{next(_meetings)}", _met)
+
+
+def _open_store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
     if where.kind == "file":
-        return dist.FileStore(f"{where.path}-{next(_meetings)}", place.world_size)
+        return dist.FileStore(str(where.path), place.world_size)
     if where.kind == "env" and place.launcher == "torchrun":
         # torch's own handler: torchrun may offer a store that its agent already holds open.
         found = dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)
