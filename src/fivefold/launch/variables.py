@@ -54,6 +54,10 @@ GIVEN = (
     Variable("LOCAL_WORLD_SIZE", "how many processes of the job run on this node"),
     Variable("MASTER_ADDR", "host where the processes meet: that of rank 0"),
     Variable("MASTER_PORT", "TCP port where the processes meet"),
+    Variable(
+        "FIVEFOLD_LOG_DIR",
+        "folder with the logs of all ranks; set by commands that start themselves in several processes",
+    ),
     Variable("OMP_NUM_THREADS", "threads per process, unless the user set it", "cores / ranks"),
     Variable("PYTHONUNBUFFERED", "1, so that output appears line by line", "1"),
 )

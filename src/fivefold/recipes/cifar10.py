@@ -53,4 +53,6 @@ RECIPE = Recipe(
     read=_read,
     augment=_augment,
     prepare=_prepare,
+    expects="data_batch_1 to data_batch_5 and test_batch, unpacked from cifar-10-python.tar.gz, the "
+    '"CIFAR-10 python version" of https://www.cs.toronto.edu/~kriz/cifar.html',
 )

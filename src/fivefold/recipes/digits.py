@@ -72,5 +72,4 @@ RECIPE = Recipe(
     read=_read,
     augment=_augment,
     prepare=_prepare,
-    needs_directory=False,
 )

@@ -55,4 +55,5 @@ RECIPE = Recipe(
     augment=_augment,
     prepare=_prepare,
     resizable=True,
+    expects="pictures as CLASS/NAME.jpg (or .png, ...), or such folders in train/ and val/",
 )

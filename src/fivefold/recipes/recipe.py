@@ -48,8 +48,8 @@ class Recipe:
     """size to the transform of test images"""
     resizable: bool = False
     """whether another size may be asked for"""
-    needs_directory: bool = True
-    """whether the images lie in a directory of the user's"""
+    expects: str = ""
+    """what a directory of the user's has to hold; empty if the images come with a package"""
 
     def plan(self) -> Plan:
         """The default plan with this recipe's values."""
@@ -63,17 +63,18 @@ class Recipe:
             UsageError: a directory is missing or pointless, or the size is not for choice.
             DataError: the directory does not hold the images as it should.
         """
-        self._check(directory, size)
+        self.check(directory, size)
         pixels = size or self.size
         return (
             self.read(directory, True, pixels, self.augment(pixels)),
             self.read(directory, False, pixels, self.prepare(pixels)),
         )
 
-    def _check(self, directory: Path | None, size: int | None) -> None:
-        if self.needs_directory and directory is None:
-            raise UsageError(f"the recipe {self.name} needs --data DIR, where its images lie")
-        if directory is not None and not self.needs_directory:
+    def check(self, directory: Path | None, size: int | None) -> None:
+        """Raise `UsageError` unless the recipe can make use of such a directory and size."""
+        if self.expects and directory is None:
+            raise UsageError(f"the recipe {self.name} needs --data DIR; DIR holds {self.expects}")
+        if directory is not None and not self.expects:
             raise UsageError(
                 f"the recipe {self.name} brings its images along: leave out --data, or choose the recipe "
                 "folder for a directory of images"

@@ -53,4 +53,6 @@ RECIPE = Recipe(
     read=_read,
     augment=_augment,
     prepare=_prepare,
+    expects="train_32x32.mat and test_32x32.mat, the cropped digits (format 2) of "
+    "http://ufldl.stanford.edu/housenumbers",
 )

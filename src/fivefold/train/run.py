@@ -12,6 +12,7 @@ the growing metrics appear whole or not at all.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,7 +45,15 @@ class Run:
         made, _, text = comm.broadcast_text(told, mesh.group(*AXES), mesh.device).partition(" ")
         if made != "made":
             raise UsageError(text)
-        return cls(Path(text), writes=mesh.rank == 0)
+        run = cls(Path(text), writes=mesh.rank == 0)
+        if run.writes and (logs := os.environ.get("FIVEFOLD_LOG_DIR")):
+            Path(logs, "run").symlink_to(run.path.resolve())  # tells the launcher where we are
+        return run
+
+    @property
+    def files(self) -> list[str]:
+        """Names of what has been written so far."""
+        return sorted(path.name for path in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
         """Write a text file."""

@@ -63,6 +63,18 @@ class Summary:
             phases_s={name.value: seconds for name, seconds in phases.items() if seconds},
         )
 
+    def lines(self) -> list[str]:
+        """The summary in words."""
+        shares = {name: seconds / self.total_s for name, seconds in self.phases_s.items()}
+        shares["other"] = max(0.0, 1 - sum(shares.values()))
+        spent = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        epochs = f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+        return [
+            f"test accuracy  {self.accuracy:.3f} after {epochs}",
+            f"throughput     {self.images_per_s:,.0f} images/s; {self.images:,} in {self.total_s:.1f} s",
+            f"time           {spent}",
+        ]
+
 
 def by_phase(recorder: Recorder) -> dict[str, float]:
     """Seconds recorded so far under each phase that occurred."""

@@ -1,0 +1,169 @@
+"""`fivefold train`: a recipe, on as many processes as asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, cast
+
+import tyro
+
+from fivefold import recipes
+from fivefold.cli import parse_options
+from fivefold.errors import FivefoldError, PlanError, UsageError
+from fivefold.launch.environment import launched, locate
+from fivefold.launch.job import default_log_dir
+from fivefold.launch.relaunch import launch_self
+from fivefold.launch.variables import read_seconds
+from fivefold.plan import Layout, Plan, Provenance, parse_setting
+
+__all__ = ["Train", "resolve"]
+
+
+def _option(metavar: str, *aliases: str, name: str | None = None, hint: str = "") -> object:
+    return tyro.conf.arg(name=name, metavar=metavar, aliases=aliases, help_behavior_hint=hint)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe: digits, cifar10, svhn or folder (any directory of images).
+
+    Writes plan.toml, metrics.jsonl and weights.pt to a new directory, runs/RECIPE-001 or the next free
+    number. Also starts under torchrun, mpirun or srun, then without -n.
+
+    Example: fivefold train digits -n 2
+    """
+
+    recipe: Annotated[str, tyro.conf.Positional, _option("RECIPE")]
+    """what to train"""
+    processes: Annotated[int | None, _option("N", "-n", "-np")] = None
+    """number of processes; default: as many as the layout of the plan needs, or 1"""
+    data: Annotated[Path | None, _option("DIR")] = None
+    """where the images lie"""
+    model: Annotated[str | None, _option("NAME")] = None
+    """resnet20, resnet56, resnet18, resnet50, shufflenet_v2_x1_0 or mobilenet_v2"""
+    size: Annotated[int | None, _option("PIXELS")] = None
+    """height and width that images are resized to (recipe folder)"""
+    epochs: Annotated[int | None, _option("E")] = None
+    """how often every image is seen"""
+    batch_size: Annotated[int | None, _option("B")] = None
+    """images per step, over all processes"""
+    plan: Annotated[Path | None, _option("FILE")] = None
+    """plan whose values replace those of the recipe, such as that of an earlier run"""
+    settings: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        _option("KEY=VALUE", name="set", hint="(repeatable)"),
+    ] = ()
+    """any value of the plan, such as train.learning_rate=0.05"""
+    out: Annotated[Path | None, _option("DIR")] = None
+    """where runs are written; default: FIVEFOLD_RUN_DIR, or runs"""
+    words: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Train:
+        """Read the options, and keep them as they are for the ranks."""
+        return replace(cast(Train, parse_options(cls, words, "train")), words=tuple(words))
+
+    def run(self) -> int:
+        """Start the ranks, or be one."""
+        recipe = recipes.get(self.recipe)
+        recipe.check(self.data, self.size)
+        plan = resolve(self, recipe, os.environ)
+        if launched():
+            from fivefold.recipes.train import train
+
+            out = self.out or Path(os.environ.get("FIVEFOLD_RUN_DIR") or "runs")
+            train(recipe, plan, directory=self.data, size=self.size, out=out)
+        else:
+            _launch(self.words, plan.layout.size)
+        return 0
+
+
+def resolve(options: Train, recipe: recipes.Recipe, environ: Mapping[str, str]) -> Plan:
+    """The plan of a run: explicit arguments over the environment, over the plan file, over the recipe.
+
+    Raises `PlanError` for what cannot be, and for a layout that does not fit the processes.
+    """
+    plan = recipe.plan()
+    if path := options.plan or environ.get("FIVEFOLD_PLAN"):
+        told = Plan.load(path)
+        for key, why in told.provenance.items():
+            section, _, name = key.partition(".")
+            plan = plan.replace({key: getattr(getattr(told, section), name)}, why)
+    if environ.get("FIVEFOLD_TIMEOUT_S"):
+        seconds = read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s, environ)
+        plan = plan.replace({"comm.timeout_s": seconds}, Provenance("user", "FIVEFOLD_TIMEOUT_S"))
+    for setting in options.settings:
+        plan = plan.replace(dict([parse_setting(setting)]), Provenance("user", "--set"))
+    flags = {"--model": "model", "--epochs": "epochs", "--batch-size": "batch_size"}
+    for flag, name in flags.items():
+        value = getattr(options, name)
+        if value is not None:
+            plan = plan.replace({f"train.{name}": value}, Provenance("user", flag))
+    plan = plan.replace({"train.recipe": recipe.name}, Provenance("user", "train"))
+    return _fitted(plan, options.processes, environ)
+
+
+def _fitted(plan: Plan, asked: int | None, environ: Mapping[str, str]) -> Plan:
+    """The plan with a layout for the processes asked for, or started by somebody else."""
+    if asked is not None and asked < 1:
+        raise UsageError(f"-n {asked}: at least 1 process is needed")
+    why, processes = Provenance("user", "-n"), asked
+    if launched(environ):
+        place = locate(environ)
+        if asked not in (None, place.world_size):
+            raise UsageError(
+                f"-n {asked}, but {place.launcher} started {place.world_size} processes; leave -n out"
+            )
+        if asked is None:
+            processes = place.world_size
+            why = Provenance("user", f"processes started by {place.launcher}")
+    if processes in (None, plan.layout.size):
+        return plan
+    if plan.layout != Layout():
+        raise PlanError(
+            f"the layout {plan.layout} ({_reason(plan)}) needs {plan.layout.size} processes, not "
+            f"{processes}; leave -n out, or change the layout"
+        )
+    return plan.replace({"layout.data": processes}, why)
+
+
+def _reason(plan: Plan) -> str:
+    keys = (f"layout.{axis}" for axis in ("data", "pipe", "depth", "height", "width"))
+    return next(str(plan.origin(key)) for key in keys if plan.origin(key).kind != "default")
+
+
+def _launch(words: Sequence[str], processes: int) -> None:
+    """Start this command in `processes` ranks; their logs end up in the directory of the run."""
+    logs = default_log_dir()
+    environment = {"FIVEFOLD_LOG_DIR": str(logs.resolve())}
+    try:
+        launch_self(["train", *words], processes, log_dir=logs, environment=environment)
+    except UsageError:
+        _remove(logs)  # the message says it all
+        raise
+    except FivefoldError:
+        _show_cursor()  # of a terminal whose progress bar was killed
+        raise
+    run = logs / "run"
+    if run.is_symlink():
+        home = run.resolve()
+        run.unlink()
+        shutil.move(logs, home / "logs")
+    _remove(logs)
+
+
+def _remove(logs: Path) -> None:
+    shutil.rmtree(logs, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it may hold the logs of other runs
+        logs.parent.rmdir()
+
+
+def _show_cursor() -> None:
+    from rich.console import Console
+
+    Console().show_cursor()

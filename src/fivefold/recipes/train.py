@@ -1,0 +1,120 @@
+"""A recipe from its plan to its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fivefold.data import Loader, loader
+from fivefold.mesh import Mesh, start
+from fivefold.parallel import ParallelModel, parallelize
+from fivefold.plan import Plan
+from fivefold.recipes import models
+from fivefold.recipes.recipe import Images, Recipe
+from fivefold.train import Arithmetic, Run, Summary, fit, settle_precision, warmup_cosine
+from fivefold.train.progress import suited
+
+__all__ = ["train"]
+
+
+def train(
+    recipe: Recipe,
+    plan: Plan,
+    *,
+    directory: Path | None = None,
+    size: int | None = None,
+    out: Path = Path("runs"),
+    console: Console | None = None,
+) -> Summary:
+    """Train `recipe` as `plan` says, on the processes that were started with this one. Collective.
+
+    Args:
+        recipe: images and what is done to them.
+        plan: everything else; `recipe.plan()`, changed at will.
+        directory: where the images lie, if the recipe needs to know.
+        size: height and width of the images, where the recipe leaves the choice.
+        out: a new directory for this run is made in it, once data and plan have proved to be good.
+        console: where rank 0 tells how it goes; standard output by default.
+
+    Raises `UsageError`, of which `DataError` and `PlanError` are kinds, for what cannot be done as asked.
+    """
+    train_images, test_images = recipe.images(directory, size)
+    torch.manual_seed(plan.numerics.seed)
+    net = models.build(plan.train.model, len(train_images.classes), recipe.channels)
+    with start(plan) as mesh:
+        plan = settle_precision(mesh.plan, mesh)
+        console = (console or Console()) if mesh.rank == 0 else Console(quiet=True)
+        net = Arithmetic(plan.numerics, mesh.device).net(net)
+        model = parallelize(net, mesh, loss=nn.CrossEntropyLoss())
+        with (
+            _loader(train_images, mesh, shuffle=True) as batches,
+            _loader(test_images, mesh, shuffle=False) as tests,
+        ):
+            run = Run.create(out, recipe.name, mesh)
+            run.write("plan.toml", plan.to_toml())
+            _say(console, _heading(plan, len(train_images), len(test_images), mesh))
+            summary = _fit(model, batches, tests, plan, mesh=mesh, run=run, console=console)
+        for line in summary.lines():
+            _say(console, line)
+        _say(console, f"written to     {run.path}: {', '.join(run.files)}")
+    return summary
+
+
+def _loader(images: Images, mesh: Mesh, *, shuffle: bool) -> Loader:
+    t, seed = mesh.plan.train, mesh.plan.numerics.seed
+    return loader(images, mesh, batch_size=t.batch_size, seed=seed, shuffle=shuffle)
+
+
+def _fit(
+    model: ParallelModel,
+    batches: Loader,
+    tests: Loader,
+    plan: Plan,
+    *,
+    mesh: Mesh,
+    run: Run,
+    console: Console,
+) -> Summary:
+    t = plan.train
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=t.learning_rate,
+        momentum=t.momentum,
+        weight_decay=t.weight_decay,
+        nesterov=t.momentum > 0,
+    )
+    schedule = warmup_cosine(
+        optimizer, steps=t.epochs * len(batches), warmup=round(t.warmup_epochs * len(batches))
+    )
+    return fit(
+        model,
+        optimizer,
+        schedule,
+        batches,
+        tests,
+        mesh=mesh,
+        epochs=t.epochs,
+        numerics=plan.numerics,
+        run=run,
+        progress=suited(console) if mesh.rank == 0 else None,
+    )
+
+
+def _heading(plan: Plan, images: int, tests: int, mesh: Mesh) -> str:
+    n = plan.numerics
+    where = (
+        f"{mesh.size} process{'es' if mesh.size > 1 else ''} ({plan.layout}, {mesh.device.type})"
+    )
+    why = plan.origin("numerics.precision").reason
+    precision = f"{n.precision} ({why})" if why.endswith("bfloat16") else n.precision
+    return (
+        f"{plan.train.recipe}: {plan.train.model} on {images:,} images, tested on {tests:,}; "
+        f"{where}, {precision}, {n.memory_format}"
+    )
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
