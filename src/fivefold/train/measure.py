@@ -48,7 +48,7 @@ class Snapshot:
     gradients: Values
     buffers: Values
     """after the step"""
-    weights: Values
+    weights: Mapping[str, Tensor]
     """after the optimiser"""
 
 

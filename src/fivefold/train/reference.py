@@ -48,7 +48,10 @@ class State:
         return cls(
             {name: kept(p) for name, p in net.named_parameters()},
             {name: kept(b) for name, b in net.named_buffers()},
-            {n: torch.zeros_like(kept(trained[n])) if m is None else kept(m) for n, m in held.items()},
+            {
+                n: torch.zeros_like(kept(trained[n])) if m is None else kept(m)
+                for n, m in held.items()
+            },
         )
 
     @torch.no_grad()
@@ -79,12 +82,12 @@ class OneProcess:
         self.optimizer = sgd(self.net)
         self.draws = self.uncontrolled = False
         self._loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
-        self._dtype, self._seed = dtype, seed
+        self.dtype, self._seed = dtype, seed
 
     def step(self, state: State, inputs: Any, targets: Any, number: int) -> Snapshot:
         """Train one step, the `number`-th, on the whole batch, starting from `state`."""
-        inputs, targets = cast_tree(inputs, self._dtype), cast_tree(targets, self._dtype)
-        with _default_dtype(self._dtype):
+        inputs, targets = cast_tree(inputs, self.dtype), cast_tree(targets, self.dtype)
+        with _default_dtype(self.dtype):
             found, drew = self._attempt(state, inputs, targets, number)
             if drew and not self.draws:
                 self.draws = True
@@ -92,7 +95,9 @@ class OneProcess:
         self.uncontrolled |= drew
         return found
 
-    def _attempt(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[Snapshot, bool]:
+    def _attempt(
+        self, state: State, inputs: Any, targets: Any, number: int
+    ) -> tuple[Snapshot, bool]:
         state.load(self.net, self.optimizer)
         rows, device = rows_of(inputs, "inputs"), leaves(inputs)[0].device
         share = Share(rows, 0, rows, self._seed, number, group=None)
@@ -115,7 +120,9 @@ def snapshot(net: nn.Module, loss: Tensor, outputs: Any) -> Snapshot:
     return Snapshot(
         loss={"loss": loss.detach().clone()},
         outputs={n: leaf.detach().clone() for n, leaf in zip(names, found, strict=True)},
-        gradients={n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()},
+        gradients={
+            n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()
+        },
         buffers={n: b.detach().clone() for n, b in net.named_buffers()},
         weights={n: p.detach().clone() for n, p in net.named_parameters()},
     )

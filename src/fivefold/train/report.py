@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-__all__ = ["KEPT", "Item", "Quantity", "Replicas", "Report", "judge"]
+__all__ = ["KEPT", "Item", "Quantity", "Replicas", "Report", "tolerances"]
 
 FLOAT64_FLOOR, FLOAT64_CAP, FLOAT64_FACTOR = 1e-10, 1e-7, 100.0
 FLOAT32_FACTOR = 2.0
@@ -26,8 +26,8 @@ class Item:
     error: float
     """of the layout"""
     own: float
-    """of one process: its reaction to a change of its input by one ulp, or its error in float32"""
-    tolerance: float = math.inf
+    """of one process: in float64 its reaction to a change of its input by one ulp, in float32 its error"""
+    tolerance: float
 
     @property
     def excess(self) -> float:
@@ -44,6 +44,12 @@ class Quantity:
     """the largest `Item.own`, of whichever tensor"""
     worst: tuple[Item, ...]
     """largest excess first, `KEPT` at most; empty if the model has no such tensors"""
+
+    @classmethod
+    def of(cls, name: str, items: Sequence[Item]) -> Quantity:
+        """Keep the worst of many."""
+        own = max((item.own for item in items), default=0.0)
+        return cls(name, own, tuple(sorted(items, key=lambda item: -item.excess)[:KEPT]))
 
     @property
     def passed(self) -> bool:
@@ -108,32 +114,26 @@ class Report:
         return _without_infinity(told)
 
 
-def judge(
-    name: str, items: Iterable[Item], dtype: Literal["float64", "float32"]
-) -> Quantity:
-    """Give each item of a quantity its tolerance, and keep the worst.
+def tolerances(own: Mapping[str, float], dtype: str) -> dict[str, float]:
+    """What every tensor of a quantity may be wrong by in one step, from the errors of one process.
 
     float64: every tensor is judged by its own reaction, which a factor of 100 makes robust:
 
         tolerance = max(1e-10, 100 x the reaction of that tensor to one ulp), never above 1e-7
 
     float32: a factor of 2 says nothing about a single tensor, whose rounding error is small or large by
-    luck. The largest errors are compared, over all tensors and steps:
+    luck. The largest error of the layout is compared with the largest of one process, over all tensors:
 
         tolerance = max(4 roundings of float32, 2 x the largest error of one float32 process)
     """
-    found = list(items)
-    own = max((item.own for item in found), default=0.0)
-    joint = max(FLOAT32_FLOOR, FLOAT32_FACTOR * own)
-    judged = [
-        replace(item, tolerance=_float64_tolerance(item.own) if dtype == "float64" else joint)
-        for item in found
-    ]
-    return Quantity(name, own, tuple(sorted(judged, key=lambda item: -item.excess)[:KEPT]))
-
-
-def _float64_tolerance(own: float) -> float:
-    return min(FLOAT64_CAP, max(FLOAT64_FLOOR, FLOAT64_FACTOR * own))
+    if dtype == "float64":
+        return {
+            name: min(FLOAT64_CAP, max(FLOAT64_FLOOR, FLOAT64_FACTOR * error))
+            for name, error in own.items()
+        }
+    largest = max(own.values(), default=0.0)
+    joint = max(FLOAT32_FLOOR, FLOAT32_FACTOR * largest if math.isfinite(largest) else 0.0)
+    return dict.fromkeys(own, joint)
 
 
 def _brief(value: float) -> str:
