@@ -117,18 +117,23 @@ class _BatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight, mean, var, total = ctx.saved_tensors
-        # The inference kernel gives w dy / sqrt(var + eps) and both local sums in one pass.
+        # The inference kernel gives both local sums, and w dy / sqrt(var + eps) on request.
+        half = x.dtype in (torch.bfloat16, torch.float16)
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            dy, x, weight, mean, var, None, None, False, ctx.eps, [half, True, True]
         )
         if ctx.needs_input_grad[0]:
             sums = torch.stack([dbias, dweight]).to(torch.float64)
             comm.all_reduce(sums, ctx.group, Tag.BATCH_NORM)
-            if ctx.counted:  # the statistics do not depend on stand-ins
-                scale = torch.rsqrt(var + ctx.eps)
-                scale = scale if weight is None else scale * weight
-                offset, slope = (-sums / total).to(mean.dtype) * scale
-                dx += torch.batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps, False)
+            # The statistics do not depend on stand-ins, so those get no share of the correction.
+            sums = sums * (-1.0 / total) if ctx.counted else torch.zeros_like(sums)
+            scale = torch.rsqrt(var + ctx.eps)
+            scale = scale if weight is None else scale * weight
+            offset, slope = sums.to(mean.dtype) * scale
+            correction = torch.batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps, False)
+            # One pass less, but the factor would be rounded to half precision.
+            per_channel = (1, -1, *(1,) * (x.dim() - 2))
+            dx = dx.add_(correction) if half else correction.addcmul_(dy, scale.view(per_channel))
         own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
         return (*own, *(None,) * 6)
 
