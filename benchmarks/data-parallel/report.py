@@ -1,0 +1,110 @@
+"""Results as tables, kept as JSON and shown in README.md between its two markers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contenders import KINDS
+from figures import FEWEST_ROUNDS, HERE, middle_half, ratio, table
+
+RESULTS = HERE / "results"
+README = HERE / "README.md"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+REPLICA_GOAL, STARTUP_GOAL = 0.98, 1.15
+FIRST = ("fp32", "fp32-channels_last", "bf16-channels_last")
+"""the order of the sections; others follow by name, start-up comes last"""
+
+
+def keep(result: dict[str, Any], name: str, folder: Path) -> None:
+    """Write `name`.json and renew the README that stands beside the folder of published results.
+
+    A result of too few rounds is not kept: it would replace one that means something.
+    """
+    if result["rounds"] < FEWEST_ROUNDS:
+        print(f"not kept: {result['rounds']} rounds are fewer than {FEWEST_ROUNDS}", flush=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if folder.resolve() == RESULTS:
+        text = README.read_text()
+        README.write_text(renewed(text, RESULTS))
+
+
+def renewed(text: str, folder: Path) -> str:
+    """The text of the README with the tables of all results in `folder`."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    kept = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    others = sorted(kept.keys() - {*FIRST, "startup"})
+    sections = [_section(kept[name]) for name in (*FIRST, *others, "startup") if name in kept]
+    return before + "\n\n".join([BEGIN, *sections, END]) + after
+
+
+def _section(result: dict[str, Any]) -> str:
+    if result["benchmark"] == "startup":
+        return f"### Start-up\n\n{startup(result)}\n\n{conditions(result)}"
+    return f"### {heading(result)}\n\n{throughput(result)}\n\n{conditions(result)}"
+
+
+def heading(result: dict[str, Any]) -> str:
+    """What was trained, and how."""
+    size = f"{result['image']}x{result['image']}"
+    where = "" if result["environment"]["device"] == "cpu" else "GPU, "
+    return f"{where}{result['variant']}: {result['model']}, {size}, batch {result['batch']}"
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """One line: on what, with what, when."""
+    told = result["environment"]
+    device = "" if told.get("device", "cpu") == "cpu" else f"{told['device']}, "
+    return (
+        f"{device}{told['cpu']}, {told['cores']} cores; torch {told['torch']}, Python {told['python']}, "
+        f"Linux {told['kernel']}; commit {told['commit']}, {told['date']}; {result['rounds']} rounds; "
+        f"cores busy before: {told['busy_before_percent']:.0f} %."
+    )
+
+
+def throughput(result: dict[str, Any]) -> str:
+    """The table of one variant, and what it says about the goal."""
+    rates: dict[str, list[float]] = result["images_per_s"]
+    ideal = [result["ranks"] * rate for rate in rates["alone"]] if "alone" in rates else None
+    rows: list[list[str]] = []
+    if ideal:
+        rows.append(_row(f"ideal: {result['ranks']} times one process alone", ideal, rates, ideal))
+    rows += [_row(KINDS[n].title, rates[n], rates, ideal) for n in rates if n != "alone"]
+    text = table(["", "images/s", "middle half", "times DDP [95 %]", "of the ideal"], rows)
+    if "replica" not in rates or "ddp" not in rates:
+        return text
+    replica = ratio(rates["replica"], rates["ddp"])
+    said = replica.at_least(REPLICA_GOAL)
+    return f"{text}\n\nGoal, replica at least {REPLICA_GOAL} of DDP: {said}."
+
+
+def _row(
+    title: str, own: Sequence[float], rates: dict[str, list[float]], ideal: Sequence[float] | None
+) -> list[str]:
+    over_ddp = str(ratio(own, rates["ddp"])) if "ddp" in rates else ""
+    return [
+        title,
+        f"{statistics.median(own):.0f}",
+        middle_half(own),
+        "1" if own is rates.get("ddp") else over_ddp,
+        f"{ratio(own, ideal).value:.0%}" if ideal else "",
+    ]
+
+
+def startup(result: dict[str, Any]) -> str:
+    """The table of start-up times, and what it says about the goal."""
+    wall_s: dict[str, list[float]] = result["wall_s"]
+    rows: list[list[str]] = []
+    for title, own in wall_s.items():
+            over = "1" if title == "torchrun" else str(ratio(own, wall_s["torchrun"]))
+        rows.append([title, f"{statistics.median(own):.2f}", middle_half(own, 2), over])
+    ours = ratio(wall_s["fivefold run"], wall_s["torchrun"])
+    said = ours.at_most(STARTUP_GOAL)
+    text = table(["", "seconds", "middle half", "times torchrun [95 %]"], rows)
+    return f"{text}\n\nGoal, at most {STARTUP_GOAL} of torchrun: {said}."
