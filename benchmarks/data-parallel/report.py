@@ -102,7 +102,7 @@ def startup(result: dict[str, Any]) -> str:
     wall_s: dict[str, list[float]] = result["wall_s"]
     rows: list[list[str]] = []
     for title, own in wall_s.items():
-            over = "1" if title == "torchrun" else str(ratio(own, wall_s["torchrun"]))
+        over = "1" if title == "torchrun" else str(ratio(own, wall_s["torchrun"]))
         rows.append([title, f"{statistics.median(own):.2f}", middle_half(own, 2), over])
     ours = ratio(wall_s["fivefold run"], wall_s["torchrun"])
     said = ours.at_most(STARTUP_GOAL)
