@@ -60,7 +60,7 @@ RECIPE = Recipe(
     summary="ResNet-20 on the handwritten digits inside scikit-learn; half a minute on two cores",
     defaults={
         "train.model": "resnet20",
-        "train.epochs": 20,
+        "train.epochs": 15,
         "train.batch_size": 128,
         "train.learning_rate": 0.1,
         "train.warmup_epochs": 2.0,

@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from fivefold.data import Loader, loader
+from fivefold.launch import locate
 from fivefold.mesh import Mesh, start
 from fivefold.parallel import ParallelModel, parallelize
 from fivefold.plan import Plan
@@ -99,7 +100,7 @@ def _fit(
         epochs=t.epochs,
         numerics=plan.numerics,
         run=run,
-        progress=suited(console) if mesh.rank == 0 else None,
+        progress=suited(console, locate().launcher) if mesh.rank == 0 else None,
     )
 
 

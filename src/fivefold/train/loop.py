@@ -9,19 +9,20 @@ due, and at the end of an epoch.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fivefold.data import Loader
-from fivefold.errors import UsageError
+from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, part_of
 from fivefold.parallel import ParallelModel
 from fivefold.plan import Numerics
-from fivefold.trace import Phase, recording, span
+from fivefold.trace import Phase, Recorder, recording, span
 from fivefold.train.precision import Arithmetic
 from fivefold.train.progress import Progress, Silent
 from fivefold.train.run import Run
@@ -58,74 +59,87 @@ def fit(
         run: where the metrics go and, at the end, the weights.
         progress: who is told how far we are; on one rank, usually.
 
-    Raises `UsageError` when `train` is at its end already.
+    Raises:
+        UsageError: `train` is at its end already.
+        FivefoldError: the loss of an epoch is not a finite number.
     """
     if train.upcoming.epoch >= epochs:
         raise UsageError(f"nothing left to train: {train.upcoming} comes next, of {epochs} epochs")
     arithmetic = Arithmetic(numerics or mesh.plan.numerics, mesh.device)
     reports: list[EpochReport] = []
-    images = 0
     with recording() as recorder, progress or Silent() as shown:
+        loop = _Loop(model, optimizer, schedule, train, test, mesh, arithmetic, shown)
         shown.begin(train.cursor.step, epochs * len(train), epochs)
         for epoch in range(train.upcoming.epoch, epochs):
-            begun, before = time.perf_counter(), by_phase(recorder)
-            losses = _Losses()
-            _train(
-                model,
-                train,
-                losses,
-                shown,
-                optimizer=optimizer,
-                schedule=schedule,
-                arithmetic=arithmetic,
-            )
-            trained = time.perf_counter()
-            test_loss, accuracy = validate(model, test, mesh, arithmetic)
-            report = EpochReport(
-                epoch=epoch + 1,
-                step=train.cursor.step,
-                learning_rate=optimizer.param_groups[0]["lr"],
-                loss=losses.mean(),
-                test_loss=test_loss,
-                accuracy=accuracy,
-                images_per_s=losses.samples / (trained - begun),
-                epoch_s=time.perf_counter() - begun,
-                phases_s={k: s - before.get(k, 0.0) for k, s in by_phase(recorder).items()},
-            )
+            report = _epoch(loop, epoch, recorder)
+            _check_finite(report)
             reports.append(report)
-            images += losses.samples
             shown.epoch(report)
             if run is not None:
                 run.log(asdict(report))
     if run is not None:
         run.save_weights(model.module)
-    return Summary.of(reports, images)
+    return Summary.of(reports)
 
 
-def _train(
-    model: ParallelModel,
-    train: Loader,
-    losses: _Losses,
-    shown: Progress,
-    *,
-    optimizer: Optimizer,
-    schedule: LRScheduler,
-    arithmetic: Arithmetic,
-) -> None:
-    """What is left of one epoch."""
-    model.train()
+@dataclass(frozen=True)
+class _Loop:
+    """What `fit` was given."""
+
+    model: ParallelModel
+    optimizer: Optimizer
+    schedule: LRScheduler
+    train: Loader
+    test: Loader
+    mesh: Mesh
+    arithmetic: Arithmetic
+    shown: Progress
+
+
+def _epoch(loop: _Loop, epoch: int, recorder: Recorder) -> EpochReport:
+    """Train what is left of an epoch, and validate."""
+    begun, before = time.perf_counter(), by_phase(recorder)
+    losses = _Losses()
+    _train(loop, losses)
+    trained = time.perf_counter()
+    test_loss, accuracy = validate(loop.model, loop.test, loop.mesh, loop.arithmetic)
+    return EpochReport(
+        epoch=epoch + 1,
+        step=loop.train.cursor.step,
+        images=losses.samples,
+        learning_rate=loop.optimizer.param_groups[0]["lr"],
+        loss=losses.mean(),
+        test_loss=test_loss,
+        accuracy=accuracy,
+        images_per_s=losses.samples / (trained - begun),
+        epoch_s=time.perf_counter() - begun,
+        phases_s={k: s - before.get(k, 0.0) for k, s in by_phase(recorder).items()},
+    )
+
+
+def _train(loop: _Loop, losses: _Losses) -> None:
     begun = time.perf_counter()
-    for images, labels in train:
-        with arithmetic.autocast():
-            loss = model.step(arithmetic.images(images), labels)
+    loop.model.train()
+    for images, labels in loop.train:
+        with loop.arithmetic.autocast():
+            loss = loop.model.step(loop.arithmetic.images(images), labels)
         with span(Phase.UPDATE):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.schedule.step()
         losses.add(loss, _of_all_ranks(labels))
-        if shown.due():
+        if loop.shown.due():
             rate = losses.samples / (time.perf_counter() - begun)
-            shown.step(train.cursor, losses.mean(), rate)
+            loop.shown.step(loop.train.cursor, losses.mean(), rate)
+
+
+def _check_finite(report: EpochReport) -> None:
+    if not math.isfinite(report.loss + report.test_loss):
+        raise FivefoldError(
+            f"training diverged: in epoch {report.epoch} the mean loss was {report.loss:.3g}, on the test "
+            f"data {report.test_loss:.3g}; a smaller train.learning_rate or a longer train.warmup_epochs "
+            "usually helps"
+        )
 
 
 def _of_all_ranks(labels: Tensor) -> int:

@@ -183,6 +183,11 @@ class Bar(_Timed):
         self._bar.stop()
 
 
-def suited(console: Console) -> Progress:
-    """A bar if the output is a terminal, else lines."""
-    return Bar(console) if console.is_terminal else Lines(console)
+def suited(console: Console, launcher: str = "alone") -> Progress:
+    """A bar if the output is a terminal, else lines.
+
+    Lines too where `launcher` (`Place.launcher`) passes the output on: Open MPI gives its ranks a terminal
+    of their own, whatever is at the end of the pipe.
+    """
+    ours = launcher in ("alone", "torchrun")
+    return Bar(console) if ours and console.is_terminal else Lines(console)

@@ -19,6 +19,8 @@ class EpochReport:
     """from 1"""
     step: int
     """optimiser steps since the run began"""
+    images: int
+    """images trained on, over all ranks"""
     learning_rate: float
     """for the step to come"""
     loss: float
@@ -51,12 +53,12 @@ class Summary:
     """seconds of rank 0 by phase"""
 
     @classmethod
-    def of(cls, reports: Sequence[EpochReport], images: int) -> Summary:
-        """Sum up the reports of a run, at least one, that trained on `images`."""
+    def of(cls, reports: Sequence[EpochReport]) -> Summary:
+        """Sum up the reports of a run, at least one."""
         phases = {name: sum(r.phases_s.get(name, 0.0) for r in reports) for name in Phase}
         return cls(
             epochs=len(reports),
-            images=images,
+            images=sum(report.images for report in reports),
             accuracy=reports[-1].accuracy,
             images_per_s=statistics.median(report.images_per_s for report in reports),
             total_s=sum(report.epoch_s for report in reports),
