@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fivefold as ff
+from fivefold.data.seeding import permutation
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh
 from fivefold.recipes import models
@@ -51,22 +52,38 @@ def train(mesh: Mesh, net: nn.Module, out: Path | None = None) -> tuple[Summary,
 
 
 @pytest.fixture(scope="module")
-def alone(net) -> tuple[Summary, dict]:
-    return run_ranks(1, train, net)[0]
+def plain(net) -> tuple[float, dict]:
+    """Accuracy and weights after the same epochs, written as anyone would without Fivefold."""
+    net, train_data, test_data = copy.deepcopy(net), data(TRAIN, 1), data(TEST, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    schedule = warmup_cosine(optimizer, steps=EPOCHS * 3, warmup=1)
+    net.train()
+    for epoch in range(EPOCHS):
+        order = torch.from_numpy(permutation(0, epoch, TRAIN))
+        for indices in order.split(BATCH):
+            images, labels = (column[indices] for column in train_data.tensors)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+            schedule.step()
+    net.eval()
+    with torch.no_grad():
+        correct = net(test_data.tensors[0]).argmax(1) == test_data.tensors[1]
+    return correct.double().mean().item(), net.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_train_what_one_process_trains(ranks: int, net, alone):
-    summary, weights = alone
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_train_what_plain_torch_trains(ranks: int, net, plain):
+    accuracy, weights = plain
     for found, state in run_ranks(ranks, train, net):
-        assert found.accuracy == summary.accuracy
-        assert found.images == summary.images == EPOCHS * TRAIN
-        # Five steps apart, in float32: rounding, not another run.
+        assert found.accuracy == accuracy
+        assert found.images == EPOCHS * TRAIN
+        # Six steps apart, in float32: rounding, not another run.
         for key, value in weights.items():
-            assert torch.allclose(state[key].double(), value.double(), rtol=1e-2, atol=1e-3), key
+            assert torch.allclose(state[key].double(), value.double(), rtol=1e-3, atol=1e-4), key
 
 
-def test_a_run_directory_tells_the_whole_run(tmp_path, net, alone):
+def test_a_run_directory_tells_the_whole_run(tmp_path, net):
     (summary, weights), _ = run_ranks(2, train, net, tmp_path)
     folder = tmp_path / "small-001"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -77,9 +94,9 @@ def test_a_run_directory_tells_the_whole_run(tmp_path, net, alone):
     assert last["images_per_s"] > 0
     assert {"load", "forward", "backward", "update", "validate"} <= set(last["phases_s"])
     assert sum(last["phases_s"].values()) <= last["epoch_s"]
-    plain = models.build("resnet20", CLASSES, 1)
-    plain.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
-    assert all(torch.equal(plain.state_dict()[key], weights[key]) for key in weights)
+    fresh = models.build("resnet20", CLASSES, 1)
+    fresh.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    assert all(torch.equal(fresh.state_dict()[key], weights[key]) for key in weights)
     assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "weights.pt"]
 
 

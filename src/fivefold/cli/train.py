@@ -20,6 +20,7 @@ from fivefold.launch.job import default_log_dir
 from fivefold.launch.relaunch import launch_self
 from fivefold.launch.variables import read_seconds
 from fivefold.plan import Layout, Plan, Provenance, parse_setting
+from fivefold.recipes import models
 
 __all__ = ["Train", "resolve"]
 
@@ -73,6 +74,7 @@ class Train:
         recipe = recipes.get(self.recipe)
         recipe.check(self.data, self.size)
         plan = resolve(self, recipe, os.environ)
+        models.check(plan.train.model)
         if launched():
             from fivefold.recipes.train import train
 

@@ -1,36 +1,41 @@
 """Models that recipes start by name. They are ordinary modules: nothing here knows of processes.
 
 `resnet20` and `resnet56` are made for small images; the others load torchvision's weights.
-Initialisation draws from torch's generator alone, so `torch.manual_seed` decides every weight.
+Initialisation draws from torch's generator alone, so `torch.manual_seed` decides every weight. Names are
+checked without importing torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import nn
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from fivefold.errors import UsageError, suggest
-from fivefold.recipes.models.cifar_resnet import resnet20, resnet56
-from fivefold.recipes.models.mobilenet import mobilenet_v2
-from fivefold.recipes.models.resnet import resnet18, resnet50
-from fivefold.recipes.models.shufflenet import shufflenet_v2_x1_0
 
-__all__ = ["build", "names"]
+if TYPE_CHECKING:
+    from torch import nn
 
-_MODELS: dict[str, Callable[[int, int], nn.Module]] = {
-    "resnet20": resnet20,
-    "resnet56": resnet56,
-    "resnet18": resnet18,
-    "resnet50": resnet50,
-    "shufflenet_v2_x1_0": shufflenet_v2_x1_0,
-    "mobilenet_v2": mobilenet_v2,
+__all__ = ["build", "check", "names"]
+
+_HOME = {
+    "resnet20": "cifar_resnet",
+    "resnet56": "cifar_resnet",
+    "resnet18": "resnet",
+    "resnet50": "resnet",
+    "shufflenet_v2_x1_0": "shufflenet",
+    "mobilenet_v2": "mobilenet",
 }
 
 
 def names() -> tuple[str, ...]:
-    """The models that `build` knows, smallest images first."""
-    return tuple(_MODELS)
+    """The models that `build` knows, those for the smallest images first."""
+    return tuple(_HOME)
+
+
+def check(name: str) -> None:
+    """Raise `UsageError` unless `build` knows this model."""
+    if name not in _HOME:
+        raise UsageError(f"unknown model {name!r}{suggest(name, _HOME)}")
 
 
 def build(name: str, classes: int = 10, channels: int = 3) -> nn.Module:
@@ -38,6 +43,6 @@ def build(name: str, classes: int = 10, channels: int = 3) -> nn.Module:
 
     Raises `UsageError` for an unknown name.
     """
-    if name not in _MODELS:
-        raise UsageError(f"unknown model {name!r}{suggest(name, _MODELS)}")
-    return _MODELS[name](classes, channels)
+    check(name)
+    module = import_module(f"fivefold.recipes.models.{_HOME[name]}")
+    return getattr(module, name)(classes, channels)
