@@ -22,7 +22,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Fivefold {release}"
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 # Links into the source tree (a module, the licence) are meant for readers of the repository.
 suppress_warnings = ["myst.xref_missing"]

@@ -124,7 +124,7 @@ def _bash(line: str, folder: str) -> tuple[int, str]:
     """Exit code and output of one command; whatever it has started ends with it."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "COLUMNS": "100",
+        "COLUMNS": "80",
         "NO_COLOR": "1",
         # Open MPI refuses root and more ranks than cores unless told otherwise.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
