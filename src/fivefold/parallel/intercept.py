@@ -4,8 +4,8 @@ While a `ParallelModel` runs its net, a torch function mode watches the calls. B
 the statistics of all ranks, dropout with masks that follow the global sample; everything else passes. The
 net itself stays as it is: no module is replaced, functional calls and subclasses are covered.
 
-Activation checkpointing calls modules again during backward, on a GPU in a thread that no mode reaches; so
-the modules concerned are entered through a wrapper that brings the mode along.
+Activation checkpointing calls modules again during backward, where no mode reaches; so every module is
+entered through a wrapper that brings the mode along.
 
     net(x) ──┬─ conv2d ───────────────► torch
              ├─ batch_norm (training) ─► norms.global_batch_norm(group of the data axis)
@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -27,20 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fivefold.errors import UsageError
 from fivefold.parallel import randomness
+from fivefold.parallel.keys import Keys, Replay
 from fivefold.parallel.norms import global_batch_norm, global_instance_norm
 
 __all__ = ["Share", "exact", "watched_modules"]
-
-_DROPOUT_MODULES = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-)  # fmt: skip
-_WATCHED = (
-    nn.modules.batchnorm._BatchNorm,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    nn.modules.instancenorm._InstanceNorm,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    *_DROPOUT_MODULES,
-)
 
 
 @dataclass
@@ -57,44 +48,38 @@ class Share:
     step: int
     group: dist.ProcessGroup | None
     """whose batch-norm statistics are joined; None leaves each rank its own"""
-    calls: dict[tuple[str, bool], int] = field(default_factory=dict[tuple[str, bool], int])
+    keys: Keys = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = Keys(self.seed, self.step)
 
     def next_key(self) -> int:
-        """The key of the next random call of the node that is running.
-
-        Backward counts anew: a checkpointed module that runs again must draw what it drew before.
-        """
-        again = _in_backward()
-        node = _node.name
-        if again and not node:
-            raise UsageError(
-                "a functional dropout ran again during backward (activation checkpointing), where its "
-                "mask cannot be told from the next one's: use nn.Dropout modules in checkpointed parts"
-            )
-        call = self.calls.get((node, again), 0)
-        self.calls[node, again] = call + 1
-        return randomness.key_of(self.seed, self.step, node, call)
+        """The key of the next random call of the module that is running."""
+        return (self.keys if _here.replay is None else _here.replay).draw(_here.module)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-class _Node(threading.local):
-    name: str = ""
+class _Here(threading.local):
+    """What this thread is running."""
+
+    module: str = ""
+    replay: Replay | None = None
 
 
-_node = _Node()
+_here = _Here()
 
 
 def watched_modules(net: nn.Module) -> dict[str, nn.Module]:
-    """The norm and dropout modules of a net, by name."""
-    return {name: module for name, module in net.named_modules() if isinstance(module, _WATCHED)}
+    """The modules of a net by name: any of them may be checkpointed and run again during backward."""
+    return dict(net.named_modules())
 
 
 @contextmanager
 def exact(watched: dict[str, nn.Module], share: Share) -> Generator[_Mode]:
-    """Within the block, calls of this thread and of the watched modules see the global batch."""
+    """Within the block, the watched modules see the global batch; where the mode is entered, all calls do."""
     mode = _Mode(share)
     before = {name: module.__dict__.get("forward") for name, module in watched.items()}
     for name, module in watched.items():
@@ -111,15 +96,20 @@ def exact(watched: dict[str, nn.Module], share: Share) -> Generator[_Mode]:
 
 
 def _entered(name: str, forward: Callable[..., Any], mode: _Mode) -> Callable[..., Any]:
+    keys = mode.share.keys
+
     def enter(*args: Any, **kwargs: Any) -> Any:
-        outer, _node.name = _node.name, name
+        outer, inside = (_here.module, _here.replay), mode.active()
+        _here.module = name
+        if not inside:
+            _here.replay = keys.replay(name) if _in_backward() else None
+        if _here.replay is None:
+            keys.begin(name)
         try:
-            if mode.active():
-                return forward(*args, **kwargs)
-            with mode:
+            with nullcontext() if inside else mode:
                 return forward(*args, **kwargs)
         finally:
-            _node.name = outer
+            _here.module, _here.replay = outer
 
     return enter
 
@@ -258,6 +248,13 @@ def _attention(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return (_layout_dependent if drops else _pass)(share, func, args, kwargs)
 
 
+def _recurrent(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Recurrent layers draw the dropout between them inside the kernel; it is their only float argument."""
+    at = next((i for i, argument in enumerate(args) if isinstance(argument, float)), None)
+    drops = at is not None and args[at] > 0.0 and args[at + 1]
+    return (_layout_dependent if drops else _pass)(share, func, args, kwargs)
+
+
 def _pass(_share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
@@ -278,11 +275,15 @@ _ANSWERS: dict[Any, Callable[[Share, Any, tuple[Any, ...], dict[str, Any]], Any]
     Tensor.bernoulli_: _bernoulli,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _attention,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys(
         (
-            torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randperm,
-            torch.bernoulli, torch.normal, torch.multinomial, Tensor.normal_, Tensor.uniform_,
-            Tensor.random_, Tensor.exponential_, F.gumbel_softmax, F.rrelu,
+            torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like,
+            torch.randperm, torch.bernoulli, torch.normal, torch.multinomial, torch.poisson, torch.binomial,
+            torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.native_dropout,
+            Tensor.bernoulli, Tensor.multinomial, Tensor.normal_, Tensor.uniform_, Tensor.random_,
+            Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_, F.gumbel_softmax,
+            F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d,
         ),
         _layout_dependent,
     ),

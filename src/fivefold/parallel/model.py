@@ -24,7 +24,7 @@ from fivefold.mesh import Mesh, Part, attach, part_of
 from fivefold.parallel.exchange import gather_rows
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import Loss, split_loss
-from fivefold.parallel.reduce import reducer_for
+from fivefold.parallel.reduce import explained, reducer_for
 from fivefold.parallel.refuse import check_net
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.trace import Phase, Tag, span
@@ -113,16 +113,31 @@ class ParallelModel(nn.Module):
         share = self._share(inputs)
         self.steps += 1
         weight = self._start_target_weight(targets)
-        with span(Phase.FORWARD):
-            outputs = self._forward(inputs, share)
-            own = self._own_loss(outputs, targets, share, weight)
-        _settle(self._unread)
-        total = comm.all_reduce_later(own.detach().clone(), self._group, Tag.LOSS)
-        self._unread.append(total)
-        with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
-            own = own * self._reducer[0].scale
-            (own if scaler is None else scaler.scale(own)).backward()
+        with exact(self._watched, share) as mode:
+            with span(Phase.FORWARD):
+                with mode:
+                    outputs = _run_or_stand_in(self._reducer[0], inputs, share.rows, call_with)
+                own = self._own_loss(outputs, targets, share, weight)
+            _settle(self._unread)
+            total = comm.all_reduce_later(own.detach().clone(), self._group, Tag.LOSS)
+            self._unread.append(total)
+            # Still within `exact`: what is checkpointed runs again during backward.
+            with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
+                own = own * self._reducer[0].scale
+                self._backward(own if scaler is None else scaler.scale(own), share)
         return total
+
+    def _backward(self, own: Tensor, share: Share) -> None:
+        hooks = []
+        if not share.rows:  # a stand-in adds nothing, even where it gave NaN
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            hooks = [parameter.register_hook(_nothing) for parameter in trained]
+        try:
+            with explained():
+                own.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def shard(self, *trees: Any) -> Any:
         """This rank's part of a batch that every rank holds whole; a tuple if several trees are given."""
@@ -136,7 +151,8 @@ class ParallelModel(nn.Module):
             return self.module(*args, **kwargs)
         if self.training:
             share = self._share(inputs)
-            return self._forward(inputs, share, call=_call_both)
+            with exact(self._watched, share) as mode, mode:
+                return _run_or_stand_in(self._reducer[0], inputs, share.rows, _call_both)
         rows = rows_of(inputs, "inputs")
         return _run_or_stand_in(self.module, inputs, rows, _call_both)
 
@@ -172,10 +188,6 @@ class ParallelModel(nn.Module):
     def _start_target_weight(self, targets: Any) -> comm.Pending | None:
         weight = self._split.target_weight(targets) if self._split is not None else None
         return None if weight is None else comm.start_all_reduce(weight, self._group, Tag.LOSS)
-
-    def _forward(self, inputs: Any, share: Share, call: Callable[..., Any] = call_with) -> Any:
-        with exact(self._watched, share) as mode, mode:
-            return _run_or_stand_in(self._reducer[0], inputs, share.rows, call)
 
     # ---- the loss
 
@@ -243,6 +255,10 @@ def _settle(unread: list[Tensor]) -> None:
     while unread:
         with contextlib.suppress(RuntimeError):  # a peer is gone: its own error says so
             comm.settle(unread.pop())
+
+
+def _nothing(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)
 
 
 def _call_both(function: Callable[..., Any], inputs: Any) -> Any:

@@ -124,6 +124,8 @@ class _BatchNorm(torch.autograd.Function):
         )
         if ctx.needs_input_grad[0]:
             sums = torch.stack([dbias, dweight]).to(torch.float64)
+            if not ctx.counted:  # a stand-in adds nothing, even where it gave NaN
+                sums.zero_()
             comm.all_reduce(sums, ctx.group, Tag.BATCH_NORM)
             # The statistics do not depend on stand-ins, so those get no share of the correction.
             sums = sums * (-1.0 / total) if ctx.counted else torch.zeros_like(sums)
@@ -150,6 +152,6 @@ def global_instance_norm(
     before = [buffer.clone() for buffer in held]
     result = torch.nn.functional.instance_norm(**arguments)
     for buffer, old in zip(held, before, strict=True):
-        change = (buffer - old) * (rows / total)
+        change = (buffer - old) * (rows / total) if rows else torch.zeros_like(old)
         buffer.copy_(old + comm.all_reduce(change, group, Tag.BATCH_NORM))
     return result

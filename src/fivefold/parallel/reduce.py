@@ -8,13 +8,17 @@ repeated steps accumulate.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Alone", "Averaged", "Reducer", "reducer_for"]
+from fivefold.errors import UsageError
+
+__all__ = ["Alone", "Averaged", "Reducer", "explained", "reducer_for"]
 
 # torch 2.13 renamed the option.
 _SHARE_BUFFERS = (
@@ -84,6 +88,20 @@ class Averaged:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The net's forward pass."""
         return self._net(*args, **kwargs)
+
+
+@contextmanager
+def explained() -> Generator[None]:
+    """Around backward: say what to do where DistributedDataParallel cannot follow."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "ready only once" not in str(problem):
+            raise
+        raise UsageError(
+            "a part of the net was checkpointed with use_reentrant=True, which runs a backward pass of its "
+            "own inside the backward pass; gradients cannot be summed that way: use_reentrant=False"
+        ) from problem
 
 
 def reducer_for(net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> Reducer:

@@ -31,6 +31,10 @@ UNCONTROLLED = (
     "numbers in the model ...' names the function. Draw them with nn.Dropout and its kin, or with "
     "bernoulli_ on a tensor whose leading dim is the samples"
 )
+DRAWS = (
+    "the model draws random numbers. Masks follow the samples where these are on the leading dim of what is "
+    "dropped, alone or together with other dims; in (time, samples, ...) they do not"
+)
 NOT_SAMPLES = "not compared, because the leading dim is not the samples of the batch: "
 
 _Errors = dict[str, dict[str, float]]
@@ -94,8 +98,9 @@ class Judge:
             replicas=replicas,
             notes=tuple(self._notes),
         )
-        if self._truth.uncontrolled and not report.passed:
-            report = dataclasses.replace(report, notes=(UNCONTROLLED, *report.notes))
+        if self._truth.draws and not report.passed:
+            hint = UNCONTROLLED if self._truth.uncontrolled else DRAWS
+            report = dataclasses.replace(report, notes=(hint, *report.notes))
         return report
 
     def _run_alone(self, chance: int | None) -> Snapshot:

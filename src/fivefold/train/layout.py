@@ -15,7 +15,7 @@ from fivefold import comm
 from fivefold.mesh import Mesh, owned
 from fivefold.parallel import parallelize
 from fivefold.parallel.exchange import gather_rows
-from fivefold.parallel.trees import leaves, rows_of
+from fivefold.parallel.trees import leaves, map_tensors, rows_of
 from fivefold.plan import AXES
 from fivefold.trace import Tag
 from fivefold.train.measure import Snapshot
@@ -61,7 +61,8 @@ class OnLayout:
         hook = self._net.register_forward_hook(lambda _net, _inputs, outputs: seen.append(outputs))
         try:
             with seeded(seed, self._mesh.device) if uncontrolled else nullcontext():
-                loss = self.model.step(*self.model.shard(inputs, targets))
+                own = self.model.shard(map_tensors(torch.clone, inputs), targets)
+                loss = self.model.step(*own)
         finally:
             hook.remove()
         self.optimizer.step()

@@ -99,6 +99,7 @@ class OneProcess:
         self, state: State, inputs: Any, targets: Any, number: int
     ) -> tuple[Snapshot, bool]:
         state.load(self.net, self.optimizer)
+        inputs = map_tensors(torch.clone, inputs)  # a net may change them in place
         rows, device = rows_of(inputs, "inputs"), leaves(inputs)[0].device
         share = Share(rows, 0, rows, self._seed, number, group=None)
         masks = exact(watched_modules(self.net), share) if self.draws else nullcontext()
