@@ -10,6 +10,7 @@ from fivefold import recipes
 from fivefold.cli.train import Train, resolve
 from fivefold.errors import PlanError, UsageError
 from fivefold.plan import Plan
+from fivefold.recipes import models
 
 DIGITS = recipes.get("digits")
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -100,3 +101,11 @@ def test_a_chosen_layout_says_how_many_processes(tmp_path):
 def test_what_cannot_be_is_refused(words, environ, message):
     with pytest.raises(UsageError, match=message):
         resolved(*words, **environ)
+
+
+def test_help_names_every_recipe_and_model(capsys):
+    with pytest.raises(SystemExit):
+        Train.parse(["--help"])
+    text = capsys.readouterr().out
+    assert "fivefold train digits -n 2" in text
+    assert [name for name in (*recipes.names(), *models.names()) if name not in text] == []
