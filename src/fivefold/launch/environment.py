@@ -132,9 +132,11 @@ def without_places(environ: Environ) -> dict[str, str]:
     Slurm's variables stay: they describe the allocation, and mpirun reads them.
     """
     named = [f"{f.rank} {f.world_size} {f.local_rank} {f.local_size}" for f in FAMILIES]
-    drop = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "FIVEFOLD_ENGINE"}
+    drop = {"MASTER_ADDR", "MASTER_PORT", "FIVEFOLD_ENGINE"}
     drop.update(name for names in named for name in names.split())
-    return {name: value for name, value in environ.items() if name not in drop}
+    # TORCHELASTIC_USE_AGENT_STORE, left standing, would make ranks wait for a store that nobody holds.
+    outer = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+    return {k: v for k, v in environ.items() if k not in drop and not k.startswith(outer)}
 
 
 def _find(environ: Environ) -> Place | None:

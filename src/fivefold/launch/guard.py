@@ -19,9 +19,9 @@ _SCRIPT = """
 trap '' INT TERM HUP QUIT
 groups=
 while read -r group; do groups="$groups -$group"; done
-kill -TERM -- $groups 2>/dev/null
+kill -s TERM -- $groups 2>/dev/null
 sleep 1
-kill -KILL -- $groups 2>/dev/null
+kill -s KILL -- $groups 2>/dev/null
 """
 
 _PR_SET_PDEATHSIG = 1

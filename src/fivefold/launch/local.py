@@ -6,12 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO
 
 from fivefold.errors import UsageError
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.job import Job, Outcome, log_path
-from fivefold.launch.output import Stream
+from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
 from fivefold.launch.watch import Watch
 
@@ -64,17 +63,25 @@ def _start(job: Job, rank: int, environ: dict[str, str], watch: Watch) -> None:
         )
     except OSError as problem:
         raise UsageError(f"cannot start {job.command[0]}: {problem.strerror}") from None
-    watch.start(process, lambda code: watch.ended(rank, code))
+    kept: list[LogLines] = []
+
+    def ended(code: int) -> None:
+        for lines in kept:
+            lines.flush()
+        watch.ended(rank, code)
+
+    watch.start(process, ended)
     if process.stdout is not None and process.stderr is not None:
-        watch.read(process.stdout, _keep_and_show(log, rank, "out", watch))
-        watch.read(process.stderr, _keep_and_show(log, rank, "err", watch))
+        kept += [LogLines(log), LogLines(log)]
+        watch.read(process.stdout, _keep_and_show(kept[0], rank, "out", watch))
+        watch.read(process.stderr, _keep_and_show(kept[1], rank, "err", watch))
 
 
 def _keep_and_show(
-    log: IO[bytes], rank: int, stream: Stream, watch: Watch
+    lines: LogLines, rank: int, stream: Stream, watch: Watch
 ) -> Callable[[bytes], None]:
     def take(chunk: bytes) -> None:
-        log.write(chunk)
+        lines.feed(chunk)
         watch.display.feed(rank, stream, chunk)
 
     return take

@@ -1,15 +1,16 @@
-"""What ranks write becomes whole lines on the terminal, each with the number of its rank."""
+"""What ranks write becomes whole lines, on the terminal and in the logs."""
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import IO, Literal
 
-__all__ = ["Display", "Stream"]
+__all__ = ["Display", "LogLines", "Stream"]
 
 Stream = Literal["out", "err"]
 
 _USAGE = b"error: "
+_LONGEST_BYTES = 65536
 
 
 class Display:
@@ -34,7 +35,7 @@ class Display:
         """Take the next bytes that `rank` wrote to `stream`, and show the lines they complete."""
         *lines, rest = (self._partial.pop((rank, stream), b"") + chunk).split(b"\n")
         if rest:
-            self._partial[rank, stream] = rest[-65536:] if rest.endswith(b"\r") else rest
+            self._partial[rank, stream] = rest[-_LONGEST_BYTES:] if rest.endswith(b"\r") else rest
         self._show(rank, stream, lines)
 
     def close(self, rank: int, usage_error: bool = False) -> None:
@@ -71,3 +72,37 @@ class Display:
                 text = text[os.write(self._fds[stream], text) :]
         except BrokenPipeError:
             self.broken = True
+
+
+class LogLines:
+    """Writes one stream of a rank to its log in whole lines, since two streams share the log.
+
+    A log that can no longer be written (the disk is full) is given up with a warning; the job goes on.
+    """
+
+    def __init__(self, log: IO[bytes]) -> None:
+        self._log: IO[bytes] | None = log
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes and write the lines, and states of a progress bar, that they complete."""
+        text = self._rest + chunk
+        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if len(text) - cut > _LONGEST_BYTES:
+            cut = len(text)
+        self._write(text[:cut])
+        self._rest = text[cut:]
+
+    def flush(self) -> None:
+        """Write what is left of an unfinished line."""
+        self._write(self._rest)
+        self._rest = b""
+
+    def _write(self, text: bytes) -> None:
+        try:
+            while text and self._log is not None:
+                text = text[self._log.write(text) :]
+        except OSError as problem:
+            assert self._log is not None
+            os.write(2, f"warning: {self._log.name} ends here: {problem.strerror}\n".encode())
+            self._log = None

@@ -24,7 +24,7 @@ from typing import IO
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.job import log_path
-from fivefold.launch.output import Display
+from fivefold.launch.output import Display, LogLines
 from fivefold.launch.relay import ERR, EXIT, FRAME_BYTES, HELLO, OUT, send
 
 __all__ = ["main"]
@@ -112,12 +112,14 @@ def _ranks(place: Place) -> dict[str, str]:
 
 
 def _pump(pipe: IO[bytes], kind: bytes, log: IO[bytes], report: Report) -> None:
+    lines = LogLines(log)
     with contextlib.suppress(OSError, ValueError):
         while chunk := pipe.read(FRAME_BYTES):
-            log.write(chunk)
+            lines.feed(chunk)
             # The launcher may be gone; the rank's output must go on being read all the same.
             with contextlib.suppress(BrokenPipeError):
                 report(kind, chunk)
+    lines.flush()
 
 
 def _die_of(signum: int) -> None:

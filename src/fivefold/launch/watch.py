@@ -19,7 +19,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self, TypeVar, cast
 
@@ -132,7 +133,7 @@ class Watch:
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout()):
-            cast(Callable[[], object], key.data)()
+            cast(Callable[[], None], key.data)()
         # Again until none is found: draining uses up the notice of a process that ended meanwhile.
         while gone := [p for p in self._processes if p.poll() is not None]:
             self._drain()  # its last words come before the news of its end
@@ -187,32 +188,30 @@ class Watch:
         if any(map(_alive, self._groups)):
             self._kill(signal.SIGTERM)
             while time.monotonic() < end and any(map(_alive, self._groups)):
-                time.sleep(0.01)
+                time.sleep(0.02)
             self._kill(signal.SIGKILL)
         self._groups.clear()
 
     def _drain(self) -> None:
-        """Read everything that is there by now."""
-        while ready := [key for key, _ in self._selector.select(0) if key.data is not None]:
-            progress = [cast(Callable[[], object], key.data)() for key in ready]
-            if not any(progress):
-                return
+        """Read what a process that has ended left in its pipes."""
+        # A pipe holds no more than a chunk or two; a rank that never stops writing must not keep us.
+        for _ in range(4):
+            for key, _ in self._selector.select(0):
+                cast(Callable[[], None], key.data)()
 
-    def _pump(self, fd: int, sink: Callable[[bytes], None]) -> bool:
+    def _pump(self, fd: int, sink: Callable[[bytes], None]) -> None:
         try:
             chunk = os.read(fd, _CHUNK_BYTES)
         except BlockingIOError:
-            return False
+            return
         if chunk:
             sink(chunk)
         else:
             self._forget(fd)
-        return True
 
-    def _forget(self, fd: int) -> bool:
+    def _forget(self, fd: int) -> None:
         self._selector.unregister(fd)
         os.close(fd)
-        return True
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
@@ -259,10 +258,22 @@ def _usage_error(job: Job, rank: int, code: int) -> str | None:
 
 
 def _alive(group: int) -> bool:
+    """Whether a process group has members that are more than zombies.
+
+    Orphans leave a zombie behind until process 1 collects it; in a container it may never do so.
+    """
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    return True
+    return any(member == group and state != b"Z" for member, state in _groups_and_states())
+
+
+def _groups_and_states() -> Iterator[tuple[int, bytes]]:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, the second field, may hold anything; the rest follows its closing bracket.
+            state, _, group, *_ = path.read_bytes().rpartition(b")")[2].split()
+            yield int(group), state

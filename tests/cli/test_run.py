@@ -1,0 +1,258 @@
+"""`fivefold` and `fivefold run` as they are typed: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.launch.environment import without_places
+
+# The suite may itself run in an allocation, or under a launcher.
+CLEAN = {
+    name: value
+    for name, value in without_places(os.environ).items()
+    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
+}
+
+HELLO = """
+import os, sys
+print("hello from", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
+"""
+
+
+def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold", *map(str, words)],
+        cwd=cwd,
+        env=CLEAN | {"COLUMNS": "100"} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hello.py").write_text(HELLO)
+    return tmp_path
+
+
+def mistake(folder: Path, *words: object, **environment: str) -> str:
+    """The one line that a mistake on the command line gets; nothing may have been written."""
+    before = sorted(folder.rglob("*"))
+    done = fivefold(*words, cwd=folder, **environment)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+    return done.stderr
+
+
+def test_help_lists_the_commands_without_loading_them(folder: Path) -> None:
+    code = (
+        "import sys, fivefold.cli as c; c.main(['--help']); print([*sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    for name in ("run", "train", "verify", "example:"):
+        assert name in done.stdout
+    for module in ("torch", "tyro", "numpy", "fivefold.launch"):
+        assert f"'{module}'" not in done.stderr
+
+
+def test_the_launcher_loads_no_torch(folder: Path) -> None:
+    code = (
+        "import sys, fivefold.cli as c; code = c.main(['run', '-n', '1', 'hello.py']); "
+        "sys.exit(code or 'torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_no_command_shows_the_help_and_fails(folder: Path) -> None:
+    done = fivefold(cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: fivefold COMMAND" in done.stderr
+
+
+def test_version(folder: Path) -> None:
+    done = fivefold("--version", cwd=folder)
+    assert re.fullmatch(r"fivefold \d+\.\d+\.\S+\n", done.stdout)
+
+
+def test_help_of_run_shows_an_example(folder: Path) -> None:
+    done = fivefold("run", "--help", cwd=folder)
+    assert done.returncode == 0
+    assert "fivefold run -n 2 train.py --epochs 3" in done.stdout
+    assert "(default: None)" not in done.stdout
+
+
+def test_options_end_at_the_script(folder: Path) -> None:
+    done = fivefold("run", "-np", 2, "hello.py", "-n", "5", "--help", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] hello from {rank} of 2 -n 5 --help" for rank in (0, 1)
+    ]
+    (logs,) = (folder / "fivefold-logs").iterdir()
+    assert sorted(path.name for path in logs.iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert (logs / "rank-1.log").read_text() == "hello from 1 of 2 -n 5 --help\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["hello.py"], ["--", "hello.py"], ["-m", "hello"], ["--", "-m", "hello"], ["./hello.sh"]],
+    ids=" ".join,
+)
+def test_scripts_modules_and_executables(folder: Path, command: list[str]) -> None:
+    (folder / "hello.sh").write_text('#!/bin/sh\necho "hello from $RANK of $WORLD_SIZE"\n')
+    (folder / "hello.sh").chmod(0o755)
+    done = fivefold("run", *command, cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "[0] hello from 0 of 1\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian", "digits"], "unknown command 'trian'; did you mean 'train'? Valid: run, train"),
+        (["run"], "no script given; for example: fivefold run -n 2 train.py"),
+        (["run", "-n", 0, "hello.py"], "-n 0: at least 1 process is needed"),
+        (["run", "-n", -3, "hello.py"], "-n -3: at least 1 process is needed"),
+        (["run", "helo.py"], "there is no script helo.py; did you mean 'hello.py'?"),
+        (["run", "no/hello.py"], "there is no script no/hello.py; there is no folder no either"),
+        (["run", "."], ". is a folder, not a script"),
+        (["run", "notes.txt"], "notes.txt is neither a .py file nor executable; chmod +x"),
+        (["run", "-m"], "-m needs a module"),
+        (["run", "-m", "no_such_module.main"], "there is no module no_such_module;"),
+        (["run", "--engine", "locl", "hello.py"], "unknown engine 'locl'; did you mean 'local'?"),
+        (["run", "--port", 99999, "hello.py"], "port 99999 does not exist"),
+        (["run", "-x", "A-B=1", "hello.py"], "-x A-B=1: expected NAME=VALUE"),
+        (["run", "-x", "NOT_SET", "hello.py"], "NOT_SET is not set; give it a value with -x"),
+        (["run", "--plan", "plan.toml", "hello.py"], "cannot read the plan plan.toml"),
+        (["run", "--log-dir", "notes.txt", "hello.py"], "cannot write logs to notes.txt"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_mistakes_get_one_line(folder: Path, words: list[object], message: str) -> None:
+    (folder / "notes.txt").write_text("no script")
+    assert message in mistake(folder, *words)
+
+
+def test_an_unknown_option_is_refused(folder: Path) -> None:
+    done = fivefold("run", "--engin", "local", "hello.py", cwd=folder)
+    assert done.returncode == 2
+    assert "--engine" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_port_in_use(folder: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        told = mistake(folder, "run", "-n", 2, "--port", port, "hello.py")
+    assert f"port {port} is in use; choose another one, or leave --port out" in told
+
+
+def test_a_plan_is_checked_before_anything_starts(folder: Path) -> None:
+    (folder / "plan.toml").write_text("[layout]\ndata = 2\n")
+    (folder / "wrong.toml").write_text("[layout]\ndta = 2\n")
+    told = mistake(folder, "run", "--plan", "wrong.toml", "hello.py")
+    assert "'dta'" in told and "did you mean 'data'" in told
+    told = mistake(folder, "run", "-n", 3, "--plan", "plan.toml", "hello.py")
+    assert "the layout data=2 in plan.toml needs 2 processes, not 3" in told
+
+
+def test_a_plan_decides_how_many_processes_and_reaches_them(folder: Path) -> None:
+    (folder / "plan.toml").write_text("[layout]\ndata = 2\n")
+    (folder / "show.py").write_text("import os; print(os.environ['FIVEFOLD_PLAN'])")
+    done = fivefold("run", "--plan", "plan.toml", "show.py", cwd=folder)
+    path = folder.resolve() / "plan.toml"
+    assert sorted(done.stdout.splitlines()) == [f"[0] {path}", f"[1] {path}"]
+
+
+def test_a_failed_run_names_the_log_and_has_the_exit_code_of_the_rank(folder: Path) -> None:
+    (folder / "fail.py").write_text("raise SystemExit(7)")
+    done = fivefold("run", "fail.py", cwd=folder)
+    assert done.returncode == 7
+    assert re.search(r"error: rank 0 of 1 exited with code 7\n", done.stderr)
+    assert re.search(r"logs of all ranks: fivefold-logs/.*/rank-\*\.log", done.stderr)
+
+
+def test_a_traceback_is_shown_on_demand(folder: Path) -> None:
+    done = fivefold("run", cwd=folder, FIVEFOLD_DEBUG="1")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr and done.stderr.endswith("fivefold run -n 2 train.py\n")
+
+
+def test_inside_an_allocation_the_local_engine_works_as_anywhere(folder: Path) -> None:
+    allocation = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
+    done = fivefold("run", "-n", 2, "hello.py", cwd=folder, **allocation)
+    assert done.returncode == 0
+    assert "the allocation has 2 nodes, but fivefold run uses this one alone" in done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_several_copies_of_the_launcher_are_refused(folder: Path) -> None:
+    step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    step |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "4"}
+    told = mistake(folder, "run", "-n", 2, "hello.py", **step)
+    assert "srun started 4 copies of this command" in told
+    done = fivefold("run", "-n", 2, "--engine", "local", "hello.py", cwd=folder, **step)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_early_ends_the_job(folder: Path) -> None:
+    (folder / "endless.py").write_text("while True: print('x' * 100, flush=True)")
+    command = f"{sys.executable} -m fivefold run -n 2 endless.py | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 141
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_first_gives_the_terminal_to_rank_0_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fivefold.launch import Job, choose; "
+        "script = 'import os, sys; print(sys.stdout.isatty(), flush=True); print(1, file=sys.stderr)'; "
+        "choose().run(Job([sys.executable, '-c', script], 2, Path('logs'), output='first'))"
+    )
+    controller, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(terminal)
+    assert os.read(controller, 1000) == b"True\r\n"
+    os.close(controller)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "logs/rank-0.log").read_text() == "1\n"
+    assert (tmp_path / "logs/rank-1.log").read_text() == "False\n1\n"
+
+
+def test_a_command_that_starts_itself_tells_a_mistake_once(folder: Path) -> None:
+    """Here each rank is `fivefold run nothing.py`, which is a mistake in all of them."""
+    code = (
+        "import sys; from fivefold.errors import FivefoldError; from fivefold.launch import launch_self\n"
+        "try: launch_self(['run', '--engine', 'local', 'helo.py'], 2)\n"
+        "except FivefoldError as told: sys.exit(f'{told.exit_code} {told}')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == ""
+    assert done.stderr.startswith("2 there is no script helo.py; did you mean 'hello.py'?")
+    assert done.stderr.count("\n") == 1

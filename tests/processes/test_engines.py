@@ -1,0 +1,220 @@
+"""What every engine promises, asked of all of them with real processes: local, torchrun and both MPIs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import mpis
+from fivefold.launch.environment import without_places
+
+# Generous: the machine may be busy. What the house promises (5 s) is checked on its own.
+TIMEOUT_S = 60.0
+PROMISED_S = 5.0
+
+# The suite may itself run in an allocation, or under a launcher.
+CLEAN = {
+    name: value
+    for name, value in without_places(os.environ).items()
+    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
+}
+
+PREAMBLE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+rank, here = int(os.environ["RANK"]), Path(sys.argv[1])
+
+def ready(*others):
+    pids = [os.getpid(), *others]
+    (here / f"{rank}.tmp").write_text(json.dumps(pids))
+    (here / f"{rank}.tmp").rename(here / f"{rank}.pids")
+
+def all_ready():
+    while len(list(here.glob("*.pids"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+def family():  # a child and a grandchild, as a loader's workers would be
+    child = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE)
+    ready(child.pid, int(child.stdout.readline()))
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(params=["local", "torchrun", "openmpi", "mpich"])
+def engine(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    """The `--engine` to name, and what to add to the environment."""
+    name: str = request.param
+    if name in ("local", "torchrun"):
+        return name, {}
+    return "mpirun", {"FIVEFOLD_MPIRUN": str(mpis.find(name))}
+
+
+@pytest.fixture
+def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]:
+    """Start `fivefold run -n 2` of a script with this engine; the script's argument is `tmp_path`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(body: str, *options: str) -> subprocess.Popen[str]:
+        script = tmp_path / "script.py"
+        script.write_text(PREAMBLE + body)
+        command = [sys.executable, "-m", "fivefold", "run", "-n", "2", "--engine", engine[0]]
+        command += ["--log-dir", str(tmp_path / "logs"), *options, str(script), str(tmp_path)]
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=CLEAN | engine[1],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield launch
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()
+    for pid in pids(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(folder: Path) -> list[int]:
+    return [pid for path in folder.glob("*.pids") for pid in json.loads(path.read_text())]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_s} s in vain for {what}"
+        time.sleep(0.02)
+
+
+def wait_until_ready(folder: Path, ranks: int = 2) -> None:
+    wait_for(lambda: len(list(folder.glob("*.pids"))) == ranks, TIMEOUT_S, "all ranks to start")
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, err
+
+
+def test_ranks_output_and_logs(start: Start, tmp_path: Path) -> None:
+    lines = 300
+    script = f"""
+from fivefold.launch import locate
+print(json.dumps([list(vars(locate()).values())[:4], os.environ["GIVEN"], sys.argv[2:]]))
+for n in range({lines}):
+    print(f"{{n}} " + "o" * 200)
+    print(f"{{n}} " + "e" * 200, file=sys.stderr)
+print("no newline", end="")
+"""
+    # -x reaches every rank, and what follows the script belongs to it.
+    process = start(script, "-x", "GIVEN=two words")
+    code, out, err = finish(process)
+    assert (code, process.returncode) == (0, 0), err
+    shown = out.splitlines()
+    for rank in (0, 1):
+        mine = [line[4:] for line in shown if line.startswith(f"[{rank}] ")]
+        assert json.loads(mine[0]) == [[rank, 2, rank, 2], "two words", []]
+        assert mine[1:] == [f"{n} " + "o" * 200 for n in range(lines)] + ["no newline"]
+        told = [line[4:] for line in err.splitlines() if line.startswith(f"[{rank}] ")]
+        assert told == [f"{n} " + "e" * 200 for n in range(lines)]
+        log = (tmp_path / f"logs/rank-{rank}.log").read_text()
+        assert log.count("o" * 200) == log.count("e" * 200) == lines
+        assert "[0]" not in log
+    assert len(shown) == 2 * (lines + 2)
+    assert len(err.splitlines()) == 2 * lines
+
+
+def test_a_rank_that_fails_ends_the_others(start: Start, tmp_path: Path) -> None:
+    process = start("""
+family()
+all_ready()
+if rank == 1:
+    print("the reason", file=sys.stderr)
+    (here / "failed").touch()
+    sys.exit(3)
+while True:
+    print("busy")
+""")
+    code, _, err = finish(process)
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < PROMISED_S
+    assert code == 3
+    assert "rank 1 of 2 exited with code 3; the other ranks were stopped" in err
+    assert re.search(r"last lines of .*rank-1\.log:\n    the reason\n", err)
+    wait_for(lambda: not any(map(alive, pids(tmp_path))), 1.0, "all processes to be gone")
+
+
+def test_a_rank_that_is_killed_ends_even_stubborn_others(start: Start, tmp_path: Path) -> None:
+    process = start("""
+if rank == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+family()
+all_ready()
+if rank == 0:
+    (here / "failed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(300)
+""")
+    code, _, err = finish(process)
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < PROMISED_S
+    assert code == 128 + signal.SIGKILL
+    assert "rank 0 of 2 was killed by SIGKILL" in err
+    wait_for(lambda: not any(map(alive, pids(tmp_path))), 1.0, "all processes to be gone")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_launcher_leaves_nothing(
+    start: Start, tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = start("family()\nall_ready()\ntime.sleep(300)\n")
+    wait_until_ready(tmp_path)
+    mine = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    process.send_signal(signum)
+    code, _, err = finish(process)
+    assert code == 128 + signum
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert "all 2 ranks were stopped" in err and "Traceback" not in err
+    wait_for(lambda: not any(map(alive, {*mine, *pids(tmp_path)})), 1.0, "all processes to be gone")
+
+
+def test_a_killed_launcher_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    process = start("family()\nall_ready()\ntime.sleep(300)\n")
+    wait_until_ready(tmp_path)
+    mine = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    process.kill()
+    wait_for(
+        lambda: not any(map(alive, {*mine, *pids(tmp_path)})), PROMISED_S, "processes to be gone"
+    )
+
+
+def test_the_mistake_of_a_user_is_told_once(start: Start) -> None:
+    process = start("""
+ready()
+all_ready()
+print("error: there is no such folder", file=sys.stderr)
+sys.exit(2)
+""")
+    assert finish(process) == (2, "", "error: there is no such folder\n")
