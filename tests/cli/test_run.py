@@ -122,7 +122,7 @@ def test_scripts_modules_and_executables(folder: Path, command: list[str]) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian", "digits"], "unknown command 'trian'; did you mean 'train'? Valid: run, train"),
+        (["trin", "digits"], "unknown command 'trin'; did you mean 'train'? Valid: run, train"),
         (["run"], "no script given; for example: fivefold run -n 2 train.py"),
         (["run", "-n", 0, "hello.py"], "-n 0: at least 1 process is needed"),
         (["run", "-n", -3, "hello.py"], "-n -3: at least 1 process is needed"),
