@@ -97,3 +97,16 @@ def test_one_process_with_many_asked_for_is_told_what_to_do(script: Path) -> Non
     )  # fmt: skip
     assert done.returncode != 0
     assert "needs 2 processes, but 1 was started" in done.stderr
+
+
+def test_half_an_address_is_the_users_mistake() -> None:
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import fivefold as ff; ff.start()"],
+        check=False,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "UsageError: MASTER_ADDR is set but MASTER_PORT is not" in done.stderr

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fivefold.errors import LaunchError, PlanError
+from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
 from fivefold.launch.variables import read_seconds
@@ -108,7 +108,7 @@ def _join(place: Place, plan: Plan, device: torch.device) -> None:
             timeout=timeout,
         )
     except (RuntimeError, ValueError, OSError) as problem:
-        if isinstance(problem, (LaunchError, PlanError)):
+        if isinstance(problem, FivefoldError):
             raise
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others: "
