@@ -1,0 +1,102 @@
+"""What the ranks of test_gpu.py run: on_gpu.py CASE FILE [DEVICE]; the first rank writes what it found."""
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.mesh import Mesh
+from fivefold.recipes.models import build
+from fivefold.train.report import Report
+from fivefold.train.verify import verify
+
+CRITERION = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3),
+        nn.Conv2d(8, 16, 3, 2, bias=False), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(16, 10),
+    )  # fmt: skip
+
+
+def random_batch(samples: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    images = torch.randn(samples, 3, 16, 16, generator=draw, dtype=torch.float64)
+    return images, torch.randint(10, (samples,), generator=draw)
+
+
+def compared(
+    mesh: Mesh, net: nn.Module, samples: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        return random_batch(samples, step)
+
+    report: Report = verify(net, mesh, loss=CRITERION, batch=batch, steps=2, dtype=dtype)
+    return {"passed": report.passed, "said": report.verdict()}
+
+
+def mixed_precision(mesh: Mesh) -> dict[str, Any]:
+    """Autocast, channels_last and a scaler: two steps against one process that does the same."""
+    kind = mesh.device.type
+    half = torch.float16 if kind == "cuda" else torch.bfloat16
+    net = build("resnet20").to(mesh.device, memory_format=torch.channels_last)
+    plain = copy.deepcopy(net)
+    model = ff.parallelize(net, mesh, loss=CRITERION)
+    images, labels = random_batch(16)
+    x = images.to(mesh.device, torch.float32).contiguous(memory_format=torch.channels_last)
+    y = labels.to(mesh.device)
+
+    def train(own: nn.Module, backward: Callable[[torch.amp.GradScaler], Tensor]) -> list[float]:
+        optimiser, losses = torch.optim.SGD(own.parameters(), lr=0.05), []
+        scaler = torch.amp.GradScaler(kind, init_scale=1024.0)
+        for _ in range(2):
+            optimiser.zero_grad()
+            losses.append(backward(scaler).item())
+            scaler.step(optimiser)
+            scaler.update()
+        return losses
+
+    def parallel_step(scaler: torch.amp.GradScaler) -> Tensor:
+        with torch.autocast(kind, half):
+            return model.step(*model.shard(x, y), scaler=scaler)
+
+    def plain_step(scaler: torch.amp.GradScaler) -> Tensor:
+        with torch.autocast(kind, half):
+            loss = CRITERION(plain(x), y)
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    ours, theirs = train(model, parallel_step), train(plain, plain_step)
+    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    return {"passed": apart < 0.02, "said": f"{ours} and {theirs}"}
+
+
+CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
+    "conv_net": lambda mesh: compared(mesh, conv_net(), 7),
+    "resnet20": lambda mesh: compared(mesh, build("resnet20"), 5),
+    "float32": lambda mesh: compared(mesh, conv_net(), 8, torch.float32),
+    # One sample for two ranks: the first computes a stand-in. More than one pixel, so batch norm is defined.
+    "empty_share": lambda mesh: compared(mesh, conv_net(), 1),
+    "mixed_precision": mixed_precision,
+}
+
+
+def main() -> None:
+    case, file, *device = sys.argv[1:]
+    torch.manual_seed(0)
+    with ff.start(device=device[0] if device else None) as mesh:
+        found = CASES[case](mesh) | {"device": mesh.device.type, "ranks": mesh.size}
+        if mesh.rank == 0:
+            Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

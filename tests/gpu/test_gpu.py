@@ -1,0 +1,69 @@
+"""On a GPU: two processes equal one, whether they share it (over gloo) or have one each (NCCL).
+
+    make test PYTEST_FLAGS="tests/gpu"
+
+The references run on the same GPU, so that an error is the layout's and not the processor's.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="needs a GPU: torch.cuda.is_available() is False"),
+]
+
+FIVEFOLD = Path(sys.executable).parent / "fivefold"
+SCRIPT = Path(__file__).parent / "on_gpu.py"
+
+
+def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in words],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "case", ["conv_net", "resnet20", "float32", "empty_share", "mixed_precision"]
+)
+def test_two_ranks_compute_what_one_process_does(case: str, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    run(tmp_path, FIVEFOLD, "run", "-n", "2", SCRIPT, case, found)
+    told = json.loads(found.read_text())
+    assert (told["device"], told["ranks"]) == ("cuda", 2)
+    assert told["passed"], told["said"]
+
+
+def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
+    told = tmp_path / "report.json"
+    command = ["verify", "resnet20", "--layout", "data=2", "--batch", "7", "--steps", "2", "--json"]
+    run(tmp_path, FIVEFOLD, *command, told)
+    assert json.loads(told.read_text())["passed"]
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, for NCCL; there are {GPUS}")
+def test_ranks_with_a_gpu_each_talk_over_nccl(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "import fivefold as ff\n"
+        "with ff.start() as mesh:\n"
+        "    print(mesh.device, dist.get_backend(mesh.group('data')), flush=True)\n"
+    )
+    said = run(tmp_path, FIVEFOLD, "run", "-n", "2", script).stdout
+    assert "cuda:0" in said and "cuda:1" in said
+    assert said.count("nccl") == 2
