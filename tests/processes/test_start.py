@@ -101,6 +101,7 @@ def test_one_process_with_many_asked_for_is_told_what_to_do(script: Path) -> Non
 
 def test_half_an_address_is_the_users_mistake() -> None:
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-c", "import fivefold as ff; ff.start()"],
         check=False,

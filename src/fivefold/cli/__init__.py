@@ -8,6 +8,8 @@ exit code 2, any other `FivefoldError` with its own code, and no traceback for e
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import traceback
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(words)
-    except SystemExit as leaving:  # tyro's help (0) and mistakes on the command line (2)
+    except SystemExit as leaving:  # after help
         return leaving.code if isinstance(leaving.code, int) else 1
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
@@ -82,10 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(kind: type[Command], words: Sequence[str], name: str) -> Command:
-    """Read the options of a command with tyro, which ends the process with code 2 for a mistake."""
+    """Read the options of a command. Raises `UsageError` for a mistake; help ends the process."""
     import tyro  # half of the time that `fivefold --help` may take
 
-    return cast(Command, tyro.cli(cast(Any, kind), args=list(words), prog=f"fivefold {name}"))
+    from fivefold.cli.mistakes import one_line
+
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return cast(
+                Command, tyro.cli(cast(Any, kind), args=list(words), prog=f"fivefold {name}")
+            )
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        raise UsageError(one_line(told.getvalue(), name)) from None
 
 
 def _dispatch(words: list[str]) -> int:
