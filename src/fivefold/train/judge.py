@@ -20,7 +20,7 @@ from fivefold.mesh import Mesh
 from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.train.measure import QUANTITIES, Snapshot, errors, not_finite
 from fivefold.train.reference import OneProcess, State
-from fivefold.train.report import Item, Quantity, Replicas, Report, tolerances
+from fivefold.train.report import Item, Quantity, Replicas, Report, tolerance
 
 __all__ = ["CHANCES", "Judge", "nudged"]
 
@@ -48,6 +48,7 @@ class Judge:
     ) -> None:
         self._seed, self._model = mesh.plan.numerics.seed, type(net).__name__
         self._wide, self._layout = dtype == torch.float64, str(mesh.layout)
+        self._dtype = "float64" if self._wide else "float32"
         self._truth = OneProcess(net, loss, torch.float64, self._seed)
         self._alone = self._truth if self._wide else OneProcess(net, loss, dtype, self._seed)
         self._items: dict[str, list[Item]] = {quantity: [] for quantity in QUANTITIES}
@@ -90,7 +91,7 @@ class Judge:
         report = Report(
             model=self._model,
             layout=self._layout,
-            dtype="float64" if self._wide else "float32",
+            dtype=self._dtype,
             samples=samples,
             steps=steps,
             seed=self._seed,
@@ -113,9 +114,17 @@ class Judge:
         items: dict[str, list[Item]] = {}
         for quantity, by_name in found.items():
             known = {name: own[quantity].get(name, 0.0) for name in by_name}
-            allowed = tolerances(known, "float64" if self._wide else "float32")
+            if not self._wide:
+                known = dict.fromkeys(known, max(known.values(), default=0.0))
             items[quantity] = [
-                Item(name, self._step, error, known[name], allowed[name])
+                Item(
+                    quantity,
+                    name,
+                    self._step,
+                    error,
+                    known[name],
+                    tolerance(known[name], self._dtype),
+                )
                 for name, error in by_name.items()
             ]
         return items

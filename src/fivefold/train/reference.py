@@ -23,7 +23,7 @@ from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
 from fivefold.train.measure import Snapshot
 
-__all__ = ["OneProcess", "State", "cast_tree", "seeded", "sgd", "snapshot"]
+__all__ = ["OneProcess", "State", "cast_tree", "default_dtype", "seeded", "sgd", "snapshot"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class OneProcess:
     def step(self, state: State, inputs: Any, targets: Any, number: int) -> Snapshot:
         """Train one step, the `number`-th, on the whole batch, starting from `state`."""
         inputs, targets = cast_tree(inputs, self.dtype), cast_tree(targets, self.dtype)
-        with _default_dtype(self.dtype):
+        with default_dtype(self.dtype):
             found, drew = self._attempt(state, inputs, targets, number)
             if drew and not self.draws:
                 self.draws = True
@@ -170,7 +170,7 @@ def _generators(device: torch.device) -> tuple[object, ...]:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
     """A net that makes tensors of its own, `torch.zeros(n)`, makes them in the dtype it is run in."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["KEPT", "Item", "Quantity", "Replicas", "Report", "tolerances"]
+__all__ = ["KEPT", "Item", "Quantity", "Replicas", "Report", "tolerance"]
 
 FLOAT64_FLOOR, FLOAT64_CAP, FLOAT64_FACTOR = 1e-10, 1e-7, 100.0
 FLOAT32_FACTOR = 2.0
@@ -21,12 +21,15 @@ KEPT = 5
 class Item:
     """One tensor in one step."""
 
+    quantity: str
     name: str
     step: int
     error: float
     """of the layout"""
     own: float
-    """of one process: in float64 its reaction to a change of its input by one ulp, in float32 its error"""
+    """what the tolerance derives from: in float64 this tensor's reaction, in one process, to a change of the
+    input by one ulp; in float32 the largest error of one process, over all tensors of the quantity
+    """
     tolerance: float
 
     @property
@@ -40,16 +43,16 @@ class Quantity:
     """The loss, the outputs, the gradients, the buffers or the weights, over all steps."""
 
     name: str
-    own: float
-    """the largest `Item.own`, of whichever tensor"""
     worst: tuple[Item, ...]
-    """largest excess first, `KEPT` at most; empty if the model has no such tensors"""
+    """largest excess first, each tensor in its worst step, `KEPT` at most; empty if there are none such"""
 
     @classmethod
     def of(cls, name: str, items: Sequence[Item]) -> Quantity:
         """Keep the worst of many."""
-        own = max((item.own for item in items), default=0.0)
-        return cls(name, own, tuple(sorted(items, key=lambda item: -item.excess)[:KEPT]))
+        worst: dict[str, Item] = {}
+        for item in sorted(items, key=lambda item: -item.excess):
+            worst.setdefault(item.name, item)
+        return cls(name, tuple(worst.values())[:KEPT])
 
     @property
     def passed(self) -> bool:
@@ -110,12 +113,11 @@ class Report:
         told: dict[str, Any] = asdict(self)
         for shown, quantity in zip(told["quantities"], self.quantities, strict=True):
             shown["passed"] = quantity.passed
-        told |= {"passed": self.passed, "verdict": self.verdict()}
-        return _without_infinity(told)
+        return _without_infinity({"passed": self.passed, "verdict": self.verdict(), **told})
 
 
-def tolerances(own: Mapping[str, float], dtype: str) -> dict[str, float]:
-    """What every tensor of a quantity may be wrong by in one step, from the errors of one process.
+def tolerance(own: float, dtype: str) -> float:
+    """What a tensor may be wrong by in one step, where `own` is the error of one process.
 
     float64: every tensor is judged by its own reaction, which a factor of 100 makes robust:
 
@@ -127,13 +129,8 @@ def tolerances(own: Mapping[str, float], dtype: str) -> dict[str, float]:
         tolerance = max(4 roundings of float32, 2 x the largest error of one float32 process)
     """
     if dtype == "float64":
-        return {
-            name: min(FLOAT64_CAP, max(FLOAT64_FLOOR, FLOAT64_FACTOR * error))
-            for name, error in own.items()
-        }
-    largest = max(own.values(), default=0.0)
-    joint = max(FLOAT32_FLOOR, FLOAT32_FACTOR * largest if math.isfinite(largest) else 0.0)
-    return dict.fromkeys(own, joint)
+        return min(FLOAT64_CAP, max(FLOAT64_FLOOR, FLOAT64_FACTOR * own))
+    return max(FLOAT32_FLOOR, FLOAT32_FACTOR * own if math.isfinite(own) else 0.0)
 
 
 def _brief(value: float) -> str:

@@ -1,0 +1,220 @@
+"""`fivefold verify`: proof that a model is exact under a layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+
+import tyro
+
+from fivefold.cli import model as models
+from fivefold.cli import parse_options
+from fivefold.errors import UsageError, suggest
+from fivefold.launch.environment import launched, locate
+from fivefold.launch.job import RankFailure
+from fivefold.launch.relaunch import launch_self
+from fivefold.plan import AXES, Layout, Plan, Provenance
+
+if TYPE_CHECKING:
+    from fivefold.mesh import Mesh
+    from fivefold.train.report import Report
+    from fivefold.train.sample import Targets
+
+__all__ = ["LOSSES", "Verify"]
+
+
+class _Loss(NamedTuple):
+    kind: str
+    """name of the class in torch.nn"""
+    targets: Targets
+
+
+LOSSES: Mapping[str, _Loss] = {
+    "cross_entropy": _Loss("CrossEntropyLoss", "classes"),
+    "nll": _Loss("NLLLoss", "classes"),
+    "mse": _Loss("MSELoss", "likewise"),
+    "l1": _Loss("L1Loss", "likewise"),
+    "smooth_l1": _Loss("SmoothL1Loss", "likewise"),
+    "huber": _Loss("HuberLoss", "likewise"),
+    "bce_with_logits": _Loss("BCEWithLogitsLoss", "binary"),
+}
+"""What --loss offers."""
+
+
+def _option(metavar: str, *, name: str | None = None, hint: str | None = None) -> object:
+    if hint is None:
+        return tyro.conf.arg(name=name, metavar=metavar)
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check that a model is exact: that a layout computes what the unmodified model computes in one process.
+
+    Trains a few steps on random data, once plainly and once under the layout, and compares loss, outputs,
+    gradients, buffers and updated weights. The model takes one tensor of floating-point numbers. The exit
+    code is 0 if the layout is exact, 1 if it is not.
+
+    Example: fivefold verify resnet20 --layout data=2
+    """
+
+    model: Annotated[str, tyro.conf.Positional, _option("MODEL")]
+    """resnet20 and the like, package.module:callable, or torchvision:NAME"""
+    layout: Annotated[str, _option("AXIS=N,...")] = "data=2"
+    """the layout in question; as many processes are started"""
+    shape: Annotated[str, _option("CxHxW", name="input")] = "3x32x32"
+    """shape of one sample"""
+    batch: Annotated[int, _option("N")] = 8
+    """samples of the global batch; need not be a multiple of anything"""
+    dtype: Annotated[str, _option("NAME")] = "float64"
+    """float64, or float32 (then compared with what one process loses in float32)"""
+    steps: Annotated[int, _option("N")] = 3
+    """how many steps, each from where the reference stands"""
+    loss: Annotated[str, _option("NAME")] = "cross_entropy"
+    """cross_entropy, nll, mse, l1, smooth_l1, huber or bce_with_logits"""
+    classes: Annotated[int, _option("N")] = 10
+    """how many classes a model of Fivefold's own tells apart"""
+    seed: Annotated[int, _option("N")] = 0
+    """of weights, data and random masks"""
+    batch_norm: Annotated[str, _option("NAME")] = "global"
+    """global, or replica (each rank its own statistics: not exact)"""
+    json: Annotated[Path | None, _option("FILE", hint="")] = None
+    """write all figures to this file as well"""
+    words: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Verify:
+        """Read the options, and keep them as they are for the ranks."""
+        return replace(cast(Verify, parse_options(cls, words, "verify")), words=tuple(words))
+
+    def run(self) -> int:
+        """Start the ranks, or be one."""
+        plan = self._checked()
+        if launched() or (plan.layout.size == 1 and _alone()):
+            return self._verify(plan)
+        return self._launch(plan.layout.size)
+
+    def _checked(self) -> Plan:
+        """The plan, or what is wrong with the options, before anything has been started."""
+        models.check(self.model)
+        _parse_shape(self.shape)
+        for name, value in {
+            "batch": self.batch,
+            "steps": self.steps,
+            "classes": self.classes,
+        }.items():
+            if value < 1:
+                raise UsageError(f"--{name} {value}: at least 1 is needed")
+        if self.dtype not in ("float64", "float32"):
+            hint = suggest(self.dtype, ("float64", "float32"))
+            raise UsageError(f"--dtype {self.dtype} cannot be verified{hint}")
+        if self.loss not in LOSSES:
+            raise UsageError(f"unknown loss {self.loss!r}{suggest(self.loss, LOSSES)}")
+        if self.json is not None and not self.json.resolve().parent.is_dir():
+            raise UsageError(f"--json {self.json}: there is no folder {self.json.resolve().parent}")
+        layout = Layout.parse(self.layout)
+        values: dict[str, object] = {f"layout.{axis}": getattr(layout, axis) for axis in AXES}
+        plan = Plan().replace(values, Provenance("user", "--layout"))
+        plan = plan.replace(
+            {"parallel.batch_norm": self.batch_norm}, Provenance("user", "--batch-norm")
+        )
+        return plan.replace({"numerics.seed": self.seed}, Provenance("user", "--seed"))
+
+    def _launch(self, processes: int) -> int:
+        logs = Path(tempfile.mkdtemp(prefix="fivefold-verify-"))
+        told = logs / "report.json"
+        keep = False
+        try:
+            launch_self(["verify", *self.words, "--json", str(told)], processes, log_dir=logs)
+        except RankFailure as failure:
+            # Ranks end with 1 as well if the layout is not exact, but not before they have told so.
+            if failure.code != 1 or not told.exists():
+                keep = True  # the message names the logs
+                raise
+        else:
+            assert told.exists()
+        finally:
+            if told.exists() and self.json is not None:
+                shutil.copyfile(told, self.json)
+            passed = told.exists() and bool(json.loads(told.read_text())["passed"])
+            if not keep:
+                shutil.rmtree(logs, ignore_errors=True)
+        return 0 if passed else 1
+
+    def _verify(self, plan: Plan) -> int:
+        from fivefold import start
+
+        with start(plan) as mesh:
+            report = self._report(mesh)
+            if mesh.rank == 0:
+                self._tell(report)
+            _wait_for_first(mesh)
+        return 0 if report.passed else 1
+
+    def _report(self, mesh: Mesh) -> Report:
+        import warnings
+
+        import torch
+
+        from fivefold.train.sample import random_batches
+        from fivefold.train.verify import verify
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        shape, (kind, targets) = _parse_shape(self.shape), LOSSES[self.loss]
+        torch.manual_seed(self.seed)
+        net = models.load(self.model, self.classes, shape[0])
+        batch = random_batches(
+            net, shape, self.batch, targets, seed=self.seed, dtype=dtype, device=mesh.device
+        )
+        # What the net makes for itself, torch.zeros(n), is made in the dtype it runs in.
+        torch.set_default_dtype(dtype)
+        loss = getattr(torch.nn, kind)()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UserWarning)
+            report = verify(net, mesh, loss=loss, batch=batch, steps=self.steps, dtype=dtype)
+        said = dict.fromkeys(f"warning: {warning.message}" for warning in told)
+        return replace(report, model=self.model, notes=(*report.notes, *said))
+
+    def _tell(self, report: Report) -> None:
+        from rich.console import Console
+
+        from fivefold.cli.table import show
+
+        show(report, Console())
+        if self.json is not None:
+            self.json.write_text(json.dumps(report.figures(), indent=2) + "\n", encoding="utf-8")
+
+
+def _alone() -> bool:
+    """Whether one process can start here; in the shell of an allocation it would be asked for srun."""
+    try:
+        return locate().world_size == 1
+    except UsageError:
+        return False
+
+
+def _wait_for_first(mesh: Mesh) -> None:
+    """Ranks that end with 1 stop the others: not before rank 0 has told the outcome."""
+    from fivefold import comm
+
+    comm.broadcast_text("told", mesh.group(*AXES), mesh.device)
+
+
+def _parse_shape(text: str) -> tuple[int, ...]:
+    """`3x32x32` as numbers. Raises `UsageError`.
+
+    >>> _parse_shape("3x32x32"), _parse_shape("64")
+    ((3, 32, 32), (64,))
+    """
+    parts = text.lower().split("x")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(
+            f"--input {text} is not the shape of a sample; write positive numbers with x between, channels "
+            "first: 3x32x32, or 64 for a vector"
+        )
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,226 @@
+"""`fivefold verify` as it is typed, with real processes: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fivefold.launch.environment import without_places
+
+CLEAN = {
+    name: value
+    for name, value in without_places(os.environ).items()
+    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
+} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, noisy=False, width=12):
+        super().__init__()
+        self.noisy = noisy
+        self.body = nn.Sequential(nn.Linear(width, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.4))
+        self.head = nn.Linear(20, 4)
+
+    def forward(self, x):
+        x = self.body(x.flatten(1) + torch.zeros(12))
+        return self.head(x + torch.rand(x.shape) if self.noisy else x)
+
+class Needy(Net):
+    def __init__(self, depth):
+        super().__init__()
+
+def noisy():
+    return Net(noisy=True)
+
+def broken():
+    raise RuntimeError("no weights here")
+
+instance = Net()
+number = 3
+returns_number = lambda: 3
+returns_dict = lambda: Dict()
+
+class Dict(Net):
+    def forward(self, x):
+        return {"logits": super().forward(x)}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_models.py").write_text(MODELS)
+    return tmp_path
+
+
+def verify(
+    folder: Path, words: str, before: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, sys.executable, "-m", "fivefold", "verify", *words.split()],
+        cwd=folder,
+        env=CLEAN,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def logs() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("fivefold-verify-*"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_resnet20_is_exact_with_an_uneven_batch(folder: Path, ranks: int) -> None:
+    before = logs()
+    done = verify(
+        folder, f"resnet20 --layout data={ranks} --batch 8 --input 3x16x16 --json report.json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1].startswith(
+        f"exact: resnet20 under data={ranks} equals one process (largest error "
+    )
+    report = json.loads((folder / "report.json").read_text())
+    assert report["passed"]
+    errors = {q["name"]: q["worst"][0]["error"] for q in report["quantities"]}
+    assert all(0 < error < 1e-12 for error in errors.values())
+    assert report["replicas"]["difference"] == 0
+    assert logs() == before
+    assert sorted(p.name for p in folder.iterdir()) == ["my_models.py", "report.json"]
+
+
+def test_resnet20_is_as_good_in_float32_as_one_process(folder: Path) -> None:
+    done = verify(folder, "resnet20 --layout data=2 --dtype float32 --input 3x16x16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one process" in done.stdout
+
+
+def test_replica_statistics_fail_with_a_table_and_the_worst_parameters(folder: Path) -> None:
+    done = verify(folder, "resnet20 --batch-norm replica --input 3x8x8 --json report.json")
+    assert done.returncode == 1
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("NOT exact: resnet20 under data=2 differs from one process (")
+    assert sum(": error " in line for line in lines) == 5
+    assert any(line.startswith("replicas") and "rank 1" in line for line in lines)
+    assert not json.loads((folder / "report.json").read_text())["passed"]
+
+
+def test_a_model_of_ones_own_with_dropout_and_fewer_samples_than_ranks(folder: Path) -> None:
+    done = verify(folder, "my_models:Net --input 3x2x2 --batch 2 --layout data=3 --seed 5")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_uncontrolled_random_numbers_fail_and_the_warning_is_shown(folder: Path) -> None:
+    done = verify(folder, "my_models:noisy --input 12 --loss mse --steps 1")
+    assert done.returncode == 1, done.stderr
+    assert (
+        "note: the model draws random numbers that do not follow the global sample" in done.stdout
+    )
+    assert "note: warning: rand draws random numbers in the model" in done.stdout
+
+
+def test_one_process_needs_no_ranks(folder: Path) -> None:
+    done = verify(folder, "my_models:instance --layout data=1 --input 12 --loss bce_with_logits")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exact: my_models:instance under data=1" in done.stdout
+
+
+def test_another_launcher_may_start_the_ranks(folder: Path) -> None:
+    before = (sys.executable, "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "-m")
+    done = subprocess.run(
+        [*before, "fivefold", "verify", "my_models:Net", "--input", "12"],
+        cwd=folder,
+        env=CLEAN,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("exact: my_models:Net under data=2") == 1
+
+
+# Told before any rank is started; the last ones need torch, so they run as one process.
+MISTAKES = {
+    "resnet21": "unknown model 'resnet21'; did you mean 'resnet20'? Valid: resnet20,",
+    "my_models:": "'my_models:' lacks a name after the colon; a model is one of",
+    "resnet20 --layout dta=2": "unknown axis 'dta' in layout 'dta=2'; did you mean 'data'?",
+    "resnet20 --batch 0": "--batch 0: at least 1 is needed",
+    "resnet20 --steps 0": "--steps 0: at least 1 is needed",
+    "resnet20 --input 3x32y": "--input 3x32y is not the shape of a sample; write positive numbers",
+    "resnet20 --dtype float16": "--dtype float16 cannot be verified; did you mean 'float64'?",
+    "resnet20 --loss mze": "unknown loss 'mze'; did you mean 'mse'? Valid: cross_entropy,",
+    "resnet20 --batch-norm globe": "parallel.batch_norm = 'globe' is not",
+    "resnet20 --json none/report.json": "--json none/report.json: there is no folder",
+}
+NEEDING_TORCH = {
+    "resnet20 --input 3x32": "one process alone cannot run the model on an input of shape (8, 3, 32) in "
+    "float64: RuntimeError: Given groups=1, weight of size [16, 3, 3, 3]",
+    "my_models:Needy": "my_models:Needy needs arguments (depth): name a function without arguments",
+    "my_models:broken": "my_models:broken() failed: RuntimeError: no weights here",
+    "my_models:number": "my_models:number is no model but of type int",
+    "my_models:returns_number": "my_models:returns_number() did not return a torch.nn.Module",
+    "my_models:returns_dict --input 12": "the model returns a value of type dict",
+    "my_models:nosy": "my_models has no 'nosy'; did you mean 'noisy'?",
+    "no_models:Net": "there is no module 'no_models': it has to be installed, or lie in the working",
+    "my_models:Net --input 12 --batch 1": "one process alone cannot run the model on an input of shape "
+    "(1, 12) in float64: ValueError: Expected more than 1 value per channel",
+}
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], start: str) -> None:
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {start}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(folder: Path, words: str) -> None:
+    assert_one_line(verify(folder, words), MISTAKES[words])
+    assert [p.name for p in folder.iterdir()] == ["my_models.py"]
+
+
+def test_mistakes_that_only_a_rank_can_see_are_told_once(folder: Path) -> None:
+    before = logs()
+    done = verify(folder, "resnet20 --layout height=2 --input 3x8x8")
+    assert_one_line(done, "this version of Fivefold parallelises along the data axis only")
+    assert logs() == before
+
+
+def test_mistakes_in_models(folder: Path) -> None:
+    """In one process each would import torch once more."""
+    script = (
+        "import sys\nfrom fivefold.cli import main\n"
+        "for words in sys.argv[1:]:\n"
+        "    code = main(['verify', *words.split(), '--layout', 'data=1'])\n"
+        "    print(code, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *NEEDING_TORCH],
+        cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2"] * len(NEEDING_TORCH), done.stderr
+    for line, (words, start) in zip(done.stderr.splitlines(), NEEDING_TORCH.items(), strict=True):
+        assert line.startswith(f"error: {start}"), words
+
+
+def test_a_torchvision_that_does_not_work_is_told_in_one_line(folder: Path) -> None:
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator nms')")
+    done = verify(folder, "torchvision:resnet18 --layout data=1")
+    assert_one_line(done, "torchvision does not work beside torch ")
+    assert "(RuntimeError: no operator nms): pip install 'torchvision==0." in done.stderr
