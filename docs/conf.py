@@ -42,7 +42,11 @@ nitpick_ignore_regex = [
         r"(Tensor|Module|ProcessGroup|DeviceMesh|Path|Callable|Iterator|Iterable|Mapping|Any)",
     ),
     # Types that a signature shows but nobody outside the room uses.
-    (r"py:.*", r"fivefold\.data\.source\.(Samples|Source)"),
+    (
+        r"py:.*",
+        r"fivefold\.(data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress)",
+    ),
+    (r"py:.*", r"Images|Transform"),
     (r"py:.*", r"dict\[str"),  # half of `dict[str, Any]` in a docstring
     (
         r"py:.*",
