@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel import parallelize
+from ranks import run_ranks
 from zoo import CLASSES, LAYOUTS, VECTOR, Call, Case, expect_exact, flat
 
 
@@ -36,6 +40,17 @@ class MainOnly(nn.Module):
     def share(self, outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         each = F.cross_entropy(outputs["main"], targets, reduction="sum")
         return each, torch.tensor(float(targets.shape[0]))
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compares every sample with every other one of the whole batch."""
+    directions = F.normalize(outputs, dim=1)
+    alike = (targets[:, None] == targets[None]).to(outputs.dtype)
+    return (directions @ directions.T - alike).square().mean() + outputs.std()
+
+
+def both(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs["main"], targets) + outputs["aside"].square().mean().sqrt()
 
 
 def spatial(net: nn.Module) -> nn.Module:
@@ -142,10 +157,29 @@ LOSSES: dict[str, Case] = {
         **VECTOR,
     ),
     "sharing itself": Case(Unused, loss=MainOnly(), **VECTOR),
+    "over all pairs": on_vectors(contrast, labels),
+    "of several outputs": Case(Unused, loss=both, **VECTOR),
 }
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the loss (contrast|both) is not one that Fivefold can take apart"
+)
 @pytest.mark.parametrize(("ranks", "samples"), LAYOUTS)
 @pytest.mark.parametrize("case", LOSSES)
 def test_losses(case: str, ranks: int, samples: int) -> None:
     expect_exact(LOSSES[case], ranks, samples)
+
+
+class Scaled(MainOnly):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_parameters_of_a_loss_that_shares_itself_are_refused() -> None:
+    def check(mesh: Mesh) -> None:
+        with pytest.raises(UsageError, match="make them parameters of the net"):
+            parallelize(Unused(), mesh, loss=Scaled())
+
+    run_ranks(2, check)

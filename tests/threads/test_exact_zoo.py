@@ -116,6 +116,65 @@ def lstm(self: Call, x: Tensor) -> Tensor:
     return self.head(self.lstm(x)[0][:, -1])
 
 
+class NormThenRelu(nn.BatchNorm2d):
+    """As model collections write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        average, spread = self.running_mean, self.running_var
+        y = F.batch_norm(x, average, spread, self.weight, self.bias, self.training, 0.2, self.eps)
+        return F.relu(y)
+
+
+class Teacher(nn.Module):
+    """A second net that does not learn, without dropout; and a pass of the first without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Then(nn.Sequential(nn.BatchNorm2d(6), nn.Dropout(0.3)))
+        self.teacher = Then(nn.BatchNorm2d(6)).requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Teacher:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            guide = self.teacher(x) + self.net(x + 1)
+        return self.net(x) + 0.1 * guide
+
+
+def hooked() -> nn.Module:
+    net = Then(nn.BatchNorm2d(6))
+    net.conv.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    net.head.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + 1,))
+    return net
+
+
+def slope(self: Call, x: Tensor) -> Tensor:
+    """Differentiates inside the forward pass, as energy models do; dropout between."""
+    x = x.clone().requires_grad_()
+    y = self.head(self.drop(torch.tanh(self.body(x))))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y + self.drop(gradient).norm(dim=1, keepdim=True)
+
+
+def drops_weights(self: Call, x: Tensor) -> Tensor:
+    return F.linear(x, F.dropout(self.head.weight, 0.3, self.training), self.head.bias)
+
+
+def drops_layer(self: Call, x: Tensor) -> Tensor:
+    return x + self.block(x) * torch.empty((), dtype=x.dtype).bernoulli_(0.5)
+
+
+def norm_of_two_views(self: Call, x: Tensor) -> Tensor:
+    return self.head(self.norm(torch.cat([x, x.square()]))[: len(x)])
+
+
+def steps_as_samples(self: Call, x: Tensor) -> Tensor:
+    return self.head(self.drop(self.norm(x.flatten(0, 1))).view(x.shape).mean(1))
+
+
 NORMS = {
     "batch norm": lambda: nn.BatchNorm2d(6),
     "batch norm, not affine": lambda: nn.BatchNorm2d(6, affine=False),
@@ -128,6 +187,7 @@ NORMS = {
     "layer norm": lambda: nn.LayerNorm((6, 3, 3)),
     "instance norm": lambda: nn.InstanceNorm2d(6, affine=True),
     "instance norm with buffers": lambda: nn.InstanceNorm2d(6, track_running_stats=True),
+    "a norm that does more": lambda: NormThenRelu(6),
     "no norm": nn.Identity,
 }
 
@@ -214,6 +274,32 @@ CASES: dict[str, Case] = {
         lambda: nn.Sequential(Call(lambda _, x: torch.fft.rfft2(x).abs()), nn.Conv2d(3, 6, 3),
                               nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(24, CLASSES)),
     ),
+    "hooks": Case(hooked),
+    "teacher": Case(Teacher),
+    "slopes": Case(
+        lambda: Call(slope, body=nn.Linear(5, 6), drop=nn.Dropout(0.3), head=nn.Linear(6, CLASSES)),
+        **VECTOR,
+    ),
+    "dropped weights": Case(lambda: Call(drops_weights, head=nn.Linear(5, CLASSES)), **VECTOR),
+    "dropped layers": Case(lambda: Then(Call(drops_layer, block=nn.Conv2d(6, 6, 1)))),
+    "norm of two views": Case(
+        lambda: Call(norm_of_two_views, norm=nn.BatchNorm1d(5), head=nn.Linear(5, CLASSES)), **VECTOR
+    ),
+    "time steps as samples": Case(
+        lambda: Call(steps_as_samples, norm=nn.BatchNorm1d(5), drop=nn.Dropout(0.3),
+                     head=nn.Linear(5, CLASSES)),
+        inputs=lambda n: torch.randn(n, 3, 5),
+    ),
+    "up and down": Case(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 4, 3),
+                              nn.Upsample(scale_factor=2), nn.PixelShuffle(2), nn.AdaptiveMaxPool2d(2),
+                              nn.Flatten(), nn.Linear(4, CLASSES)),
+    ),
+    "complex numbers": Case(
+        lambda: Call(lambda self, x: self.head(self.body(torch.complex(x, 1 - x)).abs()),
+                     body=nn.Linear(5, 6, dtype=torch.complex64), head=nn.Linear(6, CLASSES)),
+        **VECTOR,
+    ),
     # ---- what goes in and comes out
     "two inputs": Case(
         lambda: Call(lambda self, a, b: self.head(a * b.mean(1, keepdim=True)), head=nn.Linear(5, CLASSES)),
@@ -247,18 +333,29 @@ def reenters(self: Call, x: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "runs 2 times|ran 2 times": lambda: Call(
-        repeats, block=nn.Sequential(nn.Conv2d(6, 6, 1), nn.Dropout(0.4))
-    ),
+    "ran 2 times": lambda: Call(repeats, block=nn.Sequential(nn.Conv2d(6, 6, 1), nn.Dropout(0.4))),
     "use_reentrant=False": lambda: Call(reenters, block=nn.Conv2d(6, 6, 1)),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_refused(message: str) -> None:
-    def check(mesh: Mesh) -> str:
+def test_checkpoints_that_cannot_be_followed_are_refused(message: str) -> None:
+    def check(mesh: Mesh) -> None:
         model = parallelize(Then(REFUSED[message]()), mesh, loss=nn.CrossEntropyLoss())
         with pytest.raises(UsageError, match=message):
             model.step(*model.shard(torch.randn(4, *IMAGE), torch.tensor([0, 1, 2, 3])))
 
+    run_ranks(2, check)
+
+
+def test_an_embedding_that_changes_what_it_looks_up_is_refused_for_replicas() -> None:
+    def check(mesh: Mesh) -> None:
+        net = nn.Sequential(nn.Embedding(9, 3, max_norm=0.5))
+        if mesh.size == 1:
+            parallelize(net, mesh)
+        else:
+            with pytest.raises(UsageError, match="the module '0' is an embedding with max_norm"):
+                parallelize(net, mesh)
+
+    run_ranks(1, check)
     run_ranks(2, check)

@@ -212,7 +212,8 @@ def _dropout(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return func(*args, **kwargs)
     dims, apply = _DROPOUTS[func]
     shape = x.shape if dims is None else torch.Size([*x.shape[:dims], *(1,) * (x.dim() - dims)])
-    return apply(x, _draw(share, shape, x.device) >= p, p, bool(a["inplace"]))
+    kept = _draw(share, shape, x.device, common=isinstance(x, nn.Parameter)) >= p
+    return apply(x, kept, p, bool(a["inplace"]))
 
 
 def _bernoulli(share: Share, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,9 +222,12 @@ def _bernoulli(share: Share, _func: Any, args: tuple[Any, ...], kwargs: dict[str
     return noise.copy_(_draw(share, noise.shape, noise.device) < keep)
 
 
-def _draw(share: Share, shape: torch.Size, device: torch.device) -> Tensor:
+def _draw(share: Share, shape: torch.Size, device: torch.device, common: bool = False) -> Tensor:
+    """Numbers in [0, 1) that follow the samples; with `common` (weights, say) the same on all ranks."""
     rows = max(share.rows, 1)
-    if shape and shape[0] % rows == 0 and shape[0] >= rows:
+    if common or not shape:
+        offset = 0
+    elif shape[0] % rows == 0 and shape[0] >= rows:
         offset = share.origin * (shape.numel() // rows)
     else:
         offset = 0

@@ -25,7 +25,7 @@ from fivefold.parallel.exchange import gather_rows
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import Loss, split_loss
 from fivefold.parallel.reduce import explained, reducer_for
-from fivefold.parallel.refuse import check_net
+from fivefold.parallel.refuse import check_loss, check_net
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.trace import Phase, Tag, span
 
@@ -61,7 +61,8 @@ def parallelize(
             f"this version of Fivefold parallelises along the data axis only, but the layout has "
             f"{', '.join(others)}: use data={mesh.size}"
         )
-    check_net(net)
+    check_net(net, mesh.layout.data)
+    check_loss(loss)
     return ParallelModel(net.to(mesh.device), mesh, loss)
 
 

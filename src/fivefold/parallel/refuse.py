@@ -9,15 +9,15 @@ from torch.nn.parameter import UninitializedParameter
 
 from fivefold.errors import UsageError
 
-__all__ = ["check_net"]
+__all__ = ["check_loss", "check_net"]
 
 
-def check_net(net: nn.Module) -> None:
-    """Raise `UsageError`, naming the module, for a net that Fivefold would compute wrongly."""
+def check_net(net: nn.Module, replicas: int = 1) -> None:
+    """Raise `UsageError`, naming the module, for a net that Fivefold would compute wrongly on `replicas`."""
     if not isinstance(net, nn.Module):  # pyright: ignore - callers without a type checker
         raise UsageError(f"parallelize needs an nn.Module, got {type(net).__name__}")
     for name, module in net.named_modules():
-        reason = _reason(module)
+        reason = _reason(module) or (_reason_of_replicas(module) if replicas > 1 else None)
         if reason:
             where = f"the module {name!r}" if name else "the net"
             raise UsageError(f"{where} {reason}")
@@ -36,4 +36,25 @@ def _reason(module: nn.Module) -> str | None:
         return "is SyncBatchNorm: use plain BatchNorm, which Fivefold computes over the whole batch"
     if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
         return "is lazy and has no shape yet: run one batch through the net before parallelize"
+    return None
+
+
+def check_loss(loss: object) -> None:
+    """Raise `UsageError` for a loss whose own parameters would get the gradients of this rank alone."""
+    trains = isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters())
+    if trains and hasattr(loss, "share"):
+        raise UsageError(
+            f"the loss {type(loss).__name__} shares itself and has parameters, whose gradients would not be "
+            "summed over the ranks: make them parameters of the net, and let it return what the loss needs"
+        )
+
+
+def _reason_of_replicas(module: nn.Module) -> str | None:
+    if getattr(module, "max_norm", None) is not None and isinstance(
+        module, (nn.Embedding, nn.EmbeddingBag)
+    ):
+        return (
+            "is an embedding with max_norm, which changes the weights of the entries that it looks up: "
+            "replicas see different samples and would drift apart; normalise its output instead"
+        )
     return None

@@ -23,7 +23,16 @@ from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
 from fivefold.train.measure import Snapshot
 
-__all__ = ["OneProcess", "State", "cast_tree", "default_dtype", "seeded", "sgd", "snapshot"]
+__all__ = [
+    "OneProcess",
+    "State",
+    "cast_net",
+    "cast_tree",
+    "default_dtype",
+    "seeded",
+    "sgd",
+    "snapshot",
+]
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class OneProcess:
     def __init__(
         self, net: nn.Module, loss: Callable[..., Any], dtype: torch.dtype, seed: int
     ) -> None:
-        self.net = copy.deepcopy(net).to(dtype).train()
+        self.net = cast_net(copy.deepcopy(net), dtype).train()
         self.optimizer = sgd(self.net)
         self.draws = self.uncontrolled = False
         self._loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
@@ -135,6 +144,19 @@ def sgd(net: nn.Module) -> torch.optim.SGD:
     """
     trained = [p for p in net.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+def cast_net(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same net with its numbers in `dtype`, complex ones in the complex type of that precision."""
+    matching = torch.complex128 if dtype == torch.float64 else torch.complex64
+    tensors = (*net.parameters(), *net.buffers())
+    if not any(tensor.is_complex() for tensor in tensors):
+        return net.to(dtype)
+    for tensor in tensors:  # Module.to(dtype) would drop the imaginary parts
+        wanted = matching if tensor.is_complex() else dtype
+        if tensor.is_complex() or tensor.is_floating_point():
+            tensor.data = tensor.data.to(wanted)
+    return net
 
 
 def cast_tree(tree: Any, dtype: torch.dtype) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.train.reference import default_dtype, seeded
+from fivefold.train.reference import cast_net, default_dtype, seeded
 
 __all__ = ["Targets", "random_batches"]
 
@@ -61,7 +61,7 @@ def _shape_of_outputs(
     net: nn.Module, shape: torch.Size, seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Size:
     try:
-        probe = copy.deepcopy(net).to(device, dtype).train()
+        probe = cast_net(copy.deepcopy(net).to(device), dtype).train()
         inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         with seeded(seed, device), default_dtype(dtype), torch.no_grad():
             outputs = probe(inputs.to(device))

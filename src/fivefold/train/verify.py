@@ -26,7 +26,7 @@ from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.plan import AXES
 from fivefold.train.judge import Judge
 from fivefold.train.layout import OnLayout
-from fivefold.train.reference import State, cast_tree
+from fivefold.train.reference import State, cast_net, cast_tree
 from fivefold.train.report import Report
 
 __all__ = ["verify"]
@@ -62,7 +62,7 @@ def verify(
         raise UsageError(f"verify works in float64 or float32, not {dtype}")
     if steps < 1:
         raise UsageError(f"steps = {steps}: at least one is needed")
-    net = net.to(mesh.device, dtype).train()
+    net = cast_net(net.to(mesh.device), dtype).train()
     judge = Judge(net, mesh, loss, dtype) if mesh.rank == 0 else None
     layout = OnLayout(net, mesh, loss, dtype)
     state = State.of(net, layout.optimizer, dtype)
