@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ CLEAN = {
 } | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 MODELS = """
+import os
 import torch
 from torch import nn
 
@@ -44,6 +44,14 @@ def noisy():
 def broken():
     raise RuntimeError("no weights here")
 
+class Fatal(Net):
+    def forward(self, x):
+        if os.environ["RANK"] == "1":
+            print("my last words", flush=True)
+            os._exit(7)
+        return super().forward(x)
+
+fatal = lambda: Fatal()
 instance = Net()
 number = 3
 returns_number = lambda: 3
@@ -57,17 +65,19 @@ class Dict(Net):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_models.py").write_text(MODELS)
-    return tmp_path
+    """The working directory; temporary files of the command go beside it."""
+    (tmp_path / "temporary").mkdir()
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "my_models.py").write_text(MODELS)
+    return home
 
 
-def verify(
-    folder: Path, words: str, before: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+def verify(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*before, sys.executable, "-m", "fivefold", "verify", *words.split()],
+        [sys.executable, "-m", "fivefold", "verify", *words.split()],
         cwd=folder,
-        env=CLEAN,
+        env=CLEAN | {"TMPDIR": str(folder.parent / "temporary")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -76,13 +86,12 @@ def verify(
     )
 
 
-def logs() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("fivefold-verify-*"))
+def logs(folder: Path) -> list[Path]:
+    return list((folder.parent / "temporary").glob("fivefold-verify-*/rank-*.log"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_resnet20_is_exact_with_an_uneven_batch(folder: Path, ranks: int) -> None:
-    before = logs()
     done = verify(
         folder, f"resnet20 --layout data={ranks} --batch 8 --input 3x16x16 --json report.json"
     )
@@ -96,7 +105,7 @@ def test_resnet20_is_exact_with_an_uneven_batch(folder: Path, ranks: int) -> Non
     errors = {q["name"]: q["worst"][0]["error"] for q in report["quantities"]}
     assert all(0 < error < 1e-12 for error in errors.values())
     assert report["replicas"]["difference"] == 0
-    assert logs() == before
+    assert not logs(folder)
     assert sorted(p.name for p in folder.iterdir()) == ["my_models.py", "report.json"]
 
 
@@ -129,6 +138,16 @@ def test_uncontrolled_random_numbers_fail_and_the_warning_is_shown(folder: Path)
         "note: the model draws random numbers that do not follow the global sample" in done.stdout
     )
     assert "note: warning: rand draws random numbers in the model" in done.stdout
+
+
+def test_a_rank_that_dies_is_named_and_its_log_is_kept(folder: Path) -> None:
+    done = verify(folder, "my_models:fatal --input 12")
+    assert done.returncode == 7
+    assert "rank 1 of 2 exited with code 7" in done.stderr
+    assert "my last words" in done.stderr
+    kept = logs(folder)
+    assert len(kept) == 2
+    assert str(kept[0].parent) in done.stderr
 
 
 def test_one_process_needs_no_ranks(folder: Path) -> None:
@@ -195,10 +214,9 @@ def test_mistakes(folder: Path, words: str) -> None:
 
 
 def test_mistakes_that_only_a_rank_can_see_are_told_once(folder: Path) -> None:
-    before = logs()
     done = verify(folder, "resnet20 --layout height=2 --input 3x8x8")
     assert_one_line(done, "this version of Fivefold parallelises along the data axis only")
-    assert logs() == before
+    assert not logs(folder)
 
 
 def test_mistakes_in_models(folder: Path) -> None:
