@@ -122,7 +122,9 @@ def _console(example: Example) -> None:
 
 def _bash(line: str, folder: str) -> tuple[int, str]:
     """Exit code and output of one command; whatever it has started ends with it."""
-    environment = os.environ | {
+    environment = {
+        "OMP_NUM_THREADS": "1",  # ranks share the cores, as in tests/conftest.py
+        **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "COLUMNS": "80",
         "NO_COLOR": "1",
