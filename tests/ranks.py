@@ -12,7 +12,9 @@ the process: tests of dropout and seeding belong to the `processes` tier.
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -80,6 +82,26 @@ def _thread_worlds() -> Any:
         c10d._world = before
 
 
+@contextmanager
+def _groups_end_here(groups: list[Any]) -> Any:
+    """Let groups end when no rank runs, not whenever garbage is collected.
+
+    The end of a gloo group waits for its threads while it holds the interpreter, which those threads may
+    need to give back a tensor. So: nothing is collected meanwhile, then the threads get their time.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()  # what is loaded stays; collecting the rest is quick
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        time.sleep(0.005)
+        groups.clear()
+        gc.collect()
+
+
 def run_ranks(
     layout: Layout | int,
     check: Callable[..., T],
@@ -97,6 +119,7 @@ def run_ranks(
     results: list[Any] = [None] * layout.size
     errors: list[BaseException | None] = [None] * layout.size
     store = dist.HashStore()
+    groups: list[Any] = []
 
     def rank_main(rank: int) -> None:
         try:
@@ -112,11 +135,12 @@ def run_ranks(
                     mesh: Mesh = ff_mesh.start(plan, device="cpu")
                     results[rank] = check(mesh, *arguments)
                 finally:
+                    groups.extend(c10d._world.pg_map)
                     c10d.destroy_process_group()
         except BaseException as problem:  # noqa: BLE001 - carried to the test's own thread
             errors[rank] = problem
 
-    with _thread_worlds():
+    with _thread_worlds(), _groups_end_here(groups):
         threads = [
             threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}", daemon=True)
             for rank in range(layout.size)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.parallel.losses import split_loss
+from fivefold.parallel.torch_losses import split_loss
 
 torch.manual_seed(1)
 N, C = 7, 5

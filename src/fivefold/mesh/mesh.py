@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -63,6 +64,9 @@ class Mesh:
     def stop(self) -> None:
         """Leave the mesh; ends torch.distributed if `start` began it. Calling it again does nothing."""
         if self.owns_world and dist.is_initialized():
+            # A gloo group ends by waiting for its threads while it holds the interpreter, which they may
+            # need to give back their last tensor: a moment for them, else both wait for ever.
+            time.sleep(0.01)
             dist.destroy_process_group()
 
     def __enter__(self) -> Self:

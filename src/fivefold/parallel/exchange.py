@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from fivefold import comm
 from fivefold.trace import Tag
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_rows", "row_counts"]
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup, tag: Tag) -> Tensor:
@@ -29,6 +29,12 @@ def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup, t
     if group.size() == 1:
         return rows
     return cast(Tensor, _GatherRows.apply(rows, tuple(counts), group, tag))
+
+
+def row_counts(rows: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """How many rows each rank of `group` has, given one's own number."""
+    mine = torch.tensor([rows], dtype=torch.int64, device=device)
+    return comm.all_gather(mine, group, Tag.CONTROL).flatten().tolist()
 
 
 class _GatherRows(torch.autograd.Function):

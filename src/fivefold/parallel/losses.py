@@ -5,128 +5,94 @@ value and another gradient. So each rank computes
 
     share_r = sum over its own targets / (weight of the targets of all ranks)        loss = sum_r share_r
 
-Torch's own losses are taken apart here. A loss of your own may offer the same by a method
+Torch's own losses are taken apart. A loss of the user's may offer the same by a method
 `share(outputs, targets) -> (numerator, denominator)`, two scalars of this rank; any other callable is given
 the gathered outputs and targets of all ranks, with a warning.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
+from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.parallel.exchange import gather_rows, row_counts
+from fivefold.parallel.torch_losses import split_loss
+from fivefold.parallel.trees import map_tensors
+from fivefold.trace import Tag
 
-__all__ = ["Loss", "split_loss"]
-
-_ELEMENTWISE = (
-    nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
-    nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss,
-    nn.MultiMarginLoss, nn.HingeEmbeddingLoss,
-)  # fmt: skip
-_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss)
-_FUNCTIONS: dict[Callable[..., Any], bool] = {
-    F.l1_loss: False, F.mse_loss: False, F.smooth_l1_loss: False, F.huber_loss: False,
-    F.binary_cross_entropy: False, F.binary_cross_entropy_with_logits: False, F.kl_div: False,
-    F.poisson_nll_loss: False, F.soft_margin_loss: False, F.multilabel_margin_loss: False,
-    F.multilabel_soft_margin_loss: False, F.multi_margin_loss: False, F.hinge_embedding_loss: False,
-    F.cross_entropy: True, F.nll_loss: True,
-}  # fmt: skip
+__all__ = ["SharedLoss"]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss whose mean is over something countable.
+class SharedLoss:
+    """A loss over the samples of all ranks of `group`, of which each rank computes its share."""
 
-    `each(outputs, targets)` is unreduced; `reduction` is torch's word for what follows. With `weighted`,
-    targets that are class indices carry `weight` each and those equal to `ignore_index` count nothing.
-    """
+    def __init__(
+        self, loss: Callable[..., Any], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._loss = loss
+        self._split = split_loss(loss)
+        self._group = group
+        self._device = device
+        self._warned = False
 
-    each: Callable[[Any, Any], Tensor]
-    reduction: str
-    weighted: bool
-    weight: Tensor | None = None
-    ignore_index: int = -100
+    def begin(self, targets: Any) -> comm.Pending | None:
+        """Start to sum the weight of the targets over the ranks, if the denominator needs it.
 
-    def target_weight(self, targets: Any) -> Tensor | None:
-        """Weight of this rank's targets (float64 scalar), or None if shapes alone tell the denominator."""
-        indices = isinstance(targets, Tensor) and not targets.is_floating_point()
-        if self.reduction != "mean" or not self.weighted or not indices:
-            return None
-        counted = targets != self.ignore_index
-        if self.weight is None:
-            return counted.sum(dtype=torch.float64)
-        weight = self.weight.to(device=targets.device, dtype=torch.float64)
-        return weight[targets[counted]].sum()
+        To be called before the forward pass, behind which the exchange then hides.
+        """
+        weight = self._split.target_weight(targets) if self._split is not None else None
+        return None if weight is None else comm.start_all_reduce(weight, self._group, Tag.LOSS)
 
     def share(
-        self, outputs: Any, targets: Any, target_weight: Tensor | None, rows: int, total: int
+        self, outputs: Any, targets: Any, weight: comm.Pending | None, rows: int, total: int
     ) -> Tensor:
-        """This rank's share, differentiable. `target_weight` is the sum over all ranks, if there is one;
-        `rows` of the `total` samples are here.
+        """This rank's share, differentiable; the shares of all ranks add up to the loss.
+
+        `weight` is what `begin` returned; `rows` of the `total` samples are here.
         """
-        each = self.each(outputs, targets)
-        numerator = each.sum()
-        if self.reduction == "sum":
-            return numerator
-        if target_weight is not None:
-            return numerator / target_weight.to(numerator.dtype)
-        if self.reduction == "batchmean":
-            return numerator / total
-        if not each.dim() or each.shape[0] != rows:
-            raise UsageError(
-                f"the loss has shape {tuple(each.shape)} before its mean, but its leading dim should be "
-                f"the {rows} samples of this rank: outputs and targets must keep samples on dim 0"
-            )
-        return numerator / (each.shape[1:].numel() * total)
+        if self._split is not None:
+            summed = None if weight is None else weight.wait()
+            return self._split.share(outputs, targets, summed, rows, total)
+        custom = getattr(self._loss, "share", None)
+        if custom is not None:
+            numerator, denominator = custom(outputs, targets)
+            whole = torch.as_tensor(denominator, device=self._device).detach().double()
+            comm.all_reduce(whole, self._group, Tag.LOSS)
+            return numerator / whole.to(numerator.dtype)
+        if self._group.size() == 1:
+            return self._loss(outputs, targets)
+        return self._gathered(outputs, targets, rows)
 
+    def _gathered(self, outputs: Any, targets: Any, rows: int) -> Tensor:
+        self._warn()
+        counts = row_counts(rows, self._group, self._device)
 
-def split_loss(loss: Callable[..., Any]) -> Loss | None:
-    """Take a loss of torch's apart; None if it is another callable.
+        def gather(leaf: Tensor) -> Tensor:
+            if not leaf.dim() or leaf.shape[0] != rows:
+                raise UsageError(
+                    f"an output or target of shape {tuple(leaf.shape)} cannot be gathered for the loss: "
+                    f"its leading dim should be the {rows} samples of this rank"
+                )
+            return gather_rows(leaf, counts, self._group, Tag.LOSS)
 
-    Raises `UsageError` for `reduction="none"`, which leaves no scalar to differentiate.
-    """
-    if type(loss) in _WEIGHTED or type(loss) in _ELEMENTWISE:
-        return _from_module(cast(nn.Module, loss))
-    function, options = loss, {}
-    while isinstance(function, functools.partial) and not function.args:
-        function, options = function.func, {**function.keywords, **options}
-    if function in _FUNCTIONS:
-        _check_reduction(options.get("reduction", "mean"))
-        return Loss(
-            each=functools.partial(function, **{**options, "reduction": "none"}),
-            reduction=options.get("reduction", "mean"),
-            weighted=_FUNCTIONS[function],
-            weight=options.get("weight"),
-            ignore_index=options.get("ignore_index", -100),
-        )
-    return None
+        # Computed alike on every rank, so each contributes its part of one loss.
+        return self._loss(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
 
-
-def _from_module(loss: Any) -> Loss:
-    _check_reduction(loss.reduction)
-    unreduced = copy.copy(loss)  # shares weights; only the word changes
-    unreduced.reduction = "none"
-    weighted = type(loss) in _WEIGHTED
-    return Loss(
-        each=unreduced,
-        reduction=loss.reduction,
-        weighted=weighted,
-        weight=loss.weight if weighted else None,
-        ignore_index=loss.ignore_index if weighted else -100,
-    )
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum", "batchmean"):
-        raise UsageError(
-            f"a loss with reduction={reduction!r} gives no single number to differentiate: "
-            "use reduction='mean' or 'sum'"
+    def _warn(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        warnings.warn(
+            f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all ranks "
+            "are gathered for it: exact, at the cost of that traffic in every step. Give it a method "
+            "share(outputs, targets) -> (numerator, denominator) to avoid it.",
+            stacklevel=5,
         )

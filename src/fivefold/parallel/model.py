@@ -10,7 +10,6 @@ step(x, y):   weights of all targets  ─────────────┐
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, Part, attach, part_of
-from fivefold.parallel.exchange import gather_rows
+from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share, exact, watched_modules
-from fivefold.parallel.losses import Loss, split_loss
+from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.reduce import explained, reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
@@ -79,13 +78,11 @@ class ParallelModel(nn.Module):
         self.seed = mesh.plan.numerics.seed
         self._mesh = mesh
         self._group = mesh.group("data")
-        self._loss = loss
-        self._split: Loss | None = split_loss(loss) if loss is not None else None
+        self._loss = None if loss is None else SharedLoss(loss, self._group, mesh.device)
         self._watched = watched_modules(net)
         self._joint = mesh.plan.parallel.batch_norm == "global"
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         self._reducer = (reducer_for(net, self._group, share_buffers=not self._joint),)
-        self._warned = False
         self._unread: list[Tensor] = []
         weakref.finalize(self, _settle, self._unread)
 
@@ -113,12 +110,12 @@ class ParallelModel(nn.Module):
         inputs, targets = self._moved(inputs), self._moved(targets)
         share = self._share(inputs)
         self.steps += 1
-        weight = self._start_target_weight(targets)
+        weight = self._loss.begin(targets)
         with exact(self._watched, share) as mode:
             with span(Phase.FORWARD):
                 with mode:
                     outputs = _run_or_stand_in(self._reducer[0], inputs, share.rows, call_with)
-                own = self._own_loss(outputs, targets, share, weight)
+                own = self._loss.share(outputs, targets, weight, share.rows, share.total)
             _settle(self._unread)
             total = comm.all_reduce_later(own.detach().clone(), self._group, Tag.LOSS)
             self._unread.append(total)
@@ -175,62 +172,12 @@ class ParallelModel(nn.Module):
         if part is not None:
             origin, total = part.origin[0], part.shape[0]
         else:
-            counts = self._row_counts(rows)
+            counts = row_counts(rows, self._group, self._mesh.device)
             origin, total = sum(counts[: self._group.rank()]), sum(counts)
         if total == 0:
             raise UsageError("the batch is empty on every rank: a step needs at least one sample")
         joint = self._group if self._joint and self._group.size() > 1 else None
         return Share(rows, origin, total, self.seed, self.steps, joint)
-
-    def _row_counts(self, rows: int) -> list[int]:
-        mine = torch.tensor([rows], dtype=torch.int64, device=self._mesh.device)
-        return comm.all_gather(mine, self._group, Tag.CONTROL).flatten().tolist()
-
-    def _start_target_weight(self, targets: Any) -> comm.Pending | None:
-        weight = self._split.target_weight(targets) if self._split is not None else None
-        return None if weight is None else comm.start_all_reduce(weight, self._group, Tag.LOSS)
-
-    # ---- the loss
-
-    def _own_loss(
-        self, outputs: Any, targets: Any, share: Share, weight: comm.Pending | None
-    ) -> Tensor:
-        if self._split is not None:
-            summed = None if weight is None else weight.wait()
-            return self._split.share(outputs, targets, summed, share.rows, share.total)
-        custom = getattr(self._loss, "share", None)
-        if custom is not None:
-            numerator, denominator = custom(outputs, targets)
-            whole = torch.as_tensor(denominator, device=self._mesh.device).detach().double()
-            comm.all_reduce(whole, self._group, Tag.LOSS)
-            return numerator / whole.to(numerator.dtype)
-        return self._gathered_loss(outputs, targets, share)
-
-    def _gathered_loss(self, outputs: Any, targets: Any, share: Share) -> Tensor:
-        assert self._loss is not None
-        if self._group.size() == 1:
-            return self._loss(outputs, targets)
-        if not self._warned:
-            self._warned = True
-            name = getattr(self._loss, "__name__", type(self._loss).__name__)
-            warnings.warn(
-                f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all "
-                "ranks are gathered for it: exact, at the cost of that traffic in every step. Give it a "
-                "method share(outputs, targets) -> (numerator, denominator) to avoid it.",
-                stacklevel=4,
-            )
-        counts = self._row_counts(share.rows)
-
-        def gather(leaf: Tensor) -> Tensor:
-            if not leaf.dim() or leaf.shape[0] != share.rows:
-                raise UsageError(
-                    f"an output or target of shape {tuple(leaf.shape)} cannot be gathered for the loss: "
-                    f"its leading dim should be the {share.rows} samples of this rank"
-                )
-            return gather_rows(leaf, counts, self._group, Tag.LOSS)
-
-        # Computed alike on every rank, so each contributes its part of one loss.
-        return self._loss(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
 
     # ---- the user's names: those of the plain net
 

@@ -1,0 +1,122 @@
+"""Torch's own losses, taken apart into a numerator and a denominator."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.errors import UsageError
+
+__all__ = ["Loss", "split_loss"]
+
+_ELEMENTWISE = (
+    nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
+    nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss,
+    nn.MultiMarginLoss, nn.HingeEmbeddingLoss,
+)  # fmt: skip
+_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss)
+_FUNCTIONS: dict[Callable[..., Any], bool] = {
+    F.l1_loss: False, F.mse_loss: False, F.smooth_l1_loss: False, F.huber_loss: False,
+    F.binary_cross_entropy: False, F.binary_cross_entropy_with_logits: False, F.kl_div: False,
+    F.poisson_nll_loss: False, F.soft_margin_loss: False, F.multilabel_margin_loss: False,
+    F.multilabel_soft_margin_loss: False, F.multi_margin_loss: False, F.hinge_embedding_loss: False,
+    F.cross_entropy: True, F.nll_loss: True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss whose mean is over something countable.
+
+    `each(outputs, targets)` is unreduced; `reduction` is torch's word for what follows. With `weighted`,
+    targets that are class indices carry `weight` each and those equal to `ignore_index` count nothing.
+    """
+
+    each: Callable[[Any, Any], Tensor]
+    reduction: str
+    weighted: bool
+    weight: Tensor | None = None
+    ignore_index: int = -100
+
+    def target_weight(self, targets: Any) -> Tensor | None:
+        """Weight of this rank's targets (float64 scalar), or None if shapes alone tell the denominator."""
+        indices = isinstance(targets, Tensor) and not targets.is_floating_point()
+        if self.reduction != "mean" or not self.weighted or not indices:
+            return None
+        counted = targets != self.ignore_index
+        if self.weight is None:
+            return counted.sum(dtype=torch.float64)
+        weight = self.weight.to(device=targets.device, dtype=torch.float64)
+        return weight[targets[counted]].sum()
+
+    def share(
+        self, outputs: Any, targets: Any, target_weight: Tensor | None, rows: int, total: int
+    ) -> Tensor:
+        """This rank's share, differentiable. `target_weight` is the sum over all ranks, if there is one;
+        `rows` of the `total` samples are here.
+        """
+        each = self.each(outputs, targets)
+        numerator = each.sum()
+        if self.reduction == "sum":
+            return numerator
+        if target_weight is not None:
+            return numerator / target_weight.to(numerator.dtype)
+        if self.reduction == "batchmean":
+            return numerator / total
+        if not each.dim() or each.shape[0] != rows:
+            raise UsageError(
+                f"the loss has shape {tuple(each.shape)} before its mean, but its leading dim should be "
+                f"the {rows} samples of this rank: outputs and targets must keep samples on dim 0"
+            )
+        return numerator / (each.shape[1:].numel() * total)
+
+
+def split_loss(loss: Callable[..., Any]) -> Loss | None:
+    """Take a loss of torch's apart; None if it is another callable.
+
+    Raises `UsageError` for `reduction="none"`, which leaves no scalar to differentiate.
+    """
+    if type(loss) in _WEIGHTED or type(loss) in _ELEMENTWISE:
+        return _from_module(cast(nn.Module, loss))
+    function, options = loss, {}
+    while isinstance(function, functools.partial) and not function.args:
+        function, options = function.func, {**function.keywords, **options}
+    if function in _FUNCTIONS:
+        _check_reduction(options.get("reduction", "mean"))
+        return Loss(
+            each=functools.partial(function, **{**options, "reduction": "none"}),
+            reduction=options.get("reduction", "mean"),
+            weighted=_FUNCTIONS[function],
+            weight=options.get("weight"),
+            ignore_index=options.get("ignore_index", -100),
+        )
+    return None
+
+
+def _from_module(loss: Any) -> Loss:
+    _check_reduction(loss.reduction)
+    unreduced = copy.copy(loss)  # shares weights; only the word changes
+    unreduced.reduction = "none"
+    weighted = type(loss) in _WEIGHTED
+    return Loss(
+        each=unreduced,
+        reduction=loss.reduction,
+        weighted=weighted,
+        weight=loss.weight if weighted else None,
+        ignore_index=loss.ignore_index if weighted else -100,
+    )
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum", "batchmean"):
+        raise UsageError(
+            f"a loss with reduction={reduction!r} gives no single number to differentiate: "
+            "use reduction='mean' or 'sum'"
+        )
