@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.train.report import Report
 from fivefold.train.verify import verify
+from fivefold.train.verify.report import Report
 from ranks import run_ranks
 
 __all__ = [

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fivefold as ff
 from fivefold.mesh import Mesh
 from fivefold.recipes.models import build
-from fivefold.train.report import Report
 from fivefold.train.verify import verify
+from fivefold.train.verify.report import Report
 
 CRITERION = nn.CrossEntropyLoss(label_smoothing=0.1)
 

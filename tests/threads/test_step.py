@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fivefold as ff
 from fivefold.errors import PlanError, UsageError
@@ -292,3 +293,22 @@ def test_axes_without_an_engine_are_refused() -> None:
             ff.parallelize(copy.deepcopy(NET), mesh)
 
     run_ranks(Layout(height=2), check)
+
+
+def test_outside_step_a_checkpointed_dropout_draws_twice_alike() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    with ff.start(device="cpu") as mesh:
+        model = ff.parallelize(Checkpointed(), mesh)
+        x = torch.ones(4, 6, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+    kept = (y != 0).float().mul(2.0)  # d y / d (output of the linear layer)
+    assert x.grad is not None
+    assert torch.allclose(x.grad, kept @ model.module.body[0].weight)

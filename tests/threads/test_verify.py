@@ -16,8 +16,8 @@ from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel
 from fivefold.plan import Layout, Parallel, Plan
 from fivefold.recipes import models
-from fivefold.train.report import Report
 from fivefold.train.verify import verify
+from fivefold.train.verify.report import Report
 from ranks import run_ranks
 from zoo import Call, Case, Then, run
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.train.judge import nudged
-from fivefold.train.measure import Snapshot, Values, errors, not_finite
-from fivefold.train.report import Item, Quantity, Replicas, Report, tolerance
+from fivefold.train.verify.judge import nudged
+from fivefold.train.verify.measure import Snapshot, Values, errors, not_finite
+from fivefold.train.verify.report import Item, Quantity, Replicas, Report, tolerance
 
 
 def snapshot(**values: Values) -> Snapshot:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.train.report import Item, Quantity, Report
+from fivefold.train.verify.report import Item, Quantity, Report
 
 __all__ = ["show"]
 

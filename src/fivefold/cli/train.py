@@ -75,6 +75,8 @@ class Train:
         recipe.check(self.data, self.size)
         plan = resolve(self, recipe, os.environ)
         models.check(plan.train.model)
+        if self.processes is None and plan.layout == Layout():
+            locate()  # one process in an allocation of many tasks: was srun forgotten?
         if launched():
             from fivefold.recipes.train import train
 

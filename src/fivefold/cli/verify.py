@@ -22,8 +22,8 @@ from fivefold.plan import AXES, Layout, Plan, Provenance
 
 if TYPE_CHECKING:
     from fivefold.mesh import Mesh
-    from fivefold.train.report import Report
-    from fivefold.train.sample import Targets
+    from fivefold.train.verify.report import Report
+    from fivefold.train.verify.sample import Targets
 
 __all__ = ["LOSSES", "Verify"]
 
@@ -161,8 +161,8 @@ class Verify:
 
         import torch
 
-        from fivefold.train.sample import random_batches
         from fivefold.train.verify import verify
+        from fivefold.train.verify.sample import random_batches
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         shape, (kind, targets) = _parse_shape(self.shape), LOSSES[self.loss]

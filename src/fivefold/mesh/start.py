@@ -90,19 +90,38 @@ def _device(place: Place, asked: str | torch.device | None) -> torch.device:
     return own
 
 
-def _backend(place: Place, plan: Plan, device: torch.device) -> str:
+def _backend(
+    place: Place, plan: Plan, device: torch.device, store: dist.Store, timeout: timedelta
+) -> str:
     if plan.comm.backend != "auto":
         return plan.comm.backend
-    gpu_each = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
-    return "cpu:gloo,cuda:nccl" if gpu_each else "gloo"
+    if device.type != "cuda":
+        return "gloo"
+    own = str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType]
+    alone = nobody_else_has(own, store, place.world_size, timeout)
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"
+
+
+def nobody_else_has(thing: str, store: dist.Store, ranks: int, timeout: timedelta) -> bool:
+    """Whether all `ranks` of `store` name different things. Collective.
+
+    Counting visible GPUs would not tell: with `--gpus-per-task` every rank sees one, its own.
+    """
+    if store.add(f"has/{thing}", 1) > 1:
+        store.set("shared", "1")
+    if store.add("told", 1) == ranks:
+        store.set("all told", "1")
+    store.wait(["all told"], timeout)
+    return not store.check(["shared"])
 
 
 def _join(place: Place, plan: Plan, device: torch.device) -> None:
     timeout = timedelta(seconds=read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s))
     try:
+        store = _store(place, timeout)
         dist.init_process_group(
-            _backend(place, plan, device),
-            store=_store(place, timeout),
+            _backend(place, plan, device, store, timeout),
+            store=store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,

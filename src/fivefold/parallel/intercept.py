@@ -48,6 +48,9 @@ class Share:
     step: int
     group: dist.ProcessGroup | None
     """whose batch-norm statistics are joined; None leaves each rank its own"""
+    draws: bool = True
+    """whether random masks are ours; not outside `step`, where nothing is there any more when backward runs
+    a checkpointed part again and needs the same masks"""
     keys: Keys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +118,7 @@ def _entered(name: str, forward: Callable[..., Any], mode: _Mode) -> Callable[..
 
 
 class _Mode(TorchFunctionMode):
-    """Routes the calls in `_ANSWERS`; warns once about random calls that it cannot make exact."""
+    """Routes the calls in `_NORMS` and `_DRAWS`; warns once about random calls that it cannot make exact."""
 
     def __init__(self, share: Share) -> None:
         super().__init__()
@@ -143,7 +146,7 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        answer = _ANSWERS.get(func)
+        answer = _NORMS.get(func) or (_DRAWS.get(func) if self.share.draws else None)
         return func(*args, **kwargs) if answer is None else answer(self.share, func, args, kwargs)
 
 
@@ -271,10 +274,13 @@ def _warn_layout(what: str) -> None:
     )
 
 
-_ANSWERS: dict[Any, Callable[[Share, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+_Answers = dict[Any, Callable[[Share, Any, tuple[Any, ...], dict[str, Any]], Any]]
+_NORMS: _Answers = {
     F.batch_norm: _batch_norm,
     torch.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
+}
+_DRAWS: _Answers = {
     **dict.fromkeys(_DROPOUTS, _dropout),
     Tensor.bernoulli_: _bernoulli,
     F.scaled_dot_product_attention: _attention,

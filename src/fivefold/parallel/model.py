@@ -10,6 +10,7 @@ step(x, y):   weights of all targets  ─────────────┐
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -148,7 +149,7 @@ class ParallelModel(nn.Module):
         if not leaves(inputs):
             return self.module(*args, **kwargs)
         if self.training:
-            share = self._share(inputs)
+            share = dataclasses.replace(self._share(inputs), draws=False)
             with exact(self._watched, share) as mode, mode:
                 return _run_or_stand_in(self._reducer[0], inputs, share.rows, _call_both)
         rows = rows_of(inputs, "inputs")

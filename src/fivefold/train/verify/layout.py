@@ -18,9 +18,9 @@ from fivefold.parallel.exchange import gather_rows
 from fivefold.parallel.trees import leaves, map_tensors, rows_of
 from fivefold.plan import AXES
 from fivefold.trace import Tag
-from fivefold.train.measure import Snapshot
-from fivefold.train.reference import State, seeded, sgd, snapshot
-from fivefold.train.report import Replicas
+from fivefold.train.verify.measure import Snapshot
+from fivefold.train.verify.reference import State, seeded, sgd, snapshot
+from fivefold.train.verify.report import Replicas
 
 __all__ = ["OnLayout"]
 

@@ -24,10 +24,10 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.plan import AXES
-from fivefold.train.judge import Judge
-from fivefold.train.layout import OnLayout
-from fivefold.train.reference import State, cast_net, cast_tree
-from fivefold.train.report import Report
+from fivefold.train.verify.judge import Judge
+from fivefold.train.verify.layout import OnLayout
+from fivefold.train.verify.reference import State, cast_net, cast_tree
+from fivefold.train.verify.report import Report
 
 __all__ = ["verify"]
 

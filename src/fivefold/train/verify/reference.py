@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
-from fivefold.train.measure import Snapshot
+from fivefold.train.verify.measure import Snapshot
 
 __all__ = [
     "OneProcess",

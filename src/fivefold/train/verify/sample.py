@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.train.reference import cast_net, default_dtype, seeded
+from fivefold.train.verify.reference import cast_net, default_dtype, seeded
 
 __all__ = ["Targets", "random_batches"]
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
 from fivefold.parallel.trees import leaves, map_tensors
-from fivefold.train.measure import QUANTITIES, Snapshot, errors, not_finite
-from fivefold.train.reference import OneProcess, State
-from fivefold.train.report import Item, Quantity, Replicas, Report, tolerance
+from fivefold.train.verify.measure import QUANTITIES, Snapshot, errors, not_finite
+from fivefold.train.verify.reference import OneProcess, State
+from fivefold.train.verify.report import Item, Quantity, Replicas, Report, tolerance
 
 __all__ = ["CHANCES", "Judge", "nudged"]
 
