@@ -79,13 +79,14 @@ def test_one_process_alone_equals_itself() -> None:
     assert all(item.error < 1e-14 for item in report.worst)
 
 
-def test_reentrant_checkpoints_are_exact_where_nothing_is_summed() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_reentrant_checkpoints_are_exact(ranks: int) -> None:
     from torch.utils.checkpoint import checkpoint
 
     inner = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Dropout(0.3))
     case = Case(lambda: Then(Call(lambda self, x: checkpoint(self.inner, x, use_reentrant=True),
                                   inner=inner)))  # fmt: skip
-    assert run(case, 1, 5).passed
+    assert run(case, ranks, 5).passed
 
 
 # ---- what is not exact fails

@@ -7,10 +7,9 @@ from fivefold.comm.collectives import (
     Pending,
     all_gather,
     all_reduce,
-    all_reduce_later,
+    broadcast,
     broadcast_text,
     reduce_scatter,
-    settle,
     start_all_reduce,
 )
 
@@ -19,9 +18,8 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
-    "all_reduce_later",
+    "broadcast",
     "broadcast_text",
     "reduce_scatter",
-    "settle",
     "start_all_reduce",
 ]

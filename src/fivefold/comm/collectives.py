@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from fivefold.errors import FivefoldError
@@ -25,10 +24,9 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
-    "all_reduce_later",
+    "broadcast",
     "broadcast_text",
     "reduce_scatter",
-    "settle",
     "start_all_reduce",
 ]
 
@@ -78,20 +76,6 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Pend
     return Pending(tensor, work, group, tag)
 
 
-def all_reduce_later(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
-    """The sum of `tensor` over `group`, as a tensor that waits for the ranks only when it is used."""
-    if group.size() == 1:
-        return tensor
-    with _named("all_reduce", group, tag):
-        return functional.all_reduce(tensor, "sum", group)
-
-
-def settle(tensor: Tensor) -> None:
-    """Wait for what `all_reduce_later` returned, if nobody has: torch complains at exit otherwise."""
-    if isinstance(tensor, functional.AsyncCollectiveTensor):
-        tensor.wait()
-
-
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
     """The tensors of all ranks, which have one shape (*s), stacked in rank order: (ranks, *s)."""
     if group.size() == 1:
@@ -123,6 +107,15 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.dev
         buffer = data if group.rank() == 0 else data.new_empty(int(length.item()))
         dist.broadcast(buffer, group=group, group_src=0)
     return bytes(buffer.tolist()).decode()
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> None:
+    """Overwrite `tensor` with that of the first rank of `group`."""
+    if group.size() == 1:
+        return
+    sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    with _named("broadcast", group, tag):
+        dist.broadcast(sent, group=group, group_src=0)
 
 
 @contextmanager

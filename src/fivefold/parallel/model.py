@@ -3,31 +3,27 @@
 step(x, y):   weights of all targets  ─────────────┐ (summed over ranks while forward runs)
               outputs = net(x)   batch norm, dropout: intercept
               share   = own numerator / weight of all ranks' targets        losses
-              loss    = sum of shares                                        (returned, not waited for)
-              share.backward()   gradients summed while backward runs        reduce
+              loss    = sum of shares, and gradients: while backward runs   reduce
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fivefold import comm
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, Part, attach, part_of
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
-from fivefold.parallel.reduce import explained, reducer_for
+from fivefold.parallel.reduce import reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
-from fivefold.trace import Phase, Tag, span
+from fivefold.trace import Phase, span
 
 __all__ = ["ParallelModel", "parallelize"]
 
@@ -84,8 +80,6 @@ class ParallelModel(nn.Module):
         self._joint = mesh.plan.parallel.batch_norm == "global"
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         self._reducer = (reducer_for(net, self._group, share_buffers=not self._joint),)
-        self._unread: list[Tensor] = []
-        weakref.finalize(self, _settle, self._unread)
 
     # ---- one training step
 
@@ -99,7 +93,7 @@ class ParallelModel(nn.Module):
             targets: what the loss compares with; samples on the leading dim.
             scaler: a `torch.amp.GradScaler`, which then scales what backward starts from.
 
-        Returns the loss of the whole batch, detached; it is read without waiting, and waits when used.
+        Returns the loss of the whole batch, detached; it travels with the gradients.
         Repeated calls accumulate gradients. Autocast is honoured in forward.
 
         Raises:
@@ -117,23 +111,17 @@ class ParallelModel(nn.Module):
                 with mode:
                     outputs = _run_or_stand_in(self._reducer[0], inputs, share.rows, call_with)
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total)
-            _settle(self._unread)
-            total = comm.all_reduce_later(own.detach().clone(), self._group, Tag.LOSS)
-            self._unread.append(total)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
-                own = own * self._reducer[0].scale
-                self._backward(own if scaler is None else scaler.scale(own), share)
-        return total
+                return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
 
-    def _backward(self, own: Tensor, share: Share) -> None:
+    def _backward(self, own: Tensor, share: Share, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         hooks = []
         if not share.rows:  # a stand-in adds nothing, even where it gave NaN
             trained = [p for p in self.module.parameters() if p.requires_grad]
             hooks = [parameter.register_hook(_nothing) for parameter in trained]
         try:
-            with explained():
-                own.backward()
+            return self._reducer[0].backward(own, scaled)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -199,11 +187,8 @@ class ParallelModel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
 
-def _settle(unread: list[Tensor]) -> None:
-    """Wait for losses that nobody has read."""
-    while unread:
-        with contextlib.suppress(RuntimeError):  # a peer is gone: its own error says so
-            comm.settle(unread.pop())
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
 
 
 def _nothing(gradient: Tensor | None) -> Tensor | None:

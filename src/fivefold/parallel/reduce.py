@@ -1,50 +1,37 @@
-"""Completing gradients: the one interface behind which they are summed over ranks.
-
-`DistributedDataParallel` fills it so far. It averages, so a rank's share of the loss is scaled by the number
-of ranks; averaging also leaves gradients of earlier steps alone, which all ranks hold alike, so that
-repeated steps accumulate.
-"""
+"""Completing gradients: the one interface behind which they are summed over ranks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Generator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
+from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.parallel.buckets import Bucket, packed
+from fivefold.trace import Tag
 
-__all__ = ["Alone", "Averaged", "Reducer", "explained", "reducer_for"]
-
-# torch 2.13 renamed the option.
-_SHARE_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+__all__ = ["Alone", "Bucketed", "Reducer", "reducer_for"]
 
 
 class Reducer(Protocol):
     """Runs the net forward so that, after backward, every `.grad` is complete on every rank."""
 
-    @property
-    def scale(self) -> float:
-        """What a share of the loss is multiplied by before backward, for gradients that are sums."""
-        ...
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The net's forward pass."""
+        ...
+
+    def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Differentiate `scaled` of the sum of all ranks' shares; returns that sum, detached."""
         ...
 
 
 class Alone:
     """One replica: its gradients are complete as they are."""
-
-    scale = 1.0
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
@@ -53,64 +40,116 @@ class Alone:
         """The net's forward pass."""
         return self._net(*args, **kwargs)
 
+    def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Differentiate `scaled` of the share, which is the sum."""
+        scaled(share).backward()
+        return share.detach()
 
-class _Replica(nn.Module):
-    """The net beside a parameter that nothing uses.
 
-    Unused parameters have to be looked for in every step: with a net that nobody rewrote one cannot know
-    beforehand, and a bucket that waits for one would never be reduced. DistributedDataParallel writes a
-    warning past Python's filters when it looks and finds none; so there is always one.
+class Bucketed:
+    """Sums bucket by bucket while backward still runs; see `buckets`.
+
+    Replicas are made equal to the first one at the start. `share_buffers`: send the first replica's buffers
+    to the others before every forward pass, for buffers that would else drift apart.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        some = next(p for p in net.parameters() if p.requires_grad)
-        self.net = net
-        self.spare = nn.Parameter(some.detach().new_zeros(1))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.net(*args, **kwargs)
-
-
-class Averaged:
-    """DistributedDataParallel, which averages bucket by bucket while backward still runs."""
-
     def __init__(self, net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> None:
-        self.scale = float(group.size())
-        options: dict[str, Any] = {_SHARE_BUFFERS: share_buffers}
-        self._net = DistributedDataParallel(
-            _Replica(net),
-            process_group=group,
-            find_unused_parameters=True,
-            **options,
-        )
+        self._net, self._group, self._share_buffers = net, group, share_buffers
+        self._hooks: list[Any] = []
+        self._trained: list[nn.Parameter] = []
+        self._buckets: list[Bucket] = []
+        self._next = 0
+        """number of the bucket to be sent next: all ranks send in this order"""
+        self._finishes = False
+        _tell([*net.parameters(), *net.buffers()], group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The net's forward pass."""
+        self._follow()
+        if self._share_buffers and torch.is_grad_enabled():
+            _tell(list(self._net.buffers()), self._group)
         return self._net(*args, **kwargs)
 
+    def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Differentiate `scaled` of the sum of shares, all of it averaged again by the buckets."""
+        last = self._buckets[-1].loss
+        value = share.detach() * self._group.size()
+        travels = last.dtype == value.dtype and last.device == value.device
+        last.copy_(value) if travels else last.zero_()
+        self._finishes = True
+        try:
+            scaled(share * self._group.size()).backward()
+            self._finish()
+        finally:
+            self._finishes = False
+        if travels:
+            return last[0].clone()
+        return comm.all_reduce(value, self._group, Tag.LOSS) / self._group.size()
 
-@contextmanager
-def explained() -> Generator[None]:
-    """Around backward: say what to do where DistributedDataParallel cannot follow."""
-    try:
-        yield
-    except RuntimeError as problem:
-        if "ready only once" not in str(problem):
-            raise
-        raise UsageError(
-            "a part of the net was checkpointed with use_reentrant=True, which runs a backward pass of its "
-            "own inside the backward pass; gradients cannot be summed that way: use_reentrant=False"
-        ) from problem
+    def _follow(self) -> None:
+        """Pack buckets anew when parameters were frozen or thawed."""
+        trained = [p for p in self._net.parameters() if p.requires_grad]
+        if len(trained) == len(self._trained) and all(map(_same, trained, self._trained)):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._trained, self._buckets = trained, packed(trained)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self._arrived, bucket, number)
+            )
+            for bucket in self._buckets
+            for number, parameter in enumerate(bucket.parameters)
+        ]
+
+    def _arrived(self, bucket: Bucket, number: int, _parameter: Tensor) -> None:
+        if number not in bucket.missing:
+            raise UsageError(
+                "a parameter got its gradient twice in one backward pass: it is used in several parts that "
+                "are checkpointed with use_reentrant=True; use_reentrant=False works"
+            )
+        if not self._finishes:  # a bare loss.backward(), outside `step`
+            self._finishes = True
+            engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            engine.queue_callback(self._finish_bare)
+        bucket.missing.remove(number)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._buckets[self._next].launch(self._group)
+            self._next += 1
+
+    def _finish(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            bucket.launch(self._group)
+        for bucket in self._buckets:
+            bucket.finish()
+        self._next = 0
+
+    def _finish_bare(self) -> None:
+        self._finishes = False
+        self._finish()
 
 
 def reducer_for(net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> Reducer:
-    """The reducer for a net whose replicas are the ranks of `group`.
-
-    `share_buffers`: send the first replica's buffers to the others before every forward pass, as plain
-    DistributedDataParallel does; for buffers that would else drift apart.
-    """
+    """The reducer for a net whose replicas are the ranks of `group`; see `Bucketed`."""
     trains = any(parameter.requires_grad for parameter in net.parameters())
     if group.size() == 1 or not trains:
         return Alone(net)
-    return Averaged(net, group, share_buffers)
+    return Bucketed(net, group, share_buffers)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other
+
+
+@torch.no_grad()
+def _tell(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Make tensors equal to those of the first rank; one message per dtype."""
+    kinds = sorted({tensor.dtype for tensor in tensors}, key=str)
+    for kind in kinds:
+        alike = [t.detach() for t in tensors if t.dtype == kind and t.numel()]
+        flat = torch.cat([t.reshape(-1) for t in alike]) if alike else torch.empty(0, dtype=kind)
+        if not flat.numel():
+            continue
+        comm.broadcast(flat, group, Tag.GRADIENTS)
+        for tensor, told in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(told.view(tensor.shape))

@@ -1,0 +1,126 @@
+"""Gradients summed over ranks bucket by bucket, while backward still runs.
+
+    backward  ── conv20 ── conv19 ── ... ── conv9 ──┬── conv8 ── ... ── conv1 ──┐
+    bucket 0  full: all_reduce ─────────────────────┼──────── done              │
+    bucket 1                                        └ full: all_reduce ─────────┴─ wait, copy back
+
+A bucket is one flat tensor: the gradients of its parameters, a flag per parameter that says whether any
+rank used it, and in the last bucket the loss. Flags and loss thus cost no message of their own, and
+parameters that the loss does not use need no look at the autograd graph: their gradients stay None, as in
+one process.
+
+What is sent is `.grad` as it stands, divided by the number of ranks: an average, which leaves alone what
+earlier steps left there (all ranks hold the same). A share of a loss is therefore scaled up before backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.trace import Tag
+
+__all__ = ["Bucket", "packed"]
+
+FIRST_BYTES = 1 << 20
+"""The first bucket is small, so that communication begins early"""
+OTHER_BYTES = 25 << 20
+
+
+@dataclass
+class Bucket:
+    """Parameters of one dtype and device whose gradients travel together."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor = field(init=False)
+    missing: set[int] = field(init=False)
+    """numbers of the parameters whose gradient has not come in this step"""
+    pending: comm.Pending | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.flat = self.parameters[0].detach().new_zeros(sum(sizes) + len(sizes) + 1)
+        *parts, self._used, self.loss = self.flat.split([*sizes, len(sizes), 1])
+        self._views = [_like(part, p) for part, p in zip(parts, self.parameters, strict=True)]
+        self.missing = set(range(len(sizes)))
+
+    @torch.no_grad()
+    def launch(self, group: dist.ProcessGroup) -> None:
+        """Send what has come. Parameters that are still missing count as unused on this rank."""
+        grads = [parameter.grad for parameter in self.parameters]
+        dense = [g for g in grads if g is not None and not g.is_sparse]
+        if len(dense) == len(grads):
+            torch._foreach_copy_(self._views, dense)  # pyright: ignore[reportPrivateUsage]
+        else:
+            for view, grad in zip(self._views, grads, strict=True):
+                view.zero_() if grad is None else view.copy_(
+                    grad.to_dense() if grad.is_sparse else grad
+                )
+        self._used.fill_(1)
+        for number in self.missing:
+            self._used[number] = 0
+        self.flat.div_(group.size())
+        sent = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        self.pending = comm.start_all_reduce(sent, group, Tag.GRADIENTS)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sums and write them to the parameters that any rank used."""
+        assert self.pending is not None
+        self.pending.wait()
+        self.pending = None
+        grads = [parameter.grad for parameter in self.parameters]
+        dense = [g for g in grads if g is not None and not g.is_sparse]
+        if not self.missing and len(dense) == len(grads):
+            torch._foreach_copy_(dense, self._views)  # pyright: ignore[reportPrivateUsage]
+        else:
+            for parameter, view, used in zip(
+                self.parameters, self._views, self._used.tolist(), strict=True
+            ):
+                if used or parameter.grad is not None:
+                    _put(parameter, view)
+        self.missing = set(range(len(self.parameters)))
+
+
+def packed(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+    """Buckets in the order in which gradients come: the last layers first."""
+    groups: list[list[nn.Parameter]] = []
+    room_bytes = 0
+    for parameter in reversed(parameters):
+        like = groups and (groups[-1][0].dtype, groups[-1][0].device)
+        if like != (parameter.dtype, parameter.device) or room_bytes <= 0:
+            room_bytes = OTHER_BYTES if groups else FIRST_BYTES
+            groups.append([])
+        groups[-1].append(parameter)
+        room_bytes -= parameter.numel() * parameter.element_size()
+    return [Bucket(group) for group in groups]
+
+
+def _like(part: Tensor, parameter: Tensor) -> Tensor:
+    """The piece of a flat tensor in the shape, and where it is dense the memory order, of a parameter."""
+    if parameter.is_contiguous() or not _dense(parameter):
+        return part.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride())
+
+
+def _dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size if size != 1 else 1
+    return True
+
+
+def _put(parameter: nn.Parameter, view: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = view.clone()
+    elif parameter.grad.is_sparse:
+        parameter.grad = view.to_sparse(parameter.grad.sparse_dim())
+    else:
+        parameter.grad.copy_(view)
