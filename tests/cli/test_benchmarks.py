@@ -1,0 +1,103 @@
+"""The benchmarks run as their README says, only smaller, and their statistics are what they claim."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "data-parallel"
+MODULES = ("contenders", "figures", "report")
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The benchmark's own modules: beside their script, as it finds them."""
+    monkeypatch.syspath_prepend(str(HERE))
+    yield {name: __import__(name) for name in MODULES}
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def measured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(HERE / "run.py"), "--results", str(folder), *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_two_contenders_take_turns_and_end(tmp_path: Path) -> None:
+    small = ["--batch=8", "--image=8", "--steps=1", "--rounds=7", "--startup=0"]
+    done = measured(tmp_path, "--variants=fp32", *small, "--contenders", "ddp", "exact")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "8px-8-fp32.json").read_text())
+    assert {name: len(rates) for name, rates in result["images_per_s"].items()} == {
+        "ddp": 7,
+        "exact": 7,
+    }
+    assert result["threads"] == {"ddp": 1, "exact": 1}
+    assert "fivefold run, exact" in done.stdout
+
+
+def test_a_contender_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    done = measured(tmp_path, "--variants=fp32", "--model=resnet21", "--startup=0", "--rounds=1")
+    assert done.returncode == 1
+    assert done.stderr.count("error: one process alone") == 1
+    assert "did you mean 'resnet20'" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_few_rounds_are_not_kept(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    modules["report"].keep({"rounds": 6}, "fp32", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says(modules: dict[str, ModuleType]) -> None:
+    draw = random.Random(0)
+    for n in (7, 9, 21):
+        claimed = modules["figures"].Median.of([draw.random() for _ in range(n)]).coverage
+        medians = (
+            modules["figures"].Median.of([draw.expovariate(1.0) for _ in range(n)])
+            for _ in range(4000)
+        )
+        held = statistics.mean(m.low <= 0.6931 <= m.high for m in medians)
+        assert claimed >= 0.95
+        assert held == pytest.approx(claimed, abs=0.012)
+
+
+def test_a_goal_is_met_by_the_whole_interval(modules: dict[str, ModuleType]) -> None:
+    median = modules["figures"].Median
+    assert median(1.0, 0.98, 1.01, 0.96).at_least(0.98) == "met"
+    assert median(1.0, 0.97, 1.01, 0.96).at_least(0.98).startswith("open")
+    assert median(0.9, 0.88, 0.97, 0.96).at_least(0.98) == "missed"
+    assert median(1.0, 0.9, 1.15, 0.96).at_most(1.15) == "met"
+    assert median(1.2, 1.16, 1.3, 0.96).at_most(1.15) == "missed"
+    assert median(1.0, 1.0, 1.0, 0.75).at_least(0.98).startswith("too few")
+
+
+def test_every_contender_computes_after_every_other(modules: dict[str, ModuleType]) -> None:
+    sys.modules.pop("run", None)
+    run = __import__("run")
+    rounds = [run._order("abcde", number) for number in range(10)]
+    assert all(sorted(order) == list("abcde") for order in rounds)
+    assert {order[0] for order in rounds} == set("abcde")
+    follows = {pair for order in rounds for pair in itertools.pairwise(order)}
+    assert {(a, b) for a, b in follows if a < b} and {(a, b) for a, b in follows if a > b}
+    sys.modules.pop("run", None)
+    sys.modules.pop("startup", None)
+
+
+def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -> None:
+    text = (HERE / "README.md").read_text()
+    assert modules["report"].renewed(text, HERE / "results") == text
