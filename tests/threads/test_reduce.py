@@ -179,7 +179,8 @@ def test_channels_last_weights_keep_their_memory_order() -> None:
     def check(mesh: Mesh) -> bool:
         mine = copy.deepcopy(conv)
         reduced = Bucketed(mine, mesh.group("data"), share_buffers=False)
-        reduced.backward(reduced(torch.ones(2, 3, 5, 5)).sum(), lambda loss: loss)
+        reduced.begin()
+        reduced.backward(mine(torch.ones(2, 3, 5, 5)).sum(), lambda loss: loss)
         assert mine.weight.grad is not None
         return mine.weight.grad.is_contiguous(memory_format=torch.channels_last)
 

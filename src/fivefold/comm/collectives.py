@@ -7,7 +7,7 @@ backends raise ("Connection closed by peer") says none of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
-    "broadcast",
+    "broadcast_all",
     "broadcast_text",
     "reduce_scatter",
     "start_all_reduce",
@@ -37,6 +37,10 @@ _all_gather_single: Callable[..., Any] = vars(dist).get(
 _reduce_scatter_single: Callable[..., Any] = vars(dist).get(
     "reduce_scatter_single", vars(dist)["reduce_scatter_tensor"]
 )
+
+
+_MESSAGE_BYTES = 250 << 20
+"""the most that `broadcast_all` packs into one message"""
 
 
 class CommError(FivefoldError):
@@ -109,13 +113,14 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.dev
     return bytes(buffer.tolist()).decode()
 
 
-def broadcast(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> None:
-    """Overwrite `tensor` with that of the first rank of `group`."""
-    if group.size() == 1:
+def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, tag: Tag) -> None:
+    """Overwrite `tensors` with those of the first rank of `group`; one message per dtype and device."""
+    if group.size() == 1 or not tensors:
         return
-    sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    sent = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     with _named("broadcast", group, tag):
-        dist.broadcast(sent, group=group, group_src=0)
+        # What DistributedDataParallel uses: packing dozens of small tensors from Python takes 2 ms.
+        dist._broadcast_coalesced(group, sent, _MESSAGE_BYTES, 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

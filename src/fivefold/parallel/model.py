@@ -108,8 +108,9 @@ class ParallelModel(nn.Module):
         weight = self._loss.begin(targets)
         with exact(self._watched, share) as mode:
             with span(Phase.FORWARD):
+                self._reducer[0].begin()
                 with mode:
-                    outputs = _run_or_stand_in(self._reducer[0], inputs, share.rows, call_with)
+                    outputs = _run_or_stand_in(self.module, inputs, share.rows, call_with)
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
@@ -138,8 +139,9 @@ class ParallelModel(nn.Module):
             return self.module(*args, **kwargs)
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
+            self._reducer[0].begin()
             with exact(self._watched, share) as mode, mode:
-                return _run_or_stand_in(self._reducer[0], inputs, share.rows, _call_both)
+                return _run_or_stand_in(self.module, inputs, share.rows, _call_both)
         rows = rows_of(inputs, "inputs")
         return _run_or_stand_in(self.module, inputs, rows, _call_both)
 

@@ -19,10 +19,10 @@ __all__ = ["Alone", "Bucketed", "Reducer", "reducer_for"]
 
 
 class Reducer(Protocol):
-    """Runs the net forward so that, after backward, every `.grad` is complete on every rank."""
+    """Sees to it that after `backward` every `.grad` is complete on every rank."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The net's forward pass."""
+    def begin(self) -> None:
+        """Get ready for a forward pass of the net. Collective."""
         ...
 
     def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
@@ -33,12 +33,8 @@ class Reducer(Protocol):
 class Alone:
     """One replica: its gradients are complete as they are."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The net's forward pass."""
-        return self._net(*args, **kwargs)
+    def begin(self) -> None:
+        """Nothing to do."""
 
     def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Differentiate `scaled` of the share, which is the sum."""
@@ -61,14 +57,13 @@ class Bucketed:
         self._next = 0
         """number of the bucket to be sent next: all ranks send in this order"""
         self._finishes = False
-        _tell([*net.parameters(), *net.buffers()], group)
+        self._tell([*net.parameters(), *net.buffers()])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The net's forward pass."""
+    def begin(self) -> None:
+        """Take note of what is trained now, and share buffers."""
         self._follow()
         if self._share_buffers and torch.is_grad_enabled():
-            _tell(list(self._net.buffers()), self._group)
-        return self._net(*args, **kwargs)
+            self._tell(list(self._net.buffers()))
 
     def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Differentiate `scaled` of the sum of shares, all of it averaged again by the buckets."""
@@ -85,6 +80,10 @@ class Bucketed:
         if travels:
             return last[0].clone()
         return comm.all_reduce(value, self._group, Tag.LOSS) / self._group.size()
+
+    @torch.no_grad()
+    def _tell(self, tensors: Sequence[Tensor]) -> None:
+        comm.broadcast_all(tensors, self._group, Tag.GRADIENTS)
 
     def _follow(self) -> None:
         """Pack buckets anew when parameters were frozen or thawed."""
@@ -133,23 +132,9 @@ def reducer_for(net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -
     """The reducer for a net whose replicas are the ranks of `group`; see `Bucketed`."""
     trains = any(parameter.requires_grad for parameter in net.parameters())
     if group.size() == 1 or not trains:
-        return Alone(net)
+        return Alone()
     return Bucketed(net, group, share_buffers)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one is other
-
-
-@torch.no_grad()
-def _tell(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Make tensors equal to those of the first rank; one message per dtype."""
-    kinds = sorted({tensor.dtype for tensor in tensors}, key=str)
-    for kind in kinds:
-        alike = [t.detach() for t in tensors if t.dtype == kind and t.numel()]
-        flat = torch.cat([t.reshape(-1) for t in alike]) if alike else torch.empty(0, dtype=kind)
-        if not flat.numel():
-            continue
-        comm.broadcast(flat, group, Tag.GRADIENTS)
-        for tensor, told in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            tensor.copy_(told.view(tensor.shape))
