@@ -21,7 +21,8 @@ for _ in range(2):  # a process may start, stop and start again
     with ff.start() as mesh:
         model = ff.parallelize(net.double(), mesh, loss=nn.CrossEntropyLoss())
         loss = model.step(*model.shard(x.double(), y))
-        print(f"rank {mesh.rank} of {mesh.size} loss {loss.item():.12f}", flush=True)
+        # One write per line: torchrun lets the ranks write to one pipe as they please.
+        print(f"rank {mesh.rank} of {mesh.size} loss {loss.item():.12f}\\n", end="", flush=True)
 """
 
 ADDRESS = """
