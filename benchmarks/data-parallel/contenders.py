@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
@@ -44,16 +44,20 @@ class Kind:
     ranks: int
     threads: int
     """per rank"""
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 _FIVEFOLD = ("-m", "fivefold", "run", "-n", str(RANKS), "--log-dir", "{logs}")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+# What `fivefold.start` sets too: glibc keeps freed memory for the next step, up to tensors of 32 MB.
+_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("alone", "one process alone on half the batch, one thread", (), 1, 1),
+        Kind("alone", "one process alone on half the batch, one thread", (), 1, 1, _HEAP),
         Kind("single", "one process, two threads", (), 1, RANKS),
-        Kind("ddp", "torchrun, DistributedDataParallel", _TORCHRUN, RANKS, 1),
+        Kind("ddp", "torchrun, DDP", _TORCHRUN, RANKS, 1),
+        Kind("ddp-heap", "torchrun, DDP, heap kept", _TORCHRUN, RANKS, 1, _HEAP),
         Kind("replica", "fivefold run, statistics of each replica", _FIVEFOLD, RANKS, 1),
         Kind("exact", "fivefold run, exact", _FIVEFOLD, RANKS, 1),
     )
@@ -95,7 +99,7 @@ class Contender:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *launcher, *worker],
-                env={**os.environ, "OMP_NUM_THREADS": str(kind.threads)},
+                env={**os.environ, **kind.environ, "OMP_NUM_THREADS": str(kind.threads)},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -153,6 +157,15 @@ class Contender:
                 print(steps, file=told, flush=True)
         return self._answer_of_first()["step_s"]
 
+    def used_s(self) -> float:
+        """Processor time of all its processes so far, in seconds."""
+        total = 0.0
+        for process in self._family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # `block` will tell
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
     def _answer_of_first(self) -> dict[str, Any]:
         """What rank 0 said, when all ranks have answered."""
         answers: list[dict[str, Any]] = []
@@ -177,4 +190,5 @@ class Contender:
 
     def _remember_family(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._family += psutil.Process(self._process.pid).children(recursive=True)
+            launcher = psutil.Process(self._process.pid)
+            self._family = [launcher, *launcher.children(recursive=True)]

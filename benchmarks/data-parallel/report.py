@@ -60,11 +60,13 @@ def heading(result: dict[str, Any]) -> str:
 def conditions(result: dict[str, Any]) -> str:
     """One line: on what, with what, when."""
     told = result["environment"]
+    repeated = told["disturbed_rounds"]
+    again = f" and {repeated} more that others disturbed" if repeated else ""
     device = "" if told.get("device", "cpu") == "cpu" else f"{told['device']}, "
     return (
         f"{device}{told['cpu']}, {told['cores']} cores; torch {told['torch']}, Python {told['python']}, "
-        f"Linux {told['kernel']}; commit {told['commit']}, {told['date']}; {result['rounds']} rounds; "
-        f"cores busy before: {told['busy_before_percent']:.0f} %."
+        f"Linux {told['kernel']}; commit {told['commit']}, {told['date']}; {result['rounds']} rounds"
+        f"{again}; cores used by others meanwhile: {told['used_by_others']:.0%}."
     )
 
 
@@ -77,11 +79,13 @@ def throughput(result: dict[str, Any]) -> str:
         rows.append(_row(f"ideal: {result['ranks']} times one process alone", ideal, rates, ideal))
     rows += [_row(KINDS[n].title, rates[n], rates, ideal) for n in rates if n != "alone"]
     text = table(["", "images/s", "middle half", "times DDP [95 %]", "of the ideal"], rows)
-    if "replica" not in rates or "ddp" not in rates:
-        return text
-    replica = ratio(rates["replica"], rates["ddp"])
-    said = replica.at_least(REPLICA_GOAL)
-    return f"{text}\n\nGoal, replica at least {REPLICA_GOAL} of DDP: {said}."
+    goals = [
+        f"Goal, replica at least {REPLICA_GOAL} of {KINDS[baseline].title}: {said}."
+        for baseline in ("ddp", "ddp-heap")
+        if baseline in rates and "replica" in rates
+        for said in [ratio(rates["replica"], rates[baseline]).at_least(REPLICA_GOAL)]
+    ]
+    return "\n\n".join([text, *goals])
 
 
 def _row(

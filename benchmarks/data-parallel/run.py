@@ -19,6 +19,7 @@ from typing import Any
 
 import report
 import startup
+from bystanders import Bystanders
 from contenders import KINDS, RANKS, Contender, leave_properly
 from figures import environment
 
@@ -31,7 +32,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--contenders", nargs="+", choices=KINDS, default=tuple(KINDS))
-    parser.add_argument("--rounds", type=int, default=21, help="blocks of each contender")
+    parser.add_argument("--rounds", type=int, default=17, help="blocks of each contender")
     parser.add_argument("--steps", type=int, default=6, help="timed steps in a block")
     parser.add_argument(
         "--model", default="resnet20", help="a name that fivefold.recipes.models has"
@@ -40,6 +41,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--per-rank", action="store_true", help="the batch is each rank's instead")
     parser.add_argument("--image", type=int, default=32, help="pixels along each side")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--heap", choices=("kept", "returned"), default="kept", help="see README.md"
+    )
     parser.add_argument("--startup", type=int, default=15, help="rounds of start-up; 0 for none")
     parser.add_argument(
         "--results", type=Path, default=report.RESULTS, help="folder of the figures"
@@ -76,16 +80,25 @@ def measure(asked: argparse.Namespace, variant: str) -> dict[str, Any]:
         for name in asked.contenders:
             share = batch // RANKS if name == "alone" else batch
             words = _worker_options(asked, variant, share)
-            running.append(stack.enter_context(Contender(KINDS[name], words, Path(folder))))
-            running[-1].wait_until_ready()  # one after the other: never do two compute at once
+            contender = Contender(KINDS[name], words, Path(folder))
+            running.append(stack.enter_context(contender))
+            contender.wait_until_ready()  # one after the other: never do two compute at once
         rates: dict[str, list[float]] = {}
         blocks: dict[str, list[list[float]]] = {c.kind.name: [] for c in running}
-        for number in range(asked.rounds):
-            for contender in _order(running, number):
-                blocks[contender.kind.name].append(contender.block(asked.steps))
+        others = Bystanders(asked.rounds, lambda: sum(c.used_s() for c in running))
+        done = 0
+        while done < asked.rounds:
+            others.begin()
+            order = _order(running, done + others.disturbed)
+            latest = {c.kind.name: c.block(asked.steps) for c in order}
+            if not others.were_quiet():
+                continue
+            done += 1
+            for name, step_s in latest.items():
+                blocks[name].append(step_s)
             rates = {name: _images_per_s(name, batch, own) for name, own in blocks.items()}
             shown = "  ".join(f"{name} {own[-1]:.0f}" for name, own in rates.items())
-            print(f"{variant} {number + 1}/{asked.rounds} images/s: {shown}", flush=True)
+            print(f"{variant} {done}/{asked.rounds} images/s: {shown}", flush=True)
         told = running[-1].greeting
     return {
         "benchmark": "data-parallel",
@@ -96,7 +109,12 @@ def measure(asked: argparse.Namespace, variant: str) -> dict[str, Any]:
         "ranks": RANKS,
         "steps_per_block": asked.steps,
         "rounds": asked.rounds,
-        "environment": {**before, "torch": told["torch"], "device": told["device"]},
+        "environment": {
+            **before,
+            "torch": told["torch"],
+            "device": told["device"],
+            **others.told(),
+        },
         "threads": {c.kind.name: c.greeting["threads"] for c in running},
         "images_per_s": rates,
         "median_step_s": {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+from bystanders import Bystanders
 from contenders import HERE, RANKS, BenchmarkError, leave_properly
 from figures import environment
 
@@ -47,13 +49,20 @@ def measure(rounds: int) -> dict[str, Any]:
     wall_s: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as name:
         folder = Path(name)
-        for number in range(-WARM_UP, rounds):
-            turn = list(commands(folder / f"logs{number}").items())
-            for title, command in turn if number % 2 else turn[::-1]:
-                seconds = _wall_s(command, folder)
-                if number >= 0:
-                    wall_s.setdefault(title, []).append(round(seconds, 4))
-    order = {title: wall_s[title] for title in commands(folder)}
+        others = Bystanders(rounds, _ended_children_s)
+        attempt, done = 0, -WARM_UP
+        while done < rounds:
+            others.begin()
+            turn = list(commands(folder / f"logs-{attempt}").items())
+            order = turn if attempt % 2 else turn[::-1]
+            latest = {title: round(_wall_s(command, folder), 4) for title, command in order}
+            attempt += 1
+            if done >= 0 and not others.were_quiet():
+                continue
+            done += 1
+            for title, seconds in latest.items() if done > 0 else ():
+                wall_s.setdefault(title, []).append(seconds)
+    wall_s = {title: wall_s[title] for title in commands(folder)}
     torch = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.__version__)"],
         capture_output=True, text=True, check=True, timeout=LIMIT_S,
@@ -62,9 +71,14 @@ def measure(rounds: int) -> dict[str, Any]:
         "benchmark": "startup",
         "ranks": RANKS,
         "rounds": rounds,
-        "environment": {**before, "torch": torch},
-        "wall_s": order,
+        "environment": {**before, "torch": torch, **others.told()},
+        "wall_s": wall_s,
     }
+
+
+def _ended_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _wall_s(command: list[str], folder: Path) -> float:

@@ -133,6 +133,7 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], None]]] = {
     "alone": plain,
     "single": plain,
     "ddp": ddp,
+    "ddp-heap": ddp,
     "replica": lambda setting: fivefold(setting, "replica"),
     "exact": lambda setting: fivefold(setting, "global"),
 }
