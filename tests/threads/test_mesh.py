@@ -27,16 +27,23 @@ def test_ranks_are_row_major_with_tiles_innermost() -> None:
 
 
 def test_a_group_joins_the_ranks_that_differ_along_its_axes_only() -> None:
-    def members(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
-        mine = torch.tensor([mesh.rank])
-        return comm.all_gather(mine, mesh.group(*axes), Tag.CONTROL).flatten().tolist()
+    asked = {
+        ("data",): [1, 5],
+        ("width",): [4, 5],
+        ("width", "height"): [4, 5, 6, 7],
+        ("data", "pipe", "width"): [0, 1, 4, 5],
+        ("pipe", "depth"): [5],
+    }
 
-    layout = Layout(data=2, height=2, width=2)
-    assert run_ranks(layout, members, ("data",))[5] == [1, 5]
-    assert run_ranks(layout, members, ("width",))[5] == [4, 5]
-    assert run_ranks(layout, members, ("width", "height"))[5] == [4, 5, 6, 7]
-    assert run_ranks(layout, members, ("data", "pipe", "width"))[5] == [0, 1, 4, 5]
-    assert run_ranks(layout, members, ("pipe", "depth"))[5] == [5]
+    def members(mesh: Mesh) -> list[tuple[list[int], list[int]]]:
+        def of(group: dist.ProcessGroup) -> list[int]:
+            return comm.all_gather(torch.tensor([mesh.rank]), group, Tag.CONTROL).flatten().tolist()
+
+        return [(of(mesh.group(*axes)), of(mesh.own_group(*axes))) for axes in asked]
+
+    assert run_ranks(Layout(data=2, height=2, width=2), members)[5] == [
+        (ranks, ranks) for ranks in asked.values()
+    ]
 
 
 def test_the_share_of_a_batch_follows_the_data_axis() -> None:

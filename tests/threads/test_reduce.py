@@ -185,3 +185,36 @@ def test_channels_last_weights_keep_their_memory_order() -> None:
         return mine.weight.grad.is_contiguous(memory_format=torch.channels_last)
 
     assert all(run_ranks(2, check))
+
+
+@pytest.mark.usefixtures("_bucket_bytes")
+def test_ranks_that_use_different_parts_above_a_batch_norm_keep_their_messages_apart() -> None:
+    class Above(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
+            self.gate = Gate()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(self.norm(self.first(x)))
+
+    net = Above()
+
+    def by_half(rows: Tensor) -> Tensor:
+        y = net_plain.norm(net_plain.first(rows))
+        return torch.cat(
+            [net_plain.gate.a(y[:3]) + net_plain.gate.c(y[:3]), net_plain.gate.b(y[3:])]
+        )
+
+    net_plain = copy.deepcopy(net)
+    F.mse_loss(by_half(X), Y).backward()
+
+    def check(mesh: Mesh) -> list[Tensor | None]:
+        mine = copy.deepcopy(net)
+        mine.gate.use = lambda _x: "ac" if mesh.rank == 0 else "b"
+        model = parallelize(mine, mesh, loss=nn.MSELoss())
+        model.step(*model.shard(X, Y))
+        return gradients(model)
+
+    for got in run_ranks(2, check, timeout_s=30):
+        assert equal(got, gradients(net_plain))

@@ -57,6 +57,18 @@ class Mesh:
             self._joint[larger] = joint.get_group()
         return self._joint[larger]
 
+    def own_group(self, *axes: str) -> dist.ProcessGroup:
+        """A new group of the ranks of `group(*axes)`, for messages whose order among others is not fixed.
+
+        Collective: all ranks of the mesh call it, in the same order. Raises `PlanError` for an unknown axis.
+        """
+        inner = sorted({AXES.index(_known(axis)) for axis in axes})
+        outer = [dim for dim in range(len(AXES)) if dim not in inner]
+        ranks = self.device_mesh.mesh.permute(*outer, *inner).flatten(len(outer)).flatten(0, -2)
+        mine, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
+        return mine
+
     def share(self, n: int) -> range:
         """Which of the `n` samples of a global batch this rank's replica owns."""
         return owned(n, self.layout.data, self.coordinate("data"))

@@ -79,7 +79,10 @@ class ParallelModel(nn.Module):
         self._watched = watched_modules(net)
         self._joint = mesh.plan.parallel.batch_norm == "global"
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
-        self._reducer = (reducer_for(net, self._group, share_buffers=not self._joint),)
+        # Apart from batch norm: buckets leave when they are full, which ranks that use different parameters
+        # see at different times, and a group matches messages by their order.
+        gradients = mesh.own_group("data") if self._group.size() > 1 else self._group
+        self._reducer = (reducer_for(net, gradients, share_buffers=not self._joint),)
 
     # ---- one training step
 
