@@ -7,13 +7,13 @@
 #                  `make test TORCH_INDEX=` on a login node prepares .venv for the GPU nodes.
 #   PIP_FLAGS      further arguments for pip, such as --index-url of a site's mirror
 #   PYTEST_FLAGS   further arguments for pytest, such as "-k plan -x"
-#   JOBS           test processes at once
+#   JOBS           test processes at once, one more than cores: many a test waits
 
 PYTHON ?= python3
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
-JOBS ?= 2
+JOBS ?= 3
 
 BIN := .venv/bin
 INSTALL_FLAGS := install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)

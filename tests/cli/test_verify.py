@@ -90,15 +90,13 @@ def logs(folder: Path) -> list[Path]:
     return list((folder.parent / "temporary").glob("fivefold-verify-*/rank-*.log"))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_resnet20_is_exact_with_an_uneven_batch(folder: Path, ranks: int) -> None:
-    done = verify(
-        folder, f"resnet20 --layout data={ranks} --batch 8 --input 3x16x16 --json report.json"
-    )
+def test_resnet20_is_exact_with_the_answer_in_a_file_too(folder: Path) -> None:
+    # Three ranks with eight samples, and float32: docs/how-to/verify-a-model.md, which is run as well.
+    done = verify(folder, "resnet20 --layout data=2 --batch 7 --input 3x16x16 --json report.json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1].startswith(
-        f"exact: resnet20 under data={ranks} equals one process (largest error "
+        "exact: resnet20 under data=2 equals one process (largest error "
     )
     report = json.loads((folder / "report.json").read_text())
     assert report["passed"]
@@ -107,12 +105,6 @@ def test_resnet20_is_exact_with_an_uneven_batch(folder: Path, ranks: int) -> Non
     assert report["replicas"]["difference"] == 0
     assert not logs(folder)
     assert sorted(p.name for p in folder.iterdir()) == ["my_models.py", "report.json"]
-
-
-def test_resnet20_is_as_good_in_float32_as_one_process(folder: Path) -> None:
-    done = verify(folder, "resnet20 --layout data=2 --dtype float32 --input 3x16x16")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "one process" in done.stdout
 
 
 def test_replica_statistics_fail_with_a_table_and_the_worst_parameters(folder: Path) -> None:
