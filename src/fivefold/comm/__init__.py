@@ -12,9 +12,11 @@ from fivefold.comm.collectives import (
     reduce_scatter,
     start_all_reduce,
 )
+from fivefold.comm.messages import Messages, start_messages
 
 __all__ = [
     "CommError",
+    "Messages",
     "Pending",
     "all_gather",
     "all_reduce",
@@ -22,4 +24,5 @@ __all__ = [
     "broadcast_text",
     "reduce_scatter",
     "start_all_reduce",
+    "start_messages",
 ]

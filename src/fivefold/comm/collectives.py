@@ -26,6 +26,7 @@ __all__ = [
     "all_reduce",
     "broadcast_all",
     "broadcast_text",
+    "named",
     "reduce_scatter",
     "start_all_reduce",
 ]
@@ -65,7 +66,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Block until the result is there (on a GPU: until the stream may use it)."""
         if self.work is not None:
-            with _named("all_reduce", self.group, self.tag):
+            with named("all_reduce", self.group, self.tag):
                 self.work.wait()
             self.work = None
         return self.tensor
@@ -75,7 +76,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Pend
     """Begin to sum `tensor` over `group`, in place. Do not touch it before `Pending.wait`."""
     if group.size() == 1:
         return Pending(tensor, None, group, tag)
-    with _named("all_reduce", group, tag):
+    with named("all_reduce", group, tag):
         work = dist.all_reduce(tensor, group=group, async_op=True)
     return Pending(tensor, work, group, tag)
 
@@ -85,7 +86,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
     if group.size() == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty((group.size() * tensor.numel(),))
-    with _named("all_gather", group, tag):
+    with named("all_gather", group, tag):
         _all_gather_single(gathered, tensor.contiguous().view(-1), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
@@ -95,7 +96,7 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor
     if group.size() == 1:
         return tensor.squeeze(0)
     own = tensor.new_empty(tensor.shape[1:])
-    with _named("reduce_scatter", group, tag):
+    with named("reduce_scatter", group, tag):
         _reduce_scatter_single(own.view(-1), tensor.contiguous().view(-1), group=group)
     return own
 
@@ -106,7 +107,7 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.dev
         return text or ""
     data = torch.tensor(list((text or "").encode()), dtype=torch.uint8, device=device)
     length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    with _named("broadcast", group, Tag.CONTROL):
+    with named("broadcast", group, Tag.CONTROL):
         dist.broadcast(length, group=group, group_src=0)
         buffer = data if group.rank() == 0 else data.new_empty(int(length.item()))
         dist.broadcast(buffer, group=group, group_src=0)
@@ -118,13 +119,14 @@ def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, tag: Tag)
     if group.size() == 1 or not tensors:
         return
     sent = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    with _named("broadcast", group, tag):
+    with named("broadcast", group, tag):
         # What DistributedDataParallel uses: packing dozens of small tensors from Python takes 2 ms.
         dist._broadcast_coalesced(group, sent, _MESSAGE_BYTES, 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager
-def _named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]:
+def named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]:
+    """Record the block under `tag`; what fails in it becomes a `CommError` that says who did what."""
     with span(tag):
         try:
             yield

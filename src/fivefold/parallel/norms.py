@@ -38,17 +38,20 @@ def global_batch_norm(
     eps: float,
     group: dist.ProcessGroup,
     counted: bool = True,
+    owned: tuple[slice, ...] | None = None,
 ) -> Tensor:
     """`torch.nn.functional.batch_norm` in training mode, with the statistics of all ranks of `group`.
 
     `x` is (rows, channels, ...); ranks may hold different numbers of rows. Running buffers are updated in
     place with the unbiased variance, as torch does. With `counted=False` the rows of this rank are
-    stand-ins: they are normalised, but take no part in the statistics.
+    stand-ins: they are normalised, but take no part in the statistics. `owned` is where those of `x` lie that
+    count, all by default: what a tile computes of its neighbours' pixels is theirs to count.
 
     Raises `ValueError`, as torch does, when all ranks together hold a single value per channel.
     """
-    count = x.numel() // max(x.shape[1], 1) if counted else 0
-    mean, var, total = _statistics(x.detach(), count, group)
+    own = x if owned is None else x[owned]
+    count = own.numel() // max(x.shape[1], 1) if counted else 0
+    mean, var, total = _statistics(own.detach(), count, group)
     if count <= 1 and total.item() <= 1:  # the first test spares a GPU the wait
         raise ValueError(
             "Expected more than 1 value per channel when training, but all ranks together have one; "
@@ -63,7 +66,16 @@ def global_batch_norm(
     return cast(
         Tensor,
         _BatchNorm.apply(
-            x, weight, bias, mean.to(stats_dtype), var.to(stats_dtype), total, eps, group, counted
+            x,
+            weight,
+            bias,
+            mean.to(stats_dtype),
+            var.to(stats_dtype),
+            total,
+            eps,
+            group,
+            counted,
+            owned,
         ),
     )
 
@@ -104,10 +116,11 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup,
         counted: bool,
+        owned: tuple[slice, ...] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var, total)
         ctx.eps, ctx.group = eps, group
-        ctx.counted, ctx.shifted = counted, bias is not None
+        ctx.counted, ctx.shifted, ctx.owned = counted, bias is not None, owned
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
     @staticmethod
@@ -133,11 +146,17 @@ class _BatchNorm(torch.autograd.Function):
             scale = scale if weight is None else scale * weight
             offset, slope = sums.to(mean.dtype) * scale
             correction = torch.batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps, False)
+            if ctx.owned is not None:
+                # The sums are over all that was computed, overlaps included; the statistics depend on what
+                # is owned, and so does their share of the gradient.
+                theirs = torch.ones_like(correction, dtype=torch.bool)
+                theirs[ctx.owned] = False
+                correction = correction.masked_fill_(theirs, 0.0)
             # One pass less, but the factor would be rounded to half precision.
             per_channel = (1, -1, *(1,) * (x.dim() - 2))
             dx = dx.add_(correction) if half else correction.addcmul_(dy, scale.view(per_channel))
         own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
-        return (*own, *(None,) * 6)
+        return (*own, *(None,) * 7)
 
 
 def global_instance_norm(

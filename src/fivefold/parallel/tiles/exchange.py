@@ -1,0 +1,268 @@
+"""The range exchange: every rank names the range that it wants of a tensor, and gets it.
+
+Halos, crops, re-partitioning, gathering and tiles-to-batch are all this one operation:
+
+    have    | owned by 0 | owned by 1 | owned by 2 |
+    wanted       by 1: [______________]                 pieces of 0, 1 and 2; what lies outside the image
+                                                        is filled (zero, or -inf for max-pool)
+
+Each pair of ranks exchanges at most one message, and all of them travel at once, corners included. Backward
+is the adjoint: what a rank was sent goes back, and its owner adds it, its own contribution first, then those
+of the others in rank order. See `spread` for who owns what.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fivefold import comm
+from fivefold.parallel.tiles.spread import Box, Grid, Range, Spread
+from fivefold.trace import Tag
+
+__all__ = ["Exchange", "Kept", "Segments", "Want", "exchange"]
+
+Segments = tuple[Range, ...]
+"""ranges that are laid one after the other; they may lie outside [0, n), which means fill"""
+_Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Want:
+    """What is wanted of one dim: `segments[part]`, parts counted along `axes` (none: all want the same)."""
+
+    axes: tuple[int, ...]
+    segments: tuple[Segments, ...]
+
+    @classmethod
+    def ranges(cls, axes: tuple[int, ...], ranges: Sequence[Range]) -> Want:
+        """One range for every part."""
+        return cls(axes, tuple((r,) for r in ranges))
+
+    @classmethod
+    def all_of(cls, n: int) -> Want:
+        """The whole dim, for everybody."""
+        return cls((), (((0, n),),))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Everything one rank does in an exchange; made once per plan by `Exchange.of`."""
+
+    shape: tuple[int, ...]
+    """of what this rank has"""
+    result: tuple[int, ...]
+    """of what it gets"""
+    own: tuple[tuple[_Slices, _Slices], ...]
+    """pieces it has already: where they lie, where they go"""
+    sends: tuple[tuple[int, tuple[_Slices, ...]], ...]
+    """tile rank, pieces of what this rank has"""
+    receives: tuple[tuple[int, tuple[_Slices, ...]], ...]
+    """tile rank, pieces of what this rank gets"""
+    fill: float
+    filled: bool
+    """whether some of the result lies outside the tensor"""
+    moves: bool
+    """whether any rank sends anything"""
+
+    @classmethod
+    def of(
+        cls, spread: Spread, wants: Sequence[Want], grid: Grid, rank: int, fill: float = 0.0
+    ) -> Exchange:
+        """The part of tile rank `rank` in giving everybody what `wants` says, one entry per dim."""
+        wanted = functools.partial(_wanted, wants, grid)
+        moves = any(not _covers(spread, wanted(r), grid, r) for r in range(grid.size))
+        mine, held = wanted(rank), spread.held(grid, rank)
+        sources = [spread.owned(grid, r) for r in range(grid.size)]
+        peers = [
+            r for r in range(grid.size) if r != rank and _same_line(spread.axes, grid, r, rank)
+        ]
+        own = _pieces(mine, sources[rank] if moves else held)
+        receives = {r: _pieces(mine, sources[r]) for r in peers} if moves else {}
+        sends = {r: _pieces(wanted(r), sources[rank]) for r in peers} if moves else {}
+        result = tuple(sum(stop - start for start, stop in segments) for segments in mine)
+        covered = sum(
+            math.prod(s.stop - s.start for s in to)
+            for _, to in itertools.chain(own, *receives.values())
+        )
+        return cls(
+            shape=tuple(stop - start for start, stop in held),
+            result=result,
+            own=tuple((_shifted(source, held), to) for source, to in own),
+            sends=tuple(
+                (r, tuple(_shifted(source, held) for source, _ in pieces))
+                for r, pieces in sends.items()
+                if pieces
+            ),
+            receives=tuple(
+                (r, tuple(to for _, to in pieces)) for r, pieces in receives.items() if pieces
+            ),
+            fill=fill,
+            filled=covered < math.prod(result),
+            moves=moves,
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether this rank gets just what it has, and sends nothing."""
+        everything = tuple(slice(0, n) for n in self.shape)
+        return not self.moves and self.shape == self.result and self.own == ((everything,) * 2,)
+
+    @property
+    def is_crop(self) -> bool:
+        """Whether this rank gets one piece of what it has, and sends nothing."""
+        return not self.moves and len(self.own) == 1 and not self.filled
+
+    def messages(self) -> int:
+        """Number of messages this rank sends."""
+        return len(self.sends)
+
+    def elements(self) -> int:
+        """Number of elements this rank sends."""
+        return sum(_size(piece) for _, pieces in self.sends for piece in pieces)
+
+
+@dataclass
+class Kept:
+    """How to make what an exchange gave once more, without a message."""
+
+    again: Callable[[], Tensor] | None = None
+
+
+def exchange(
+    x: Tensor, plan: Exchange, group: dist.ProcessGroup, kept: Kept | None = None
+) -> Tensor:
+    """Carry out `plan` for this rank's part `x` of a tensor; differentiable, with the adjoint as backward.
+
+    `group` holds the tile ranks in order. Collective unless `plan.moves` is False. `kept` is told how to make
+    the result again from `x` and what was received, unless the result is just a view.
+    """
+    if plan.is_identity:
+        return x
+    if plan.is_crop:
+        return x[plan.own[0][0]]
+    return cast(Tensor, _RangeExchange.apply(x, plan, group, kept))
+
+
+def _assemble(x: Tensor, plan: Exchange, received: Mapping[int, Tensor]) -> Tensor:
+    out = _empty_like(x, plan.result)
+    if plan.filled:
+        out.fill_(plan.fill)
+    for source, to in plan.own:
+        out[to] = x[source]
+    for peer, pieces in plan.receives:
+        _unpack(received[peer], pieces, out, add=False)
+    return out
+
+
+def _empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Uninitialised, in the memory order of `x`."""
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim))
+    inverse = [order.index(dim) for dim in range(x.dim())]
+    return x.new_empty([shape[dim] for dim in order]).permute(inverse)
+
+
+class _RangeExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plan: Exchange, group: dist.ProcessGroup, kept: Kept | None
+    ) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        received = _start(x, plan.sends, plan.receives, group).wait()
+        if kept is not None:
+            kept.again = functools.partial(_assemble, x.detach(), plan, received)
+        return _assemble(x, plan, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        plan: Exchange = ctx.plan
+        pending = _start(grad, plan.receives, plan.sends, ctx.group)
+        dx = _empty_like(grad, plan.shape).zero_()
+        for source, to in plan.own:
+            dx[source] += grad[to]
+        received = pending.wait()
+        for peer, pieces in plan.sends:
+            _unpack(received[peer], pieces, dx, add=True)
+        return dx, None, None, None
+
+
+_Messages = tuple[tuple[int, tuple[_Slices, ...]], ...]
+
+
+def _start(
+    x: Tensor, sends: _Messages, receives: _Messages, group: dist.ProcessGroup
+) -> comm.Messages:
+    sent = {peer: torch.cat([x[piece].reshape(-1) for piece in pieces]) for peer, pieces in sends}
+    buffers = {peer: x.new_empty(sum(map(_size, pieces))) for peer, pieces in receives}
+    return comm.start_messages(sent, buffers, group, Tag.HALO)
+
+
+def _unpack(buffer: Tensor, pieces: tuple[_Slices, ...], into: Tensor, add: bool) -> None:
+    for part, piece in zip(buffer.split([_size(p) for p in pieces]), pieces, strict=True):
+        view = into[piece]
+        view.add_(part.view(view.shape)) if add else view.copy_(part.view(view.shape))
+
+
+def _size(piece: _Slices) -> int:
+    return math.prod(s.stop - s.start for s in piece)
+
+
+def _wanted(wants: Sequence[Want], grid: Grid, rank: int) -> tuple[Segments, ...]:
+    return tuple(want.segments[grid.part(rank, want.axes)] for want in wants)
+
+
+def _covers(spread: Spread, wanted: tuple[Segments, ...], grid: Grid, rank: int) -> bool:
+    """Whether rank `rank` has all it wants, but for what lies outside the tensor."""
+    inside = [
+        [(max(a, 0), min(b, n)) for a, b in segments if min(b, n) > max(a, 0)]
+        for n, segments in zip(spread.shape, wanted, strict=True)
+    ]
+    if not all(inside):
+        return True  # it wants nothing
+    return all(
+        start <= a and b <= stop
+        for (start, stop), segments in zip(spread.held(grid, rank), inside, strict=True)
+        for a, b in segments
+    )
+
+
+def _same_line(axes: tuple[int, ...], grid: Grid, one: int, other: int) -> bool:
+    """Whether two ranks differ only along axes that the tensor is cut along: others hold the same."""
+    a, b = grid.coordinates(one), grid.coordinates(other)
+    return all(a[i] == b[i] for i in range(len(grid.axes)) if i not in axes)
+
+
+def _pieces(wanted: tuple[Segments, ...], source: Box) -> tuple[tuple[_Slices, _Slices], ...]:
+    """Where `source` holds what is wanted: slices in global coordinates, and in the result."""
+    by_dim: list[list[tuple[slice, slice]]] = []
+    for segments, (start, stop) in zip(wanted, source, strict=True):
+        found, offset = list[tuple[slice, slice]](), 0
+        for a, b in segments:
+            low, high = max(a, start), min(b, stop)
+            if low < high:
+                found.append((slice(low, high), slice(offset + low - a, offset + high - a)))
+            offset += b - a
+        by_dim.append(found)
+    return tuple(
+        (tuple(source for source, _ in piece), tuple(to for _, to in piece))
+        for piece in itertools.product(*by_dim)
+    )
+
+
+def _shifted(piece: _Slices, held: Box) -> _Slices:
+    return tuple(
+        slice(s.start - start, s.stop - start) for s, (start, _) in zip(piece, held, strict=True)
+    )

@@ -1,0 +1,198 @@
+"""What an operation has to tell, so that it can be computed in tiles.
+
+    place   given how its operands lie, how its results lie: follows from the bounds of the parts
+    lower   given what each rank shall hold of the results, what it wants of the operands for that, and
+            how it computes the one from the other
+
+A rule that answers None to `place` cannot work on parts: its operands are gathered. Rules are found by the
+name of the function; see `names`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.parallel.tiles.exchange import Want
+from fivefold.parallel.tiles.names import base_name, is_in_place
+from fivefold.parallel.tiles.spread import Cut, Grid, Spread
+from fivefold.parallel.tiles.tape import Node
+
+__all__ = [
+    "Here",
+    "Local",
+    "Moment",
+    "Operation",
+    "Rule",
+    "Wants",
+    "as_held",
+    "call",
+    "everything",
+    "plain",
+    "rule",
+    "rule_of",
+    "want_of",
+]
+
+Wants = tuple[Want, ...]
+"""what is wanted of a tensor, one entry per dim"""
+
+
+@dataclass(frozen=True)
+class Here:
+    """Whose plan is made."""
+
+    grid: Grid
+    rank: int
+    """tile rank"""
+    data: int
+    """number of replicas"""
+
+
+@dataclass
+class Moment:
+    """What a run of a plan needs besides tensors."""
+
+    groups: Callable[[tuple[int, ...], bool], dist.ProcessGroup]
+    """the ranks along axes of the grid, those of all replicas too if the flag is set; this rank's line"""
+    rows: int
+    """samples of this replica; 0 means that what is computed is a stand-in"""
+    origin: int
+    """index of its first sample in the global batch"""
+    total: int
+    """samples of the global batch"""
+    joint: bool
+    """whether batch norm joins the replicas"""
+    key: Callable[[str, int], int] | None
+    """from a module and the number of its random call: the key of the mask; None leaves masks to torch"""
+
+
+@dataclass(frozen=True)
+class Local:
+    """How this rank computes its part of an operation."""
+
+    wants: tuple[Wants, ...]
+    """of each operand"""
+    run: Callable[[Moment, Sequence[Tensor]], Any]
+    """from what was wanted to what the operation returns"""
+    fills: tuple[float, ...] = field(default=())
+    """of each operand: what lies outside the tensor; zero where the tuple ends"""
+    collective: str | None = None
+    """what the ranks exchange while it runs, if they do: counted in the plan's table"""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A node, and how its tensors lie."""
+
+    node: Node
+    given: tuple[Spread, ...]
+    """how the operands lie"""
+    here: Here
+    made: tuple[Spread, ...] = ()
+    """what ranks shall hold of the results; empty while that is being decided"""
+
+    def whole(self, first: int = 0) -> tuple[Wants, ...]:
+        """To want the operands from number `first` on whole: weights, say."""
+        return tuple(everything(shape) for shape in self.node.shapes[first:])
+
+
+class Rule(Protocol):
+    """See the module."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """How the results lie, without margins; None if this needs its operands whole."""
+        ...
+
+    def lower(self, op: Operation) -> Local:
+        """How to compute what `op.made` says that ranks hold."""
+        ...
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[type[Rule]], type[Rule]]:
+    """Register a rule for functions of these names."""
+
+    def register(kind: type[Rule]) -> type[Rule]:
+        instance = kind()
+        for name in names:
+            assert name not in _RULES, name
+            _RULES[name] = instance
+        return kind
+
+    return register
+
+
+def rule_of(node: Node) -> Rule | None:
+    """The rule for what `node` calls, if there is one."""
+    return _RULES.get(node.name)
+
+
+# ---- for rules
+
+
+def as_held(spread: Spread) -> Wants:
+    """To want of a tensor what ranks hold of another that is spread so."""
+    return tuple(
+        Want.all_of(n) if cut is None else Want.ranges(cut.axes, cut.held)
+        for n, cut in zip(spread.shape, spread.cuts, strict=True)
+    )
+
+
+def everything(shape: Sequence[int]) -> Wants:
+    """To want a tensor whole."""
+    return tuple(map(Want.all_of, shape))
+
+
+def want_of(n: int, cut: Cut | None) -> Want:
+    """To want of a dim what ranks hold of another one that is cut so."""
+    return Want.all_of(n) if cut is None else Want.ranges(cut.axes, cut.held)
+
+
+@functools.cache
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The variant of a function of torch that leaves its argument alone."""
+    if not is_in_place(function):
+        return _without_flag(function)
+    name = base_name(function)
+    for place in (Tensor, torch, F):
+        if hasattr(place, name):
+            return getattr(place, name)
+    raise AssertionError(f"{function} has no variant that makes a new tensor")
+
+
+def _without_flag(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return function
+    if "inplace" not in signature.parameters:
+        return function
+
+    def call_plain(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["inplace"] = False
+        return function(*bound.args, **bound.kwargs)
+
+    return call_plain
+
+
+def call(node: Node) -> Callable[[Moment, Sequence[Tensor]], Any]:
+    """To call on parts what the net calls on the whole."""
+    function = plain(node.function)
+
+    def run(_moment: Moment, operands: Sequence[Tensor]) -> Any:
+        args, kwargs = node.arguments(operands)
+        return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,107 @@
+"""Batch norm in tiles: statistics of the pixels that ranks own, of all tiles and all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.parallel.norms import global_batch_norm
+from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, rule
+from fivefold.parallel.tiles.spread import Spread
+
+__all__ = ["BatchNorm", "BatchNormModule", "owned_slices"]
+
+_BATCH_NORM = (
+    "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps",
+)  # fmt: skip
+
+
+def owned_slices(op: Operation) -> tuple[slice, ...] | None:
+    """Where in this rank's part of the result lies what it owns; None if that is all of it."""
+    spread, here = op.made[0], op.here
+    owned, held = spread.owned(here.grid, here.rank), spread.held(here.grid, here.rank)
+    if owned == held:
+        return None
+    return tuple(
+        slice(start - offset, stop - offset)
+        for (start, stop), (offset, _) in zip(owned, held, strict=True)
+    )
+
+
+def _normalised(
+    moment: Moment, x: Tensor, spread: Spread, slices: tuple[slice, ...] | None, **options: Any
+) -> Tensor:
+    group = moment.groups(spread.axes, moment.joint)
+    samples = 0 in spread.cut_dims  # tiles-to-batch: what this rank has are its own samples
+    if group.size() == 1 and moment.rows and slices is None:
+        return F.batch_norm(x, training=True, **options)
+    return global_batch_norm(
+        x, options["running_mean"], options["running_var"], options["weight"], options["bias"],
+        momentum=options["momentum"], eps=options["eps"], group=group,
+        counted=moment.rows > 0 and (not samples or x.shape[0] > 0), owned=slices,
+    )  # fmt: skip
+
+
+class _Norm:
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """As the input, unless its channels are cut."""
+        cuts = op.given[0].cuts
+        return None if len(cuts) > 1 and cuts[1] is not None else [op.given[0].tight()]
+
+    def on_parts(self, op: Operation, run: Any) -> Local:
+        """`run` on what ranks hold."""
+        collective = "batch norm" if op.made[0].axes else None
+        return Local((as_held(op.made[0]), *op.whole(1)), run, collective=collective)
+
+
+@rule("batch_norm")
+class BatchNorm(_Norm):
+    """The functional call."""
+
+    def lower(self, op: Operation) -> Local:
+        """Statistics over owned pixels, everything held normalised."""
+        slices, spread = owned_slices(op), op.made[0]
+
+        def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            args, kwargs = op.node.arguments(operands)
+            a: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1}
+            a |= {"eps": 1e-5, **dict(zip(_BATCH_NORM, args, strict=False)), **kwargs}
+            if not a.pop("training"):
+                return F.batch_norm(**a, training=False)
+            return _normalised(moment, a.pop("input"), spread, slices, **a)
+
+        return self.on_parts(op, run)
+
+
+@rule("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+class BatchNormModule(_Norm):
+    """The module, which also counts its batches."""
+
+    def lower(self, op: Operation) -> Local:
+        """As torch's own forward, with the statistics of all tiles."""
+        slices, spread = owned_slices(op), op.made[0]
+        module: Any = op.node.function
+        assert isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+        def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            x = operands[0]
+            tracked = module.track_running_stats and module.running_mean is not None
+            if not module.training and tracked:
+                return module(x)
+            momentum = 0.0 if module.momentum is None else module.momentum
+            if module.training and tracked and module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+                if module.momentum is None:
+                    momentum = 1.0 / float(module.num_batches_tracked)
+            keep = module.training and tracked
+            return _normalised(
+                moment, x, spread, slices,
+                running_mean=module.running_mean if keep else None,
+                running_var=module.running_var if keep else None,
+                weight=module.weight, bias=module.bias, momentum=momentum, eps=module.eps,
+            )  # fmt: skip
+
+        return self.on_parts(op, run)

@@ -1,0 +1,71 @@
+"""Operations that look at one element at a time, broadcasting included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fivefold.parallel.tiles.exchange import Want
+from fivefold.parallel.tiles.rule import Local, Operation, Wants, call, rule
+from fivefold.parallel.tiles.spread import Spread
+
+__all__ = ["POINTWISE", "Pointwise", "broadcast", "broadcast_wants"]
+
+POINTWISE = (
+    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "alias", "asin", "asinh", "atan",
+    "atan2", "atanh", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool",
+    "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos", "cosh",
+    "deg2rad", "detach", "div", "divide", "double", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2",
+    "expm1", "float", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "full_like",
+    "ge", "gelu", "greater", "greater_equal", "gt", "half", "hardshrink", "hardsigmoid", "hardswish",
+    "hardtanh", "heaviside", "hypot", "int", "isfinite", "isinf", "isnan", "ldexp", "le", "leaky_relu",
+    "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "long", "lt",
+    "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "nan_to_num", "ne", "neg", "negative",
+    "not_equal", "ones_like", "positive", "pow", "rad2deg", "reciprocal", "relu", "relu6", "remainder",
+    "requires_grad", "round", "rpow", "rsqrt", "rsub", "rtruediv", "selu", "sgn", "short", "sigmoid",
+    "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt",
+    "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "trunc", "type",
+    "type_as", "where", "xlogy", "zeros_like",
+)  # fmt: skip
+
+
+def broadcast(given: Sequence[Spread], shape: tuple[int, ...]) -> Spread:
+    """How a result of `shape` lies: every dim as in the first operand that has it cut."""
+    made = Spread.whole(shape)
+    for spread in given:
+        for dim in spread.cut_dims:
+            there = dim + len(shape) - len(spread.shape)
+            if made.cuts[there] is None and spread.shape[dim] == shape[there]:
+                made = made.with_cut(there, spread.cuts[dim])
+    return made.tight()
+
+
+def broadcast_wants(shape: tuple[int, ...], made: Spread) -> Wants:
+    """What is wanted of an operand of `shape`, to combine it with what `made` holds."""
+    shift = len(made.shape) - len(shape)
+    wants: list[Want] = []
+    for dim, n in enumerate(shape):
+        cut = made.cuts[dim + shift]
+        stretched = n != made.shape[dim + shift]
+        wants.append(
+            Want.all_of(n) if cut is None or stretched else Want.ranges(cut.axes, cut.held)
+        )
+    return tuple(wants)
+
+
+@rule(*POINTWISE)
+class Pointwise:
+    """`place`: as the operands that are cut; `lower`: the same call on the parts."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """Cut as the operands are. Axes must not repeat: two dims cut along one would need a diagonal."""
+        if len(op.node.outputs) != 1:
+            return None
+        made = broadcast(op.given, op.node.output_shapes[0])
+        axes = [axis for cut in made.cuts if cut is not None for axis in cut.axes]
+        return [made] if len(axes) == len(set(axes)) else None
+
+    def lower(self, op: Operation) -> Local:
+        """Every operand where the result is."""
+        wants = tuple(broadcast_wants(shape, op.made[0]) for shape in op.node.shapes)
+        return Local(wants, call(op.node))

@@ -1,0 +1,110 @@
+"""Carrying out a program on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten
+
+from fivefold.parallel.tiles.exchange import Kept, exchange
+from fivefold.parallel.tiles.program import Compute, Move, Program
+from fivefold.parallel.tiles.rule import Moment
+from fivefold.parallel.tiles.tape import Ref, State, Value
+
+__all__ = ["execute"]
+
+
+def execute(
+    program: Program,
+    inputs: Sequence[Tensor],
+    state: Mapping[str, Tensor],
+    moment: Moment,
+    group: dist.ProcessGroup,
+) -> dict[int, Tensor]:
+    """Run `program` on this rank's parts of the inputs; the values that its net returns, by number.
+
+    `group` holds the tile ranks of this replica in order. Collective.
+    """
+    running = _Running(state, moment, group)
+    running.values.update(zip(program.tape.inputs, inputs, strict=True))
+    wanted = {
+        leaf.index
+        for leaf in tree_flatten(program.tape.outputs, is_leaf=lambda v: isinstance(v, Value))[0]
+        if isinstance(leaf, Value)
+    }
+    for number, step in enumerate(program.steps):
+        read = running.move(step) if isinstance(step, Move) else running.compute(step)
+        for ref in read:
+            if (
+                isinstance(ref, Value)
+                and program.last_use.get(ref.index) == number
+                and ref.index not in wanted
+            ):
+                running.values.pop(ref.index, None)
+                running.kept.pop(ref.index, None)
+    return {index: running.values[index] for index in wanted}
+
+
+class _Running:
+    def __init__(
+        self, state: Mapping[str, Tensor], moment: Moment, group: dist.ProcessGroup
+    ) -> None:
+        self.values: dict[int, Tensor] = {}
+        self.kept: dict[int, Kept] = {}
+        """what was moved -> how to make it again"""
+        self._state, self._moment, self._group = state, moment, group
+
+    def _get(self, ref: Ref) -> Tensor:
+        if isinstance(ref, Value):
+            return self.values[ref.index]
+        return self._state[ref.name] if isinstance(ref, State) else ref.tensor
+
+    def move(self, step: Move) -> Sequence[Ref]:
+        kept = Kept()
+        source = self._get(step.source)
+        self.values[step.target] = exchange(source, step.exchange, self._group, kept)
+        if kept.again is not None:
+            self.kept[step.target] = kept
+        return (step.source,)
+
+    def compute(self, step: Compute) -> Sequence[Ref]:
+        operands = [self._get(ref) for ref in step.operands]
+        kept = [
+            (self.values[ref.index], self.kept[ref.index])
+            for ref in step.operands
+            if isinstance(ref, Value) and ref.index in self.kept
+        ]
+        grad = torch.is_grad_enabled() and step.node.grad
+        with torch.set_grad_enabled(grad):
+            if kept and grad:
+                with _remade_in_backward(kept):
+                    result = step.local.run(self._moment, operands)
+            else:
+                result = step.local.run(self._moment, operands)
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        self.values.update(zip(step.node.outputs, made, strict=True))
+        return step.operands
+
+
+def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_hooks:
+    """Save for backward not what was moved, but what it was made from: the owned part is saved by others
+    already, and only the margins come on top.
+    """
+    known = {tensor.data_ptr(): (tensor.shape, tensor.stride(), k) for tensor, k in kept}
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        shape, stride, found = known.get(tensor.data_ptr(), (None, None, None))
+        if found is None or shape != tensor.shape or stride != tensor.stride():
+            return tensor
+        assert found.again is not None
+        return found.again
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
+
+    return saved_tensors_hooks(pack, unpack)
