@@ -83,7 +83,10 @@ def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]
         started.append(process)
         return process
 
+    # A suite that runs in the background ignores Ctrl-C, and so would all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield launch
+    signal.signal(signal.SIGINT, before)
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
