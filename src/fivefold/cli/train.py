@@ -46,7 +46,10 @@ class Train:
     data: Annotated[Path | None, _option("DIR")] = None
     """where the images lie"""
     model: Annotated[str | None, _option("NAME")] = None
-    """resnet20, resnet56, resnet18, resnet50, shufflenet_v2_x1_0 or mobilenet_v2"""
+    """resnet20, resnet56, resnet18, resnet50, shufflenet_v2_x1_0,
+    mobilenet_v2, vgg16_bn, densenet121 or amoebanet_d; unet,
+    unet_bilinear, unet3d, deeplabv3 and edsr do not tell classes
+    """
     size: Annotated[int | None, _option("PIXELS")] = None
     """height and width that images are resized to (recipe folder)"""
     epochs: Annotated[int | None, _option("E")] = None

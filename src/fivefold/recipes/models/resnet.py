@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["ResNet", "resnet18", "resnet50"]
+__all__ = ["ResNet", "Trunk", "bottleneck_trunk", "initialise", "resnet18", "resnet50"]
 
 
 class _Basic(nn.Module):
@@ -18,7 +18,8 @@ class _Basic(nn.Module):
 
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, dilation: int = 1) -> None:
+        assert dilation == 1, "only the bottleneck can be dilated"
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -38,12 +39,14 @@ class _Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, dilation: int = 1) -> None:
         super().__init__()
         outputs = width * self.expansion
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(
+            width, width, 3, stride, padding=dilation, dilation=dilation, bias=False
+        )
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
@@ -57,7 +60,65 @@ class _Bottleneck(nn.Module):
         return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
-class ResNet(nn.Module):
+class Trunk(nn.Module):
+    """Images to the features of the last layer, `[N, features, H, W]`, a 32nd of the images' size.
+
+    Args:
+        block: what the layers are made of.
+        blocks: how many in each of the four layers.
+        channels: of the images.
+        width: channels of the first layer's 3x3 convolutions.
+        dilated: the last so many layers keep the size and dilate their 3x3 convolutions instead, the
+            first block of each still as the layer before it (Chen et al. 2017, section 3.1).
+    """
+
+    def __init__(
+        self,
+        block: type[_Basic | _Bottleneck],
+        blocks: Sequence[int],
+        channels: int = 3,
+        *,
+        width: int = 64,
+        dilated: int = 0,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        make = _Layers(block, width, dilated)
+        self.layer1 = make(blocks[0])
+        self.layer2 = make(blocks[1])
+        self.layer3 = make(blocks[2])
+        self.layer4 = make(blocks[3])
+        self.features = make.inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+class _Layers:
+    """Makes layer after layer, each twice as wide as the one before and, but for the first, half as large."""
+
+    def __init__(self, block: type[_Basic | _Bottleneck], width: int, dilated: int) -> None:
+        self.inputs = self.width = width
+        self.block, self.plain = block, 4 - dilated
+        self.stride = self.dilation = 1
+
+    def __call__(self, blocks: int) -> nn.Sequential:
+        before = self.dilation
+        if self.plain <= 0:
+            self.stride, self.dilation = 1, 2 * self.dilation
+        first = self.block(self.inputs, self.width, self.stride, before)
+        self.inputs = self.width * self.block.expansion
+        rest = [self.block(self.inputs, self.width, 1, self.dilation) for _ in range(blocks - 1)]
+        self.width, self.stride, self.plain = 2 * self.width, 2, self.plain - 1
+        return nn.Sequential(first, *rest)
+
+
+class ResNet(Trunk):
     """`[N, channels, H, W]` images to `[N, classes]` logits; made for 224x224, works from 32x32."""
 
     def __init__(
@@ -67,27 +128,21 @@ class ResNet(nn.Module):
         classes: int = 10,
         channels: int = 3,
     ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        wide = block.expansion
-        self.layer1 = _layer(block, blocks[0], 64, 64, stride=1)
-        self.layer2 = _layer(block, blocks[1], 64 * wide, 128, stride=2)
-        self.layer3 = _layer(block, blocks[2], 128 * wide, 256, stride=2)
-        self.layer4 = _layer(block, blocks[3], 256 * wide, 512, stride=2)
+        super().__init__(block, blocks, channels)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * wide, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.fc = nn.Linear(self.features, classes)
+        initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the images."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(self.avgpool(x).flatten(1))
+        return self.fc(self.avgpool(super().forward(x)).flatten(1))
+
+
+def initialise(net: nn.Module) -> None:
+    """Draw the weights of all convolutions anew, as He et al. 2015, "Delving deep", have them."""
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
@@ -96,12 +151,11 @@ def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def _layer(
-    block: type[_Basic | _Bottleneck], blocks: int, inputs: int, width: int, stride: int
-) -> nn.Sequential:
-    first = block(inputs, width, stride)
-    rest = (block(width * block.expansion, width, 1) for _ in range(blocks - 1))
-    return nn.Sequential(first, *rest)
+def bottleneck_trunk(
+    blocks: Sequence[int], channels: int = 3, *, width: int = 64, dilated: int = 0
+) -> Trunk:
+    """A trunk of bottlenecks, not yet initialised: what networks for other tasks are built on."""
+    return Trunk(_Bottleneck, blocks, channels, width=width, dilated=dilated)
 
 
 def resnet18(classes: int = 10, channels: int = 3) -> ResNet:
