@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -120,10 +120,13 @@ class Rule(Protocol):
 _RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[type[Rule]], type[Rule]]:
+_R = TypeVar("_R", bound=Rule)
+
+
+def rule(*names: str) -> Callable[[type[_R]], type[_R]]:
     """Register a rule for functions of these names."""
 
-    def register(kind: type[Rule]) -> type[Rule]:
+    def register(kind: type[_R]) -> type[_R]:
         instance = kind()
         for name in names:
             assert name not in _RULES, name
