@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fivefold.parallel.tiles.rules import norms, pointwise, windowed
+from fivefold.parallel.tiles.rules import norms, pointwise, reduce, windowed
 
-__all__ = ["norms", "pointwise", "windowed"]
+__all__ = ["norms", "pointwise", "reduce", "windowed"]

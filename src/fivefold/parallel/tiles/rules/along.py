@@ -1,0 +1,59 @@
+"""Operations along some dims: where these are whole, the parts need nothing of each other.
+
+softmax over channels, image cut into rows:   each row of pixels by itself, as any pointwise operation
+softmax over rows, image cut into rows:       gathered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fivefold.parallel.tiles.exchange import Want
+from fivefold.parallel.tiles.rule import Wants, want_of
+from fivefold.parallel.tiles.spread import Spread
+from fivefold.parallel.tiles.tape import Node
+
+__all__ = ["arguments", "dims_of", "reduced", "reduced_wants"]
+
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def arguments(node: Node, names: Sequence[str]) -> Mapping[str, Any]:
+    """The arguments of a call by name, numpy's names for dims translated."""
+    return {_ALIASES.get(name, name): value for name, value in node.bound(names).items()}
+
+
+def dims_of(value: Any, rank: int) -> tuple[int, ...]:
+    """A `dim=` option as non-negative dims of a tensor of `rank` dims; None and () mean all."""
+    if value is None or value == ():
+        return tuple(range(rank))
+    dims = tuple(value) if isinstance(value, Sequence) else (value,)
+    return tuple(sorted(int(dim) % max(rank, 1) for dim in dims)) or tuple(range(rank))
+
+
+def _where(dims: tuple[int, ...], rank: int, keepdim: bool) -> list[int | None]:
+    """Where every dim of an operand is in the result of a reduction; None for those reduced."""
+    kept = [dim for dim in range(rank) if dim not in dims]
+    return [None if dim in dims else (dim if keepdim else kept.index(dim)) for dim in range(rank)]
+
+
+def reduced(given: Spread, dims: tuple[int, ...], keepdim: bool, shape: tuple[int, ...]) -> Spread:
+    """How the result of a reduction over `dims` lies: whole along them, otherwise as its operand."""
+    made = Spread.whole(shape)
+    for dim, there in enumerate(_where(dims, len(given.shape), keepdim)):
+        if there is not None:
+            made = made.with_cut(there, given.cuts[dim])
+    return made.tight()
+
+
+def reduced_wants(given: Spread, dims: tuple[int, ...], keepdim: bool, made: Spread) -> Wants:
+    """What a reduction wants of its operand: along `dims` what ranks own, so that nothing counts twice."""
+    wants: list[Want] = []
+    for dim, there in enumerate(_where(dims, len(given.shape), keepdim)):
+        n, cut = given.shape[dim], given.cuts[dim]
+        if there is not None:
+            wants.append(want_of(n, made.cuts[there]))
+        else:
+            wants.append(Want.all_of(n) if cut is None else Want.ranges(cut.axes, cut.owned))
+    return tuple(wants)
