@@ -289,10 +289,10 @@ def test_nets_that_would_be_computed_wrongly_are_refused(wrong: Any, says: str) 
 
 def test_axes_without_an_engine_are_refused() -> None:
     def check(mesh: Mesh) -> None:
-        with pytest.raises(PlanError, match=r"data axis only, but the layout has height=2"):
+        with pytest.raises(PlanError, match=r"the layout has pipe=2"):
             ff.parallelize(copy.deepcopy(NET), mesh)
 
-    run_ranks(Layout(height=2), check)
+    run_ranks(Layout(pipe=2), check)
 
 
 def test_outside_step_a_checkpointed_dropout_draws_twice_alike() -> None:

@@ -253,7 +253,7 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> 
 
 def test_axes_that_are_not_there_yet() -> None:
     def check(mesh: Mesh) -> None:
-        with pytest.raises(PlanError, match="along the data axis only"):
+        with pytest.raises(PlanError, match="the layout has pipe=2"):
             verify(nn.Linear(1, 1), mesh, loss=nn.MSELoss(), batch=lambda _: ())
 
-    run_ranks(Layout(height=2), check)
+    run_ranks(Layout(pipe=2), check)

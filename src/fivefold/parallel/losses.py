@@ -37,29 +37,43 @@ class SharedLoss:
         self, loss: Callable[..., Any], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._loss = loss
-        self._split = split_loss(loss)
+        self.split = split_loss(loss)
+        """a loss of torch's, taken apart; None if it is another callable"""
         self._group = group
         self._device = device
         self._warned = False
 
-    def begin(self, targets: Any) -> comm.Pending | None:
+    def begin(self, targets: Any, group: dist.ProcessGroup | None = None) -> comm.Pending | None:
         """Start to sum the weight of the targets over the ranks, if the denominator needs it.
 
-        To be called before the forward pass, behind which the exchange then hides.
+        To be called before the forward pass, behind which the exchange then hides. `group` holds the ranks
+        whose targets differ, by default those of all replicas.
         """
-        weight = self._split.target_weight(targets) if self._split is not None else None
-        return None if weight is None else comm.start_all_reduce(weight, self._group, Tag.LOSS)
+        weight = self.split.target_weight(targets) if self.split is not None else None
+        return (
+            None
+            if weight is None
+            else comm.start_all_reduce(weight, self._group if group is None else group, Tag.LOSS)
+        )
 
     def share(
-        self, outputs: Any, targets: Any, weight: comm.Pending | None, rows: int, total: int
+        self,
+        outputs: Any,
+        targets: Any,
+        weight: comm.Pending | None,
+        rows: int,
+        total: int,
+        *,
+        per_sample: int | None = None,
     ) -> Tensor:
         """This rank's share, differentiable; the shares of all ranks add up to the loss.
 
-        `weight` is what `begin` returned; `rows` of the `total` samples are here.
+        `weight` is what `begin` returned; `rows` of the `total` samples are here, with
+        `per_sample` terms each if not all of them are.
         """
-        if self._split is not None:
+        if self.split is not None:
             summed = None if weight is None else weight.wait()
-            return self._split.share(outputs, targets, summed, rows, total)
+            return self.split.share(outputs, targets, summed, rows, total, per_sample=per_sample)
         custom = getattr(self._loss, "share", None)
         if custom is not None:
             numerator, denominator = custom(outputs, targets)

@@ -22,6 +22,8 @@ from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.reduce import reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
+from fivefold.parallel.tiles.loss import TileLoss
+from fivefold.parallel.tiles.net import TILE_DIMS, TiledNet
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.trace import Phase, span
 
@@ -32,7 +34,7 @@ def parallelize(
     net: nn.Module,
     mesh: Mesh,
     *,
-    example: object = None,  # noqa: ARG001 - what tiles are planned from; the data axis needs none
+    example: object = None,
     loss: Callable[..., Any] | None = None,
 ) -> ParallelModel:
     """Make a plain net compute over the whole mesh what it would compute in one process.
@@ -43,23 +45,25 @@ def parallelize(
     Args:
         net: any `nn.Module` in eager mode.
         mesh: what `fivefold.start` returned.
-        example: a batch with the shapes of the global batch, meta tensors will do. The data axis needs
-            none.
+        example: inputs with the shapes of the global batch, meta tensors will do. With tile axes the plan
+            for this shape is made at once, so that what cannot be computed in tiles is told before training.
         loss: `loss(outputs, targets) -> scalar`, a loss of torch's, or any callable; see `losses`.
 
     Raises:
-        PlanError: the layout has axes other than `data`.
+        PlanError: the layout has a `pipe` axis.
         UsageError: the net is compiled, scripted, already wrapped, or not yet initialised.
     """
-    others = [f"{axis}={n}" for axis, n in vars(mesh.layout).items() if axis != "data" and n > 1]
-    if others:
+    if mesh.layout.pipe > 1:
         raise PlanError(
-            f"this version of Fivefold parallelises along the data axis only, but the layout has "
-            f"{', '.join(others)}: use data={mesh.size}"
+            "this version of Fivefold parallelises along the data and tile axes, but the layout has "
+            f"pipe={mesh.layout.pipe}: use data, height, width or depth instead"
         )
     check_net(net, mesh.layout.data)
     check_loss(loss)
-    return ParallelModel(net.to(mesh.device), mesh, loss)
+    model = ParallelModel(net.to(mesh.device), mesh, loss)
+    if example is not None:
+        model.plan_for(example)
+    return model
 
 
 class ParallelModel(nn.Module):
@@ -81,7 +85,16 @@ class ParallelModel(nn.Module):
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         # Apart from batch norm: buckets leave when they are full, which ranks that use different parameters
         # see at different times, and a group matches messages by their order.
-        gradients = mesh.own_group("data") if self._group.size() > 1 else self._group
+        tiled = mesh.layout.tiles > 1
+        axes = ("data", *TILE_DIMS)
+        gradients = mesh.own_group(*axes) if mesh.layout.data > 1 or tiled else self._group
+        self._tiles = TiledNet(net, mesh) if tiled else None
+        self._tile_loss = (
+            TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
+        )
+        self._everyone = mesh.group(*axes)
+        self.on_outputs: Callable[[Any], None] | None = None
+        """called in every step with what the net returned for this rank's part: for metrics of training"""
         self._reducer = (reducer_for(net, gradients, share_buffers=not self._joint),)
 
     # ---- one training step
@@ -108,16 +121,44 @@ class ParallelModel(nn.Module):
         inputs, targets = self._moved(inputs), self._moved(targets)
         share = self._share(inputs)
         self.steps += 1
+        if self._tiles is not None:
+            return self._step_in_tiles(self._tiles, inputs, targets, share, scaler)
         weight = self._loss.begin(targets)
         with exact(self._watched, share) as mode:
             with span(Phase.FORWARD):
                 self._reducer[0].begin()
                 with mode:
                     outputs = _run_or_stand_in(self.module, inputs, share.rows, call_with)
+                if self.on_outputs is not None:
+                    self.on_outputs(outputs)
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
                 return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
+
+    def _step_in_tiles(
+        self, tiles: TiledNet, inputs: Any, targets: Any, share: Share, scaler: Any
+    ) -> Tensor:
+        assert self._loss is not None
+        assert self._tile_loss is not None
+        cut = self._tile_loss.in_tiles(targets)
+        weight = self._loss.begin(targets, self._everyone if cut else None)
+        with span(Phase.FORWARD):
+            self._reducer[0].begin()
+            outputs = tiles.run(call_with, inputs, share)
+            if self.on_outputs is not None:
+                self.on_outputs(outputs.parts)
+            own = self._tile_loss.share(outputs, targets, weight, share)
+        with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
+            return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
+
+    def plan_for(self, example: Any) -> None:
+        """Make the plan for inputs with these global shapes now, instead of in the first step.
+
+        Raises `UsageError` for what cannot be computed in tiles.
+        """
+        if self._tiles is not None:
+            self._tiles.plan_for(example, self._mesh.share)
 
     def _backward(self, own: Tensor, share: Share, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         hooks = []
@@ -131,8 +172,15 @@ class ParallelModel(nn.Module):
                 hook.remove()
 
     def shard(self, *trees: Any) -> Any:
-        """This rank's part of a batch that every rank holds whole; a tuple if several trees are given."""
-        mine = tuple(map_tensors(self._cut, tree) for tree in trees)
+        """This rank's part of a batch that every rank holds whole; a tuple if several trees are given.
+
+        The first tree, the inputs, is cut into tiles as well. Targets keep their pixels: they are laid as the
+        outputs lie, which only the step knows.
+        """
+        mine = tuple(
+            map_tensors(self._tile if self._tiles and not number else self._cut, tree)
+            for number, tree in enumerate(trees)
+        )
         return mine[0] if len(mine) == 1 else mine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +188,8 @@ class ParallelModel(nn.Module):
         inputs = self._moved((args, kwargs))
         if not leaves(inputs):
             return self.module(*args, **kwargs)
+        if self._tiles is not None:
+            return self._tiles.run(_call_both, inputs, self._share(inputs)).parts
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
             self._reducer[0].begin()
@@ -159,6 +209,13 @@ class ParallelModel(nn.Module):
         mine = self._mesh.share(leaf.shape[0])
         part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
         return attach(leaf[mine.start : mine.stop].to(self._mesh.device), part)
+
+    def _tile(self, leaf: Tensor) -> Tensor:
+        assert self._tiles is not None
+        cut = self._tiles.part(leaf, self._mesh.share(leaf.shape[0]))
+        part = part_of(cut)
+        assert part is not None
+        return attach(cut.to(self._mesh.device), part)
 
     def _share(self, inputs: Any) -> Share:
         rows = rows_of(inputs, "inputs")

@@ -22,6 +22,10 @@ _ELEMENTWISE = (
     nn.MultiMarginLoss, nn.HingeEmbeddingLoss,
 )  # fmt: skip
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss)
+_BY_SAMPLE = (
+    nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss, F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss, F.multi_margin_loss,
+)  # fmt: skip
 _FUNCTIONS: dict[Callable[..., Any], bool] = {
     F.l1_loss: False, F.mse_loss: False, F.smooth_l1_loss: False, F.huber_loss: False,
     F.binary_cross_entropy: False, F.binary_cross_entropy_with_logits: False, F.kl_div: False,
@@ -44,6 +48,8 @@ class Loss:
     weighted: bool
     weight: Tensor | None = None
     ignore_index: int = -100
+    pointwise: bool = True
+    """whether every term looks at one element of outputs and targets"""
 
     def target_weight(self, targets: Any) -> Tensor | None:
         """Weight of this rank's targets (float64 scalar), or None if shapes alone tell the denominator."""
@@ -57,10 +63,17 @@ class Loss:
         return weight[targets[counted]].sum()
 
     def share(
-        self, outputs: Any, targets: Any, target_weight: Tensor | None, rows: int, total: int
+        self,
+        outputs: Any,
+        targets: Any,
+        target_weight: Tensor | None,
+        rows: int,
+        total: int,
+        *,
+        per_sample: int | None = None,
     ) -> Tensor:
         """This rank's share, differentiable. `target_weight` is the sum over all ranks, if there is one;
-        `rows` of the `total` samples are here.
+        `rows` of the `total` samples are here, with `per_sample` terms each if some of them are elsewhere.
         """
         each = self.each(outputs, targets)
         numerator = each.sum()
@@ -75,7 +88,8 @@ class Loss:
                 f"the loss has shape {tuple(each.shape)} before its mean, but its leading dim should be "
                 f"the {rows} samples of this rank: outputs and targets must keep samples on dim 0"
             )
-        return numerator / (each.shape[1:].numel() * total)
+        terms = each.shape[1:].numel() if per_sample is None else per_sample
+        return numerator / (terms * total)
 
 
 def split_loss(loss: Callable[..., Any]) -> Loss | None:
@@ -96,6 +110,7 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
             weighted=_FUNCTIONS[function],
             weight=options.get("weight"),
             ignore_index=options.get("ignore_index", -100),
+            pointwise=not _FUNCTIONS[function] and function not in _BY_SAMPLE,
         )
     return None
 
@@ -111,6 +126,7 @@ def _from_module(loss: Any) -> Loss:
         weighted=weighted,
         weight=loss.weight if weighted else None,
         ignore_index=loss.ignore_index if weighted else -100,
+        pointwise=not weighted and type(loss) not in _BY_SAMPLE,
     )
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -150,9 +150,12 @@ def record(
     Raises `UsageError` where the net's control flow depends on numbers, which names the module.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        sizes = iter(shapes)
+        sizes, device = (
+            iter(shapes),
+            next((p.device for p in net.parameters()), torch.device("cpu")),
+        )
         stand_ins = map_tensors(
-            lambda t: torch.empty(next(sizes), dtype=t.dtype, device=t.device), inputs
+            lambda t: torch.empty(next(sizes), dtype=t.dtype, device=device), inputs
         )
         state = {
             name: fake.from_tensor(tensor).requires_grad_(tensor.requires_grad)
@@ -218,11 +221,14 @@ class _Recorder(TorchFunctionMode):
         try:
             return function(inputs)
         except DataDependentOutputException as problem:
-            self._refuse(
-                "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to "
-                "compute cannot be planned. Let it depend on shapes or options, or use torch.where",
-                problem,
-            )
+            self._depends(problem)
+
+    def _depends(self, cause: Exception) -> NoReturn:
+        self._refuse(
+            "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to "
+            "compute cannot be planned. Let it depend on shapes or options, or use torch.where",
+            cause,
+        )
 
     @contextmanager
     def modules(self, net: nn.Module) -> Generator[None]:
@@ -249,6 +255,8 @@ class _Recorder(TorchFunctionMode):
                 if type(module) in _WHOLE_MODULES:
                     return self._as_one(module, *args, **kwargs)
                 return forward(*args, **kwargs)
+            except DataDependentOutputException as problem:
+                self._depends(problem)
             finally:
                 self._scopes.pop()
 
@@ -359,7 +367,7 @@ class _Recorder(TorchFunctionMode):
                 )
             todo.extend(following for following, _ in function.next_functions)
 
-    def _refuse(self, why: str, cause: Exception | None = None) -> None:
+    def _refuse(self, why: str, cause: Exception | None = None) -> NoReturn:
         module = f"the module {self._scopes[-1]!r}" if self._scopes[-1] else "the net"
         raise UsageError(f"{module} {why}") from cause
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold import comm
-from fivefold.mesh import Mesh, owned
+from fivefold.mesh import Mesh, Part, part_of
 from fivefold.parallel import parallelize
-from fivefold.parallel.exchange import gather_rows
 from fivefold.parallel.trees import leaves, map_tensors, rows_of
 from fivefold.plan import AXES
 from fivefold.trace import Tag
@@ -36,7 +35,7 @@ class OnLayout:
         self.model = parallelize(net, mesh, loss=loss)
         self.optimizer = sgd(net)
         self.replicas = Replicas()
-        self._net, self._mesh, self._group = net, mesh, mesh.group("data")
+        self._net, self._mesh = net, mesh
 
     def shared(self, state: State) -> State:
         """Rank 0's state, on every rank."""
@@ -58,13 +57,10 @@ class OnLayout:
         self.model.steps = number
         seed = self._mesh.plan.numerics.seed + self._mesh.rank
         seen: list[Any] = []
-        hook = self._net.register_forward_hook(lambda _net, _inputs, outputs: seen.append(outputs))
-        try:
-            with seeded(seed, self._mesh.device) if uncontrolled else nullcontext():
-                own = self.model.shard(map_tensors(torch.clone, inputs), targets)
-                loss = self.model.step(*own)
-        finally:
-            hook.remove()
+        self.model.on_outputs = seen.append
+        with seeded(seed, self._mesh.device) if uncontrolled else nullcontext():
+            own = self.model.shard(map_tensors(torch.clone, inputs), targets)
+            loss = self.model.step(*own)
         self.optimizer.step()
         outputs = self._whole_outputs(leaves(seen[0]), rows_of(inputs, "inputs"))
         found = snapshot(self._net, loss, [])
@@ -73,18 +69,38 @@ class OnLayout:
 
     def _whole_outputs(self, found: list[Tensor], total: int) -> dict[str, Tensor]:
         """Outputs of all samples in order. Those whose leading dim is not the samples are left out."""
-        parts = self._group.size()
-        counts = [len(owned(total, parts, index)) for index in range(parts)]
-        rows = counts[self._group.rank()]
-        held = max(rows, 1)  # an empty share computes one stand-in
-        follows = [leaf.dim() > 0 and leaf.shape[0] == held for leaf in found]
-        agreed = self._everyone(torch.tensor(follows, device=self._mesh.device)).all(0).tolist()
         names = ["output"] if len(found) == 1 else [f"output {i}" for i in range(len(found))]
+        parts = [part_of(leaf) or self._by_samples(leaf, total) for leaf in found]
+        told = torch.tensor([part is not None for part in parts], device=self._mesh.device)
+        agreed = self._everyone(told).all(0).tolist()
         return {
-            name: gather_rows(_sendable(leaf[:rows]), counts, self._group, Tag.CONTROL)
-            for name, leaf, follow in zip(names, found, agreed, strict=True)
-            if follow
+            name: self._assembled(_sendable(leaf), part)
+            for name, leaf, part, follows in zip(names, found, parts, agreed, strict=True)
+            if follows and part is not None
         }
+
+    def _by_samples(self, leaf: Tensor, total: int) -> Part | None:
+        """Which part of the whole batch's an output is, if it follows the samples."""
+        mine = self._mesh.share(total)
+        held = max(len(mine), 1)  # an empty share computes one stand-in
+        if not leaf.dim() or leaf.shape[0] not in (len(mine), held):
+            return None
+        return Part((total, *leaf.shape[1:]), (mine.start, *(0,) * (leaf.dim() - 1)))
+
+    def _assembled(self, leaf: Tensor, part: Part) -> Tensor:
+        """The whole that every rank has a part of."""
+        rows = len(self._mesh.share(part.shape[0])) if leaf.shape[0] else 0
+        leaf = leaf[:rows] if leaf.shape[0] > rows else leaf
+        device = self._mesh.device
+        boxes = self._everyone(torch.tensor([part.origin, leaf.shape], device=device)).tolist()
+        largest = max(math.prod(shape) for _, shape in boxes)
+        sent = leaf.new_zeros(largest)
+        sent[: leaf.numel()] = leaf.reshape(-1)
+        whole = leaf.new_zeros(part.shape)
+        for (origin, shape), numbers in zip(boxes, self._everyone(sent), strict=True):
+            where = tuple(slice(o, o + n) for o, n in zip(origin, shape, strict=True))
+            whole[where] = numbers[: math.prod(shape)].view(shape)
+        return whole
 
     def _compare_replicas(self, found: Snapshot) -> None:
         # A missing gradient counts as zero: if other ranks have one, their weights will tell.

@@ -1,0 +1,211 @@
+"""A net that computes in tiles: plans by shape, and runs them.
+
+inputs (this rank's tiles) ── plan of their global shape, made on first sight ── execute ── outputs (tiles)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.randomness import key_of
+from fivefold.parallel.tiles.program import Program, planned
+from fivefold.parallel.tiles.rule import Here, Moment
+from fivefold.parallel.tiles.run import execute
+from fivefold.parallel.tiles.spread import Cut, Grid, Spread
+from fivefold.parallel.tiles.tape import Value, record
+from fivefold.parallel.trees import call_with, leaves, map_tensors
+
+__all__ = ["TILE_DIMS", "Outputs", "TiledNet", "grid_of"]
+
+TILE_DIMS = {"depth": -3, "height": -2, "width": -1}
+"""which dim of an image each tile axis divides"""
+
+
+def grid_of(mesh: Mesh) -> Grid:
+    """The tile axes of a mesh that are larger than one."""
+    axes = tuple(axis for axis in TILE_DIMS if getattr(mesh.layout, axis) > 1)
+    return Grid(axes, tuple(int(getattr(mesh.layout, axis)) for axis in axes))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a net returns: this rank's parts, and how they lie. Both trees have the same structure."""
+
+    parts: Any
+    spreads: Any
+
+
+class TiledNet:
+    """The user's net on the tile ranks of one replica. Creating it is collective: it makes groups."""
+
+    def __init__(self, net: nn.Module, mesh: Mesh, *, strict: bool = False) -> None:
+        self._net, self._strict = net, strict
+        self.grid = grid_of(mesh)
+        self._groups = _groups(mesh, self.grid)
+        self.group = self._groups[tuple(range(len(self.grid.axes))), False]
+        """the tile ranks of this replica, in order"""
+        self.here = Here(self.grid, self.group.rank(), mesh.layout.data)
+        self._programs: dict[Any, Program] = {}
+        _check_hooks(net)
+
+    # ---- where things lie
+
+    def spread_of(self, shape: tuple[int, ...]) -> Spread:
+        """How an image batch of this global shape lies by the rule of ownership; what is no image is whole.
+
+        Raises `UsageError` for an image with fewer pixels than tiles along some axis.
+        """
+        spread = Spread.whole(shape)
+        if len(shape) < 2 - min(TILE_DIMS[axis] for axis in self.grid.axes):
+            return spread
+        for index, (axis, parts) in enumerate(zip(self.grid.axes, self.grid.sizes, strict=True)):
+            dim = len(shape) + TILE_DIMS[axis]
+            n = shape[dim]
+            if n < parts:
+                raise UsageError(
+                    f"an input of shape {shape} has {n} pixels along its {axis} (dim {dim}), too few for "
+                    f"{axis}={parts}: use {axis}={max(n, 1)} or less"
+                )
+            bounds = [owned(n, parts, part).start for part in range(parts)]
+            spread = spread.with_cut(dim, Cut.at((index,), (*bounds, n)))
+        return spread
+
+    def part(self, leaf: Tensor, rows: range) -> Tensor:
+        """This rank's part of a leaf of the whole batch: its samples, its tile."""
+        _, *box = self.spread_of(tuple(leaf.shape)).owned(self.grid, self.here.rank)
+        piece = leaf[(slice(rows.start, rows.stop), *(slice(*r) for r in box))]
+        origin = (rows.start, *(start for start, _ in box))
+        return attach(piece, Part(tuple(leaf.shape), origin))
+
+    def lies(self, leaf: Tensor) -> tuple[Tensor, Spread]:
+        """A leaf of this replica's batch, and how it lies: in tiles, if it is a tile or can be cut into one.
+
+        Raises `UsageError` for a tensor that does not say which part it is of what.
+        """
+        part = part_of(leaf)
+        if part is None:
+            if len(leaf.shape) < 2 - min(TILE_DIMS[axis] for axis in self.grid.axes):
+                return leaf, Spread.whole(leaf.shape)
+            raise UsageError(
+                f"an input of shape {tuple(leaf.shape)} does not say which tile of which image it is: take "
+                "batches from fivefold.loader, or cut them with model.shard(x, y)"
+            )
+        spread = self.spread_of((leaf.shape[0], *part.shape[1:]))
+        if tuple(leaf.shape) == spread.local_shape(self.grid, self.here.rank):
+            return leaf, spread
+        if tuple(leaf.shape[1:]) != part.shape[1:]:
+            raise UsageError(
+                f"an input of shape {tuple(leaf.shape)}, part of {part.shape}, is neither whole images nor "
+                f"this rank's tile of {spread.local_shape(self.grid, self.here.rank)}"
+            )
+        return leaf[tuple(slice(*r) for r in spread.owned(self.grid, self.here.rank))], spread
+
+    # ---- running
+
+    def run(self, call: Callable[..., Any], inputs: Any, share: Share) -> Outputs:
+        """Compute this rank's part of what `call(net, inputs)` returns. Collective over the tile ranks."""
+        located = [self.lies(leaf) for leaf in leaves(inputs)]
+        if not share.rows:
+            located = [(_one_row(leaf), _with_rows(spread, 1)) for leaf, spread in located]
+        program = self._program(call, inputs, [spread for _, spread in located])
+        moment = Moment(
+            groups=lambda axes, joint: self._groups[axes, joint],
+            rows=share.rows,
+            origin=share.origin,
+            total=share.total,
+            joint=share.group is not None,
+            key=lambda scope, number: key_of(share.seed, share.step, scope, number),
+        )
+        state = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+        made = execute(program, [leaf for leaf, _ in located], state, moment, self.group)
+
+        def finish(ref: Value) -> Tensor:
+            return self._noted(made[ref.index], program.spreads[ref.index], share)
+
+        return Outputs(
+            tree_map_only(Value, finish, program.tape.outputs),
+            tree_map_only(Value, lambda ref: program.spreads[ref.index], program.tape.outputs),
+        )
+
+    def plan_for(self, example: Any, share: Callable[[int], range]) -> Program:
+        """The plan for inputs with the shapes of `example`, a global batch; `share(n)` is this rank's."""
+
+        def mine(leaf: Tensor) -> Tensor:
+            rows = max(len(share(leaf.shape[0])), 1)
+            return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+        inputs = map_tensors(mine, example)
+        spreads = [self.spread_of(tuple(leaf.shape)) for leaf in leaves(inputs)]
+        return self._program(call_with, inputs, spreads)
+
+    def _program(self, call: Callable[..., Any], inputs: Any, spreads: list[Spread]) -> Program:
+        key = (
+            tuple(spread.shape for spread in spreads),
+            tuple(leaf.dtype for leaf in leaves(inputs)),
+            tuple(module.training for module in self._net.modules()),
+        )
+        if key not in self._programs:
+            tape = record(self._net, call, inputs, [torch.Size(s.shape) for s in spreads])
+            self._programs[key] = planned(tape, spreads, self.here, strict=self._strict)
+        return self._programs[key]
+
+    def _noted(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:
+        """An output of which it can be told which part of the whole batch's it is."""
+        if not share.rows:
+            leaf = leaf[:0] if leaf.dim() else leaf
+        if not leaf.dim() or spread.shape[0] != max(share.rows, 1):
+            return leaf
+        box = spread.held(self.grid, self.here.rank)
+        origin = (share.origin + box[0][0], *(start for start, _ in box[1:]))
+        return attach(leaf, Part((share.total, *spread.shape[1:]), origin))
+
+
+def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dist.ProcessGroup]:
+    """A group for every choice of tile axes, with the data axis and without."""
+    found: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
+    indices = range(len(grid.axes))
+    for size in range(len(grid.axes) + 1):
+        for axes in itertools.combinations(indices, size):
+            names = [grid.axes[index] for index in axes]
+            found[axes, True] = mesh.group("data", *names)
+            # An axis of size one stands for no axis: a group of this rank alone.
+            found[axes, False] = mesh.group(*names) if names else mesh.group("pipe")
+    return found
+
+
+def _one_row(leaf: Tensor) -> Tensor:
+    return torch.zeros((1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+
+
+def _with_rows(spread: Spread, rows: int) -> Spread:
+    return Spread((rows, *spread.shape[1:]), spread.cuts)
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_KNOWN_HOOKS = ("torch.nn.utils.",)
+
+
+def _check_hooks(net: nn.Module) -> None:
+    """Refuse hooks that would run once, when the net is recorded, and never again."""
+    for name, module in net.named_modules():
+        for kind in _HOOKS:
+            for hook in getattr(module, kind).values():
+                if not (type(hook).__module__ + ".").startswith(_KNOWN_HOOKS):
+                    where = f"the module {name!r}" if name else "the net"
+                    raise UsageError(
+                        f"{where} has a hook ({kind.strip('_').replace('_', ' ')}), which tiles would drop: "
+                        "remove it before parallelize, or use a layout without tile axes"
+                    )
