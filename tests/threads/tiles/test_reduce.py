@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fivefold.mesh import Mesh
 from fivefold.parallel.tiles.sums import all_extreme, all_sum
 from fivefold.plan import Layout
+from margins import expect_margins
 from ranks import run_ranks
 from tiles import expect_tiles
 
@@ -135,3 +136,12 @@ def test_ties_share_the_gradient_wherever_they_lie() -> None:
     whole = xs.flatten().requires_grad_()
     (wanted,) = torch.autograd.grad(3 * whole.amax(), whole)
     assert torch.allclose(torch.cat(run_ranks(3, check)), wanted)
+
+
+@pytest.mark.parametrize("function", RELATIVE[2:6])
+def test_margins_count_once(function: Callable[[Tensor], Tensor]) -> None:
+    class One(Relative):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x)[0]
+
+    expect_margins(One([function]), (2, 3, 7, 5), Layout(height=2, width=2))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fivefold.parallel.tiles.rules import norms, pointwise, reduce, windowed
+from fivefold.parallel.tiles.rules import groupnorms, norms, pointwise, reduce, windowed
 
-__all__ = ["norms", "pointwise", "reduce", "windowed"]
+__all__ = ["groupnorms", "norms", "pointwise", "reduce", "windowed"]
