@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fivefold.mesh import Mesh, owned
+from fivefold.parallel.tiles.costs import Fuse, Options
 from fivefold.parallel.tiles.program import Program, planned
 from fivefold.parallel.tiles.rule import Here, Moment
 from fivefold.parallel.tiles.run import execute
@@ -53,6 +54,7 @@ def expect_tiles(
     layout: Layout,
     *,
     strict: bool = True,
+    fuse: Fuse = "never",
     tolerance: float = 1e-11,
     check: Callable[[Program], None] | None = None,
 ) -> None:
@@ -66,7 +68,7 @@ def expect_tiles(
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.5)
     image = torch.randn(*shape, dtype=torch.float64)
-    case = _Case(net, image, strict, check)
+    case = _Case(net, image, strict, fuse, check)
     plain, x = copy.deepcopy(net), image.clone().requires_grad_()
     outputs = leaves(plain(x))
     weights = [torch.randn_like(y) if y.is_floating_point() else y for y in outputs]
@@ -99,6 +101,7 @@ class _Case:
     net: nn.Module
     image: Tensor
     strict: bool
+    fuse: Fuse
     check: Callable[[Program], None] | None
 
 
@@ -122,7 +125,7 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     }
     spread = spread_of(image.shape, grid)
     tape = record(net, call_with, image, [image.shape])
-    program = planned(tape, [spread], here, strict=case.strict)
+    program = planned(tape, [spread], here, Options(case.fuse, case.strict))
     if case.check is not None:
         case.check(program)
     box = _slices(spread.owned(grid, here.rank))
@@ -134,6 +137,8 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     flat, _ = tree_flatten(tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
     indices = [leaf.index for leaf in flat if isinstance(leaf, Value)]
     spreads, parts = [program.spreads[i] for i in indices], [made[i] for i in indices]
+    parts = [_cropped(part, lies, here) for part, lies in zip(parts, spreads, strict=True)]
+    spreads = [lies.tight() for lies in spreads]
     for part, lies in zip(parts, spreads, strict=True):
         assert tuple(part.shape) == lies.local_shape(grid, here.rank), (part.shape, lies)
     where = [_slices(lies.owned(grid, here.rank)) for lies in spreads]
@@ -148,6 +153,13 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
         "box": box,
         "dx": torch.zeros_like(x) if x.grad is None else x.grad,
     }
+
+
+def _cropped(part: Tensor, lies: Spread, here: Here) -> Tensor:
+    """What a rank owns of what it has."""
+    assert tuple(part.shape) == lies.local_shape(here.grid, here.rank), (part.shape, lies)
+    held, owned = lies.held(here.grid, here.rank), lies.owned(here.grid, here.rank)
+    return part[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(owned, held, strict=True))]
 
 
 def _slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:

@@ -112,6 +112,24 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """How images are computed in tiles. No value here changes a result, only its cost."""
+
+    fuse: str = "auto"
+    """how many layers share a halo exchange: a number, "never", or "auto", which weighs measured latency
+    against the pixels computed twice"""
+    strict: bool = False
+    """whether an operation that is not known in tiles is an error, instead of gathered with a warning"""
+
+    def __post_init__(self) -> None:
+        layers = self.fuse.isdecimal() and int(self.fuse) >= 1
+        if self.fuse not in ("auto", "never") and not layers:
+            raise PlanError(
+                f'tiles.fuse = {self.fuse!r} is none of "auto", "never", or a number of layers such as "4"'
+            )
+
+
+@dataclass(frozen=True)
 class Numerics:
     """What the arithmetic is done in, and the seed that every random choice derives from."""
 
@@ -132,6 +150,7 @@ class Train:
     batch_size: int = 128
     learning_rate: float = 0.1
     """of the whole batch; never scaled by the number of processes"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warmup_epochs: float = 1.0
@@ -195,6 +214,7 @@ class Plan:
 
     layout: Layout = field(default_factory=Layout)
     parallel: Parallel = field(default_factory=Parallel)
+    tiles: Tiles = field(default_factory=Tiles)
     numerics: Numerics = field(default_factory=Numerics)
     train: Train = field(default_factory=Train)
     loader: Loader = field(default_factory=Loader)

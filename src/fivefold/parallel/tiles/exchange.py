@@ -139,18 +139,23 @@ class Kept:
 
 
 def exchange(
-    x: Tensor, plan: Exchange, group: dist.ProcessGroup, kept: Kept | None = None
+    x: Tensor,
+    plan: Exchange,
+    group: dist.ProcessGroup,
+    kept: Kept | None = None,
+    source: Kept | None = None,
 ) -> Tensor:
     """Carry out `plan` for this rank's part `x` of a tensor; differentiable, with the adjoint as backward.
 
     `group` holds the tile ranks in order. Collective unless `plan.moves` is False. `kept` is told how to make
-    the result again from `x` and what was received, unless the result is just a view.
+    the result again from `x` and what was received, unless the result is just a view; how `x` itself is
+    made again, if it is not kept either, is `source`.
     """
     if plan.is_identity:
         return x
     if plan.is_crop:
         return x[plan.own[0][0]]
-    return cast(Tensor, _RangeExchange.apply(x, plan, group, kept))
+    return cast(Tensor, _RangeExchange.apply(x, plan, group, (kept or Kept(), source or Kept())))
 
 
 def _assemble(x: Tensor, plan: Exchange, received: Mapping[int, Tensor]) -> Tensor:
@@ -164,6 +169,16 @@ def _assemble(x: Tensor, plan: Exchange, received: Mapping[int, Tensor]) -> Tens
     return out
 
 
+def _assembled_again(
+    x: Callable[[], Tensor], plan: Exchange, received: Mapping[int, Tensor]
+) -> Tensor:
+    return _assemble(x(), plan, received)
+
+
+def _constant(x: Tensor) -> Callable[[], Tensor]:
+    return lambda: x
+
+
 def _empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uninitialised, in the memory order of `x`."""
     order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim))
@@ -174,12 +189,13 @@ def _empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 class _RangeExchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: Exchange, group: dist.ProcessGroup, kept: Kept | None
+        ctx: Any, x: Tensor, plan: Exchange, group: dist.ProcessGroup, kept: tuple[Kept, Kept]
     ) -> Tensor:
         ctx.plan, ctx.group = plan, group
         received = _start(x, plan.sends, plan.receives, group).wait()
-        if kept is not None:
-            kept.again = functools.partial(_assemble, x.detach(), plan, received)
+        into, source = kept
+        origin = source.again or _constant(x.detach())
+        into.again = functools.partial(_assembled_again, origin, plan, received)
         return _assemble(x, plan, received)
 
     @staticmethod

@@ -62,8 +62,7 @@ class TileLoss:
     ) -> Tensor:
         spread: Spread = outputs.spreads
         grid, rank = self._tiles.grid, self._tiles.here.rank
-        parts = _owned(outputs.parts, spread, self._tiles)
-        cuts = spread.tight().cuts
+        cuts = spread.cuts
         wants = tuple(
             want_of(n, cuts[dim]) for n, dim in zip(_global(targets), matched, strict=True)
         )
@@ -79,7 +78,7 @@ class TileLoss:
         alike = grid.size // math.prod(grid.sizes[axis] for axis in spread.axes)
         per_sample = math.prod(spread.shape[2 if self._weighted else 1 :])
         own = self._loss.share(
-            parts, targets, weight, share.rows, share.total, per_sample=per_sample
+            outputs.parts, targets, weight, share.rows, share.total, per_sample=per_sample
         )
         return own / alike
 
@@ -139,14 +138,6 @@ def _global(leaf: Tensor) -> tuple[int, ...]:
 def _is_tile(leaf: Tensor) -> bool:
     part = part_of(leaf)
     return part is not None and tuple(leaf.shape[1:]) != part.shape[1:]
-
-
-def _owned(leaf: Tensor, spread: Spread, tiles: TiledNet) -> Tensor:
-    held = spread.held(tiles.grid, tiles.here.rank)
-    owned = spread.owned(tiles.grid, tiles.here.rank)
-    if owned == held:
-        return leaf
-    return leaf[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(owned, held, strict=True))]
 
 
 def _matching(split: Loss, spread: Spread, targets: Tensor) -> tuple[int, ...] | None:

@@ -19,8 +19,10 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
+from fivefold.parallel.tiles.costs import Costs, Options, measured
+from fivefold.parallel.tiles.exchange import Exchange, exchange
 from fivefold.parallel.tiles.program import Program, planned
-from fivefold.parallel.tiles.rule import Here, Moment
+from fivefold.parallel.tiles.rule import Here, Moment, as_held
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.tiles.tape import Value, record
@@ -49,13 +51,17 @@ class Outputs:
 class TiledNet:
     """The user's net on the tile ranks of one replica. Creating it is collective: it makes groups."""
 
-    def __init__(self, net: nn.Module, mesh: Mesh, *, strict: bool = False) -> None:
-        self._net, self._strict = net, strict
+    def __init__(self, net: nn.Module, mesh: Mesh) -> None:
+        self._net = net
         self.grid = grid_of(mesh)
         self._groups = _groups(mesh, self.grid)
         self.group = self._groups[tuple(range(len(self.grid.axes))), False]
         """the tile ranks of this replica, in order"""
         self.here = Here(self.grid, self.group.rank(), mesh.layout.data)
+        tiles = mesh.plan.tiles
+        fuse = int(tiles.fuse) if tiles.fuse.isdecimal() else tiles.fuse
+        costs = measured(self.group, mesh.device) if fuse == "auto" else Costs()
+        self._options = Options(fuse, tiles.strict, costs)
         self._programs: dict[Any, Program] = {}
         _check_hooks(net)
 
@@ -131,11 +137,17 @@ class TiledNet:
         made = execute(program, [leaf for leaf, _ in located], state, moment, self.group)
 
         def finish(ref: Value) -> Tensor:
-            return self._noted(made[ref.index], program.spreads[ref.index], share)
+            spread, part = program.spreads[ref.index], made[ref.index]
+            own = Exchange.of(
+                spread, as_held(spread.tight()), self.grid, self.here.rank
+            )  # a margin is of no use to anybody outside
+            return self._noted(exchange(part, own, self.group), spread.tight(), share)
 
         return Outputs(
             tree_map_only(Value, finish, program.tape.outputs),
-            tree_map_only(Value, lambda ref: program.spreads[ref.index], program.tape.outputs),
+            tree_map_only(
+                Value, lambda ref: program.spreads[ref.index].tight(), program.tape.outputs
+            ),
         )
 
     def plan_for(self, example: Any, share: Callable[[int], range]) -> Program:
@@ -157,7 +169,7 @@ class TiledNet:
         )
         if key not in self._programs:
             tape = record(self._net, call, inputs, [torch.Size(s.shape) for s in spreads])
-            self._programs[key] = planned(tape, spreads, self.here, strict=self._strict)
+            self._programs[key] = planned(tape, spreads, self.here, self._options)
         return self._programs[key]
 
     def _noted(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:

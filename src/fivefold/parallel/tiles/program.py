@@ -8,19 +8,23 @@ compute   v2 = conv2d(v1')
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.errors import UsageError
+from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
+from fivefold.parallel.tiles.margins import with_margins
 from fivefold.parallel.tiles.rule import (
     Here,
     Local,
     Operation,
     Rule,
     Wants,
+    as_held,
     call,
     everything,
     rule_of,
@@ -62,6 +66,24 @@ class Program:
     gathered: list[Node] = field(default_factory=list[Node])
     """nodes whose operands had to be gathered because nobody knows how to cut them"""
 
+    fuse: Fuse = "never"
+    """how many layers share an exchange, or how that was decided"""
+
+    def seconds(self, here: Here, costs: Costs) -> float:
+        """What `here.rank` needs for a step, by `costs`: the backward pass is taken as twice the forward."""
+        total = 0.0
+        for step in self.steps:
+            if isinstance(step, Compute):
+                elements = sum(
+                    math.prod(self.spreads[index].local_shape(here.grid, here.rank))
+                    for index in step.node.outputs
+                )
+                total += costs.compute_s(3 * elements * flops_of(step.node))
+            elif step.exchange.moves:
+                size = step.exchange.elements() * self.tape.element_bytes(step.source)
+                total += 2 * costs.exchange_s(step.exchange.messages(), size)
+        return total
+
     def given(self, node: Node) -> tuple[Spread, ...]:
         """How the operands of a node lie; what is no value is whole on every rank."""
         return tuple(
@@ -70,17 +92,54 @@ class Program:
         )
 
 
-def planned(tape: Tape, inputs: Sequence[Spread], here: Here, *, strict: bool = False) -> Program:
+_CANDIDATES: tuple[Fuse, ...] = ("never", 2, 3, 4, 6, 8, 12, 16, 32, "greedy")
+"""what `auto` chooses from"""
+
+
+def planned(
+    tape: Tape, inputs: Sequence[Spread], here: Here, options: Options | None = None
+) -> Program:
     """Make the plan of `here.rank`. Every tile rank makes its own, from the same tape.
 
     Raises `UsageError` with `strict` where an operation would have to gather a tiled value.
     """
-    program = Program(tape)
-    program.spreads.update(zip(tape.inputs, inputs, strict=True))
-    rules = [_placed(program, node, here, strict) for node in tape.nodes]
-    lowering = _Lowering(program, here)
-    for node, chosen in zip(tape.nodes, rules, strict=True):
-        lowering.add(node, chosen)
+    options = options or Options()
+    placed = Program(tape)
+    placed.spreads.update(zip(tape.inputs, inputs, strict=True))
+    rules = [_placed(placed, node, here, options.strict) for node in tape.nodes]
+    if options.fuse != "auto":
+        return _lowered(placed, rules, here, options)
+    # All ranks have to choose alike, so all of them judge by the plan of the one in the middle.
+    middle = replace(here, rank=here.grid.size // 2)
+    tried = {
+        fuse: _lowered(placed, rules, middle, replace(options, fuse=fuse)).seconds(
+            middle, options.costs
+        )
+        for fuse in _CANDIDATES
+    }
+    best = min(tried, key=tried.__getitem__)
+    return _lowered(placed, rules, here, replace(options, fuse=best))
+
+
+def _lowered(
+    placed: Program, rules: Sequence[Rule | None], here: Here, options: Options
+) -> Program:
+    """The plan of one rank, with the margins that `options.fuse` gives."""
+    chosen = dict(zip(placed.tape.nodes, rules, strict=True))
+
+    def lower(node: Node, made: Sequence[Spread]) -> Local:
+        found = chosen[node]
+        if found is None:
+            return _on_the_whole(node, made, here)
+        return found.lower(Operation(node, placed.given(node), here, tuple(made)))
+
+    margins = with_margins(placed.tape, placed.spreads, lower, here, options)
+    program = Program(
+        placed.tape, spreads=margins.held, gathered=placed.gathered, fuse=options.fuse
+    )
+    lowering = _Lowering(program, here, margins.shared)
+    for node in placed.tape.nodes:
+        lowering.add(node, lower(node, [margins.held[index] for index in node.outputs]))
     lowering.finish()
     return program
 
@@ -115,7 +174,7 @@ def _as_before(tiled: Sequence[Spread], shape: tuple[int, ...]) -> Spread:
 
 
 def _tell_unknown(node: Node, tiled: Sequence[Spread], strict: bool) -> None:
-    elements = sum(_numel(spread.shape) for spread in tiled)
+    elements = sum(math.prod(spread.shape) for spread in tiled)
     text = (
         f"{node.where} is not known to Fivefold's tiles: every rank gathers the whole of what it takes "
         f"({elements * node.output_bytes / 2**20:.1f} MiB) and computes all of it"
@@ -126,36 +185,37 @@ def _tell_unknown(node: Node, tiled: Sequence[Spread], strict: bool) -> None:
 
 
 class _Lowering:
-    def __init__(self, program: Program, here: Here) -> None:
-        self._program, self._here = program, here
+    def __init__(self, program: Program, here: Here, shared: dict[int, Spread]) -> None:
+        self._program, self._here, self._shared = program, here, shared
         self._next = max(program.spreads, default=-1) + 1
         self._moved: dict[tuple[Any, ...], Ref] = {}
 
-    def add(self, node: Node, chosen: Rule | None) -> None:
-        program, here = self._program, self._here
-        given = program.given(node)
-        made = tuple(program.spreads[index] for index in node.outputs)
-        local = (
-            _on_the_whole(node, made, here)
-            if chosen is None
-            else chosen.lower(Operation(node, given, here, made))
-        )
+    def add(self, node: Node, local: Local) -> None:
+        given = self._program.given(node)
+        fills = (*local.fills, *(0.0,) * (len(given) - len(local.fills)))
         operands = tuple(
-            self._as_wanted(
-                ref, spread, wants, local.fills[number] if number < len(local.fills) else 0.0
-            )
-            for number, (ref, spread, wants) in enumerate(
-                zip(node.operands, given, local.wants, strict=True)
-            )
+            self._as_wanted(*operand)
+            for operand in zip(node.operands, given, local.wants, fills, strict=True)
         )
-        program.steps.append(Compute(node, operands, local))
+        self._program.steps.append(Compute(node, operands, local))
 
     def _as_wanted(self, ref: Ref, spread: Spread, wants: Wants, fill: float) -> Ref:
-        plan = Exchange.of(spread, wants, self._here.grid, self._here.rank, fill)
+        here = self._here
+        plan = Exchange.of(spread, wants, here.grid, here.rank, fill)
         if plan.is_identity:
             return ref
+        union = self._shared.get(ref.index) if isinstance(ref, Value) else None
+        if plan.moves and union is not None:
+            there = self._moved_to(ref, spread, as_held(union), 0.0)
+            cropped = Exchange.of(union, wants, here.grid, here.rank, fill)
+            if not cropped.moves:
+                return there if cropped.is_identity else self._moved_to(there, union, wants, fill)
+        return self._moved_to(ref, spread, wants, fill)
+
+    def _moved_to(self, ref: Ref, spread: Spread, wants: Wants, fill: float) -> Ref:
         key = (ref, wants, fill)
         if key not in self._moved:
+            plan = Exchange.of(spread, wants, self._here.grid, self._here.rank, fill)
             target = Value(self._next)
             self._next += 1
             self._program.steps.append(Move(ref, target.index, plan))
@@ -183,10 +243,3 @@ def _on_the_whole(node: Node, made: Sequence[Spread], here: Here) -> Local:
         return result
 
     return Local(tuple(everything(shape) for shape in node.shapes), run)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product

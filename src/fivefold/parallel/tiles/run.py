@@ -65,9 +65,9 @@ class _Running:
         return self._state[ref.name] if isinstance(ref, State) else ref.tensor
 
     def move(self, step: Move) -> Sequence[Ref]:
-        kept = Kept()
-        source = self._get(step.source)
-        self.values[step.target] = exchange(source, step.exchange, self._group, kept)
+        kept, source = Kept(), self._get(step.source)
+        before = self.kept.get(step.source.index) if isinstance(step.source, Value) else None
+        self.values[step.target] = exchange(source, step.exchange, self._group, kept, before)
         if kept.again is not None:
             self.kept[step.target] = kept
         return (step.source,)

@@ -13,6 +13,7 @@ not to be sent it. A dim that is not cut is whole on every rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ Range = tuple[int, int]
 """[start, stop) in global coordinates"""
 Box = tuple[Range, ...]
 """one range per dim of a tensor"""
+
+
+@functools.cache
+def _coordinates(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(itertools.product(*map(range, sizes)))
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Grid:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Position of tile rank `rank` along every axis."""
-        return tuple(itertools.product(*map(range, self.sizes)))[rank]
+        return _coordinates(self.sizes)[rank]
 
     def part(self, rank: int, axes: Sequence[int]) -> int:
         """Which part rank `rank` has of a dim that is cut along `axes`, row-major."""

@@ -126,6 +126,14 @@ class Tape:
     uses: Counter[int] = field(default_factory=Counter[int])
     """how many nodes and outputs read a value"""
 
+    def element_bytes(self, ref: Ref) -> int:
+        """Size of one element of a tensor."""
+        return (
+            self.dtypes[ref.index].itemsize
+            if isinstance(ref, Value) and ref.index in self.dtypes
+            else 4
+        )
+
 
 # Taken as one operation: they read their own buffers' numbers, or are known by their module only.
 _WHOLE_MODULES = (

@@ -1,0 +1,103 @@
+"""What an exchange costs against computing the same pixels once more."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fivefold import comm
+from fivefold.parallel.tiles.tape import Node
+from fivefold.trace import Tag
+
+__all__ = ["Costs", "Fuse", "Options", "flops_of", "measured"]
+
+Fuse = str | int
+"""`auto`, `never`, `greedy`, or the largest number of layers that share an exchange"""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one rank's processor and of messages to its neighbours."""
+
+    latency_s: float = 1e-4
+    """of a message of no size"""
+    bytes_per_s: float = 1e9
+    flops_per_s: float = 5e10
+
+    def exchange_s(self, messages: int, size_bytes: int) -> float:
+        """One exchange: its messages travel at once, but each has to be posted."""
+        return self.latency_s * (1 + 0.25 * max(messages - 1, 0)) + size_bytes / self.bytes_per_s
+
+    def compute_s(self, flops: float) -> float:
+        """Some floating-point operations."""
+        return flops / self.flops_per_s
+
+
+@dataclass(frozen=True)
+class Options:
+    """How plans are made."""
+
+    fuse: Fuse = "auto"
+    strict: bool = False
+    """whether an unknown operation is an error"""
+    costs: Costs = field(default_factory=Costs)
+
+
+_MEMORY_BOUND = 20
+"""operations that one element of a pointwise result costs as much as: it waits for memory"""
+
+
+def flops_of(node: Node) -> float:
+    """Floating-point operations of one element of a node's result, forward."""
+    if node.name.startswith("conv_transpose"):
+        return 2.0 * math.prod(node.shapes[1]) / node.shapes[1][0]
+    if node.name.startswith("conv"):
+        return 2.0 * math.prod(node.shapes[1][1:])
+    if node.name == "linear":
+        return 2.0 * node.shapes[1][-1]
+    return float(_MEMORY_BOUND)
+
+
+def measured(group: dist.ProcessGroup, device: torch.device) -> Costs:
+    """Measure them, once, at the start. Collective; all ranks get the first one's figures.
+
+    Rounded to powers of two: the same machine gives the same plan.
+    """
+    small, large = 256, 1 << 18
+    peer = group.rank() ^ 1
+    times: dict[int, float] = {}
+    for size in (small, large):
+        buffer = torch.zeros(size, device=device)
+        taken: list[float] = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            if peer < group.size():
+                comm.start_messages(
+                    {peer: buffer}, {peer: torch.empty_like(buffer)}, group, Tag.CONTROL
+                ).wait()
+            taken.append(time.perf_counter() - begin)
+        times[size] = min(taken)
+    x, weight = torch.zeros(1, 32, 64, 64, device=device), torch.zeros(32, 32, 3, 3, device=device)
+    taken = []
+    with torch.no_grad():
+        for _ in range(4):
+            begin = time.perf_counter()
+            float(F.conv2d(x, weight).sum())
+            taken.append(time.perf_counter() - begin)
+    flops = 2 * 32 * 32 * 9 * 62 * 62
+    found = torch.tensor(
+        [
+            times[small],
+            4 * (large - small) / max(times[large] - times[small], 1e-6),
+            flops / max(min(taken), 1e-9),
+        ],
+        dtype=torch.float64,
+    )
+    found = found.to(device)
+    comm.broadcast_all([found], group, Tag.CONTROL)
+    return Costs(*(2.0 ** round(math.log2(value)) for value in found.tolist()))
