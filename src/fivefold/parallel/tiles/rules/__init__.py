@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
-from fivefold.parallel.tiles.rules import groupnorms, norms, pointwise, reduce, windowed
+from fivefold.parallel.tiles.rules import (
+    axes,
+    borders,
+    groupnorms,
+    joins,
+    norms,
+    pointwise,
+    reduce,
+    slices,
+    views,
+    windowed,
+)
 
-__all__ = ["groupnorms", "norms", "pointwise", "reduce", "windowed"]
+__all__ = [
+    "axes",
+    "borders",
+    "groupnorms",
+    "joins",
+    "norms",
+    "pointwise",
+    "reduce",
+    "slices",
+    "views",
+    "windowed",
+]

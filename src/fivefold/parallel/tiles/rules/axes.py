@@ -1,0 +1,95 @@
+"""Views that move dims about or repeat along new ones: permute, transpose, expand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.parallel.tiles.rule import (
+    Local,
+    Moment,
+    Operation,
+    Wants,
+    as_held,
+    call,
+    plain,
+    rule,
+    want_of,
+)
+from fivefold.parallel.tiles.rules.pointwise import broadcast, broadcast_wants
+from fivefold.parallel.tiles.spread import Spread
+from fivefold.parallel.tiles.tape import Node
+
+__all__ = ["Expand", "Permute", "Repeat"]
+
+
+def _order(node: Node) -> list[int]:
+    """Which dim of the operand every dim of the result is: the call itself says so, of a tensor without
+    numbers whose sizes are all different.
+    """
+    probe = torch.empty([dim + 1 for dim in range(len(node.shapes[0]))], device="meta")
+    args, kwargs = node.arguments([probe])
+    return [n - 1 for n in plain(node.function)(*args, **kwargs).shape]
+
+
+@rule(
+    "H", "T", "adjoint", "mH", "mT", "movedim", "moveaxis", "permute", "swapaxes", "swapdims", "t",
+    "transpose",
+)  # fmt: skip
+class Permute:
+    """The dims in another order."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """Every dim as it was."""
+        given = op.given[0]
+        cuts = tuple(given.cuts[dim] for dim in _order(op.node))
+        return [Spread(op.node.output_shapes[0], cuts).tight()]
+
+    def lower(self, op: Operation) -> Local:
+        """The same call on what is held."""
+        order, shape = _order(op.node), op.node.shapes[0]
+        cuts = [op.made[0].cuts[order.index(dim)] for dim in range(len(shape))]
+        return Local((tuple(map(want_of, shape, cuts)),), call(op.node))
+
+
+@rule("broadcast_to", "expand", "expand_as")
+class Expand:
+    """Dims of size one stretched, and new ones in front."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """Cut as the operand is; of the second operand of `expand_as` only the shape counts."""
+        return [broadcast(op.given[:1], op.node.output_shapes[0])]
+
+    def lower(self, op: Operation) -> Local:
+        """Expanded to the shape of what is held."""
+        made, here = op.made[0], op.here
+        local = made.local_shape(here.grid, here.rank)
+
+        def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            return operands[0].expand(local)
+
+        others = tuple(as_held(spread) for spread in op.given[1:])
+        return Local((broadcast_wants(op.node.shapes[0], made), *others), run)
+
+
+@rule("repeat", "tile")
+class Repeat:
+    """Copies one behind the other, in dims that are not cut."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """Cut as the operand is, unless that would have to be repeated along a cut."""
+        made = broadcast(op.given, op.node.output_shapes[0])
+        cut = len(op.given[0].cut_dims)
+        return [made] if len(made.cut_dims) == cut else None
+
+    def lower(self, op: Operation) -> Local:
+        """The same call: it names numbers of copies."""
+        return Local((_repeat_wants(op),), call(op.node))
+
+
+def _repeat_wants(op: Operation) -> Wants:
+    made, shape = op.made[0], op.node.shapes[0]
+    shift = len(made.shape) - len(shape)
+    return tuple(want_of(n, made.cuts[dim + shift]) for dim, n in enumerate(shape))

@@ -1,0 +1,177 @@
+"""Indexing by numbers and slices, narrow, select: every part takes those of its rows that are asked for.
+
+x[..., 3:12:2, :]       rows 3 5 | 7 9 11        bounds move to the first row behind them
+x[:, :, 5]              row 5, for everybody
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fivefold.parallel.tiles.exchange import Want
+from fivefold.parallel.tiles.rule import Local, Moment, Operation, everything, rule, want_of
+from fivefold.parallel.tiles.spread import Cut, Range, Spread
+from fivefold.parallel.tiles.tape import Node, Slot
+from fivefold.parallel.tiles.windows import follow
+
+__all__ = ["Index", "Rows"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows start, start + step, ... of a dim; `count` of them."""
+
+    start: int
+    step: int
+    count: int
+
+    def bound(self, bound: int) -> int:
+        """The first of them at `bound` or behind it, unclamped."""
+        return -((self.start - bound) // self.step)
+
+    def needs(self, rows: Range) -> Range:
+        """From the first to the last."""
+        if rows[1] <= rows[0]:
+            return (self.start, self.start)
+        return (self.start + rows[0] * self.step, self.start + (rows[1] - 1) * self.step + 1)
+
+
+_Entry = Rows | int | None | Any
+"""of an index: rows, a single row, a new dim, or something else, which takes the place of one dim"""
+
+
+def _entries(node: Node) -> list[_Entry] | None:
+    """The index in a form that names every dim; None if it cannot be followed."""
+    shape, name = node.shapes[0], node.name
+    if name == "__getitem__":
+        index = node.args[1]
+        return _normal(list(index) if isinstance(index, tuple) else [index], shape, node.shapes)
+    names = {
+        "narrow": ("input", "dim", "start", "length"),
+        "select": ("input", "dim", "index"),
+        "index_select": ("input", "dim", "index"),
+    }[name]
+    a = node.bound(names)
+    if not isinstance(a["dim"], int) or (name == "narrow" and not isinstance(a["start"], int)):
+        return None
+    entry: Any = a.get("index")
+    if name == "narrow":
+        start = a["start"] % max(shape[a["dim"]], 1) if a["start"] < 0 else a["start"]
+        entry = slice(start, start + a["length"])
+    index = [slice(None)] * len(shape)
+    index[a["dim"]] = entry
+    return _normal(index, shape, node.shapes)
+
+
+def _normal(
+    index: list[Any], shape: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[_Entry] | None:
+    if sum(entry is Ellipsis for entry in index) == 0:
+        index = [*index, Ellipsis]
+    named = sum(entry is not None and entry is not Ellipsis for entry in index)
+    found: list[_Entry] = []
+    dim, special = 0, 0
+    for entry in index:
+        if entry is Ellipsis:
+            missing = len(shape) - named
+            found.extend(Rows(0, 1, n) for n in shape[dim : dim + missing])
+            dim += missing
+        elif entry is None:
+            found.append(None)
+        elif isinstance(entry, slice):
+            rows = range(*entry.indices(shape[dim]))
+            found.append(Rows(rows.start, rows.step, len(rows)))
+            dim += 1
+        elif isinstance(entry, int) and not isinstance(entry, bool):
+            found.append(entry % shape[dim])
+            dim += 1
+        elif _is_line(entry, shapes):
+            found.append(entry)
+            dim, special = dim + 1, special + 1
+        else:
+            return None
+    # Where torch puts the dim of an index of tensors depends on what stands beside it.
+    mixed = special > 1 or (special and any(isinstance(e, int) for e in found))
+    return None if mixed else found
+
+
+def _is_line(entry: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether an entry is a list of rows, or a tensor of one dim."""
+    if isinstance(entry, Slot):
+        return len(shapes[entry.index]) == 1
+    return isinstance(entry, list) and all(type(row) is int for row in entry)
+
+
+@rule("__getitem__", "narrow", "select", "index_select")
+class Index:
+    """`place`: the rows asked for belong to whom they belonged; `lower`: want these rows only."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """A dim of which some part would have nothing becomes whole; lists of rows only in dims that are."""
+        entries, given = _entries(op.node), op.given[0]
+        if entries is None:
+            return None
+        cuts: list[Cut | None] = []
+        for dim, entry in _by_dim(entries):
+            before = None if dim is None else given.cuts[dim]
+            if isinstance(entry, int):
+                continue
+            if before is None:
+                cuts.append(None)
+            elif isinstance(entry, Rows):
+                cut = follow(before, entry.count, entry.bound)
+                cuts.append(None if cut.empty else cut)
+            else:
+                return None
+        return [Spread(op.node.output_shapes[0], tuple(cuts))]
+
+    def lower(self, op: Operation) -> Local:
+        """The same index, relative to the rows that are wanted."""
+        entries, given = _entries(op.node), op.given[0]
+        assert entries is not None
+        made = iter(op.made[0].cuts)
+        wants: list[Want] = []
+        index: list[Any] = []
+        for dim, entry in _by_dim(entries):
+            cut = None if isinstance(entry, int) else next(made)
+            if dim is None:
+                index.append(None)
+                continue
+            before, n = given.cuts[dim], given.shape[dim]
+            want, local = _localised(entry, n, before, cut)
+            wants.append(want)
+            index.append(local)
+
+        def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            local = (operands[e.index] if isinstance(e, Slot) else e for e in index)
+            return operands[0][tuple(local)]
+
+        return Local((tuple(wants), *map(everything, op.node.shapes[1:])), run)
+
+
+def _by_dim(entries: Sequence[_Entry]) -> list[tuple[int | None, _Entry]]:
+    """Every entry with the dim of the operand that it is for."""
+    dims = iter(range(len(entries)))
+    return [(None if entry is None else next(dims), entry) for entry in entries]
+
+
+def _localised(entry: _Entry, n: int, before: Cut | None, cut: Cut | None) -> tuple[Want, Any]:
+    """What to want of a dim of `n` rows, and the index of that."""
+    if isinstance(entry, int):
+        return (
+            (Want.all_of(n), entry) if before is None else (Want((), (((entry, entry + 1),),)), 0)
+        )
+    if not isinstance(entry, Rows):
+        return want_of(n, cut), entry
+    if before is None:
+        return want_of(n, cut), slice(
+            entry.start, entry.start + entry.count * entry.step, entry.step
+        )
+    step = slice(None, None, entry.step)
+    if cut is None:
+        return Want((), ((entry.needs((0, entry.count)),),)), step
+    return Want.ranges(cut.axes, [entry.needs(r) for r in cut.held]), step

@@ -1,0 +1,64 @@
+from collections.abc import Callable
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.plan import Layout
+from tiles import expect_tiles
+
+LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
+
+
+class Calls(nn.Module):
+    """A function as a net, between operations whose results lie by their own bounds."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first = nn.Conv2d(2, 2, 3, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.first(x))
+
+
+MOVES = {
+    "constant": lambda x: F.pad(x, (1, 2, 3, 0), value=1.5),
+    "crop": lambda x: F.pad(x, (-1, 2, -2, -1)),
+    "crop to nothing of one tile": lambda x: F.pad(x, (0, 0, -6, 0)),
+    "channels": lambda x: F.pad(x, (1, 1, 0, 0, 1, 0)),
+    "reflect": lambda x: F.pad(x, (2, 4, 3, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (2, 1, 0, 5), mode="replicate"),
+    "circular": lambda x: F.pad(x, (2, 3, 4, 1), mode="circular"),
+    "circle of one dim": lambda x: F.pad(x, (0, 0, 0, 8), mode="circular"),
+    "roll": lambda x: x.roll((3, -2), (-2, -1)),
+    "roll one": lambda x: x.roll(-1, 2).roll(1, 1),
+    "roll far": lambda x: x.roll(10, 2),
+    "flip": lambda x: x.flip(2, 1).flip((3,)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MOVES)
+def test_borders_of_tiles_are_those_of_the_image(name: str, layout: Layout) -> None:
+    expect_tiles(Calls(MOVES[name]), (2, 2, 13, 9), layout)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_convolutions_pad_in_every_mode(mode: str) -> None:
+    net = nn.Conv2d(2, 3, 5, stride=2, padding=(2, 1), padding_mode=mode)
+    expect_tiles(net, (2, 2, 11, 8), Layout(height=2, width=2))
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [(Layout(width=3), (2, 3, 11)), (Layout(depth=2, height=2), (1, 2, 5, 7, 3))],
+    ids=str,
+)
+def test_lines_and_volumes(layout: Layout, shape: tuple[int, ...], mode: str) -> None:
+    class Padded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.pad(x * 1, (1, 2) * (len(shape) - 2), mode=mode)
+
+    expect_tiles(Padded(), shape, layout)

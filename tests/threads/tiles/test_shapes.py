@@ -1,0 +1,116 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fivefold.parallel.tiles.program import Program
+from fivefold.plan import Layout
+from tiles import expect_tiles
+
+LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
+
+
+class Calls(nn.Module):
+    """A function as a net, with a convolution behind it that shows where its result lies."""
+
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(x * self.scale)
+
+
+def keeps_cuts(program: Program) -> None:
+    """No result became whole."""
+    for node in program.tape.nodes:
+        assert not any(program.spreads[index].is_whole for index in node.outputs), node.name
+
+
+VIEWS = {
+    "flatten batch": lambda x: x.flatten(0, 1),
+    "unflatten channels": lambda x: x.unflatten(1, (2, 2)),
+    "unsqueeze": lambda x: x.unsqueeze(-1).unsqueeze(2),
+    "squeeze": lambda x: x.unsqueeze(2).squeeze(2),
+    "squeeze all": lambda x: x[:1].squeeze(),
+    "view 5": lambda x: x.view(x.size(0), 2, -1, *x.shape[2:]),
+    "reshape": lambda x: torch.reshape(x, (1, *x.shape)).reshape(*x.shape),
+    "view_as": lambda x: x.view(8, *x.shape[2:]).view_as(x),
+    "permute": lambda x: x.permute(0, 2, 3, 1),
+    "transpose": lambda x: x.transpose(1, -1).movedim(0, 2),
+    "mT": lambda x: x.mT,
+    "expand": lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1),
+    "expand_as": lambda x: x[:, :1].expand_as(x) * x,
+    "repeat": lambda x: x.repeat(2, 3, 1, 1).tile(2, 1, 1),
+    "chunk": lambda x: torch.chunk(x, 2, 1),
+    "split": lambda x: x.split([1, 3], dim=1),
+    "tensor_split": lambda x: x.tensor_split(3, dim=1),
+    "unbind": lambda x: x.unbind(1),
+    "cat": lambda x: torch.cat([x, x[:, :1], x], 1),
+    "stack": lambda x: torch.stack([x, x.tanh()], 2),
+    "hstack": lambda x: torch.hstack([x, x]) + torch.vstack([x, x]).sum(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_tiles_is_one_of_the_image(name: str, layout: Layout) -> None:
+    expect_tiles(Calls(VIEWS[name]), (2, 4, 11, 7), layout, strict=False)
+
+
+@pytest.mark.parametrize("layout", [Layout(height=3), Layout(height=2)], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flatten(2),
+        lambda x: x.flatten(2).permute(0, 2, 1),
+        lambda x: x.flatten(2).unflatten(2, (6, 14)),
+        lambda x: x.view(2, 4, 3, 4, 7),
+        lambda x: x.view(2, 4, 3, 4, 7).flatten(2, 3),
+        lambda x: x.flatten(2).view(2, 4, 21, 4),
+        lambda x: x.flatten(2).unsqueeze(1).squeeze(),
+    ],
+)
+def test_the_first_dim_of_a_group_stays_cut(
+    function: Callable[[Tensor], Tensor], layout: Layout
+) -> None:
+    expect_tiles(Calls(function), (2, 4, 12, 7), layout, check=keeps_cuts)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.flatten(1), lambda x: x.flatten(1, 2), lambda x: torch.cat([x, x], 2)]
+)
+def test_what_would_lie_in_pieces_is_gathered(function: Callable[[Tensor], Tensor]) -> None:
+    expect_tiles(Calls(function), (2, 3, 7, 5), Layout(height=2, width=2))
+
+
+def test_tensors_that_lie_differently_are_joined() -> None:
+    net = nn.Conv2d(3, 4, 2, stride=2)
+    other = nn.MaxPool2d(2)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            small = other(x)
+            return torch.cat([self.net(x)[:, :, :, :], small[:, :2]], 1)
+
+    expect_tiles(Both(), (2, 3, 13, 11), Layout(height=2, width=2))
+
+
+def test_a_row_of_one_pixel_is_no_dim_to_squeeze() -> None:
+    expect_tiles(Calls(lambda x: x.squeeze()), (2, 1, 3, 2), Layout(height=3, width=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [(Layout(width=3), (2, 4, 11)), (Layout(depth=2, height=2), (1, 2, 5, 7, 3))],
+    ids=str,
+)
+def test_lines_and_volumes(layout: Layout, shape: tuple[int, ...]) -> None:
+    net = Calls(lambda x: torch.cat(x.unsqueeze(1).chunk(2, 2), 2).squeeze(1).movedim(1, -1))
+    expect_tiles(net, shape, layout, check=keeps_cuts)
