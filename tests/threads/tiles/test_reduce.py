@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
+from fivefold.parallel.tiles.program import Program
 from fivefold.parallel.tiles.sums import all_extreme, all_sum
 from fivefold.plan import Layout
-from margins import expect_margins
 from ranks import run_ranks
 from tiles import expect_tiles
 
@@ -138,10 +138,21 @@ def test_ties_share_the_gradient_wherever_they_lie() -> None:
     assert torch.allclose(torch.cat(run_ranks(3, check)), wanted)
 
 
-@pytest.mark.parametrize("function", RELATIVE[2:6])
-def test_margins_count_once(function: Callable[[Tensor], Tensor]) -> None:
-    class One(Relative):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x)[0]
+class Between(Relative):
+    """Convolutions in front of reductions and behind them."""
 
-    expect_margins(One([function]), (2, 3, 7, 5), Layout(height=2, width=2))
+    def __init__(self, functions: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__(functions)
+        self.last = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Any:
+        return [self.last(y) for y in super().forward(x)]
+
+
+def _has_margins(program: Program) -> None:
+    assert any(spread != spread.tight() for spread in program.spreads.values())
+
+
+def test_margins_count_once() -> None:
+    layout = Layout(height=2, width=2)
+    expect_tiles(Between(RELATIVE[2:6]), (2, 3, 7, 5), layout, fuse=4, check=_has_margins)

@@ -10,11 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fivefold.parallel.tiles.exchange import Want
-from fivefold.parallel.tiles.rule import Wants, want_of
+from fivefold.parallel.tiles.rule import (
+    Local,
+    Operation,
+    Wants,
+    as_held,
+    call,
+    rule,
+    want_of,
+)
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.tape import Node
 
-__all__ = ["arguments", "dims_of", "reduced", "reduced_wants"]
+__all__ = ["Along", "arguments", "dims_of", "reduced", "reduced_wants"]
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -57,3 +65,49 @@ def reduced_wants(given: Spread, dims: tuple[int, ...], keepdim: bool, made: Spr
         else:
             wants.append(Want.all_of(n) if cut is None else Want.ranges(cut.axes, cut.owned))
     return tuple(wants)
+
+
+_LAST: Mapping[str, Any] = {"dim": -1}
+_CHANNELS: Mapping[str, Any] = {"dim": 1}
+# name -> names of its arguments, and the dim by default
+_ALONG: dict[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"),
+        (("input", "dim"), {}),
+    ),
+    **dict.fromkeys(
+        ("cummax", "cummin", "cumprod", "cumsum", "glu", "logcumsumexp"), (("input", "dim"), _LAST)
+    ),
+    "argsort": (("input", "dim"), _LAST),
+    "sort": (("input", "dim"), _LAST),
+    "kthvalue": (("input", "k", "dim"), _LAST),
+    "topk": (("input", "k", "dim"), _LAST),
+    "normalize": (("input", "p", "dim"), _CHANNELS),
+    "channel_shuffle": (("input",), _CHANNELS),
+    "local_response_norm": (("input",), _CHANNELS),
+}
+
+
+@rule(*_ALONG)
+class Along:
+    """Every line along some dims by itself: gathered if these are cut."""
+
+    def _dims(self, node: Node) -> tuple[int, ...]:
+        names, default = _ALONG[node.name]
+        rank = len(node.shapes[0])
+        dim = {**default, **arguments(node, names)}.get("dim")
+        if dim is None:  # what softmax then takes
+            dim = 0 if rank in {0, 1, 3} else 1
+        return dims_of(dim, rank)
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """As the operand."""
+        given = op.given[0]
+        if len(op.given) != 1 or any(given.cuts[dim] for dim in self._dims(op.node)):
+            return None
+        return [Spread(shape, given.cuts).tight() for shape in op.node.output_shapes]
+
+    def lower(self, op: Operation) -> Local:
+        """The same call on the parts, all of the lines."""
+        made, shape = op.made[0], op.node.shapes[0]
+        return Local((as_held(Spread(shape, made.cuts)),), call(op.node))

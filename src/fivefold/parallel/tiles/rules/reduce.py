@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, call, rule
-from fivefold.parallel.tiles.rules.along import arguments, dims_of, reduced, reduced_wants
+from fivefold.parallel.tiles.rules.along import (
+    arguments,
+    dims_of,
+    reduced,
+    reduced_wants,
+)
 from fivefold.parallel.tiles.rules.pointwise import Pointwise
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.sums import all_extreme, all_sum
