@@ -12,6 +12,7 @@ from fivefold.parallel.tiles.rules import (
     products,
     reduce,
     slices,
+    transposed,
     views,
     windowed,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "products",
     "reduce",
     "slices",
+    "transposed",
     "views",
     "windowed",
 ]
