@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fivefold.mesh import Mesh, owned
+from fivefold.parallel.intercept import Share, exact, watched_modules
+from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Fuse, Options
 from fivefold.parallel.tiles.program import Program, planned
 from fivefold.parallel.tiles.rule import Here, Moment
@@ -28,6 +30,7 @@ from ranks import run_ranks
 
 __all__ = ["expect_tiles", "grid_of", "spread_of"]
 
+_SEED, _STEP = 7, 5
 _DIMS = {"depth": -3, "height": -2, "width": -1}
 
 
@@ -70,7 +73,9 @@ def expect_tiles(
     image = torch.randn(*shape, dtype=torch.float64)
     case = _Case(net, image, strict, fuse, check)
     plain, x = copy.deepcopy(net), image.clone().requires_grad_()
-    outputs = leaves(plain(x))
+    share = Share(len(x), 0, len(x), _SEED, _STEP, group=None)
+    with exact(watched_modules(plain), share) as mode, mode:  # whose masks tiles are to draw
+        outputs = leaves(plain(x))
     weights = [torch.randn_like(y) if y.is_floating_point() else y for y in outputs]
     loss = _weighted(outputs, weights, [1] * len(outputs))
     if loss.requires_grad:
@@ -105,6 +110,10 @@ class _Case:
     check: Callable[[Program], None] | None
 
 
+def _key(module: str, number: int) -> int:
+    return key_of(_SEED, _STEP, module, number)
+
+
 def _weighted(outputs: Sequence[Tensor], weights: Sequence[Tensor], alike: Sequence[int]) -> Tensor:
     """A loss that looks at every number; what `alike` ranks compute alike counts once."""
     loss = torch.zeros((), dtype=torch.float64)
@@ -131,7 +140,7 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     box = _slices(spread.owned(grid, here.rank))
     x = image[box].clone().requires_grad_()
     rows = image.shape[0]
-    moment = Moment(lambda axes, _data: lines[axes], rows, 0, rows, True, None)
+    moment = Moment(lambda axes, _data: lines[axes], rows, 0, rows, True, _key)
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     made = execute(program, [x], state, moment, group)
     flat, _ = tree_flatten(tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -31,7 +31,9 @@ from fivefold.parallel import randomness
 from fivefold.parallel.keys import Keys, Replay
 from fivefold.parallel.norms import global_batch_norm, global_instance_norm
 
-__all__ = ["Share", "exact", "watched_modules"]
+__all__ = [
+    "DROPOUTS", "Share", "draws_mask", "dropout_arguments", "exact", "warn_layout", "watched_modules",
+]  # fmt: skip
 
 
 @dataclass
@@ -195,8 +197,7 @@ def _instance_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 _DROPOUT = ("input", "p", "training", "inplace")
-# name -> (dims of the mask that follow the input's; the rest broadcast), what is done with it
-_DROPOUTS: dict[Any, tuple[int | None, Callable[..., Tensor]]] = {
+DROPOUTS: dict[Any, tuple[int | None, Callable[..., Tensor]]] = {
     F.dropout: (None, randomness.drop),
     F.dropout1d: (2, randomness.drop),
     F.dropout2d: (2, randomness.drop),
@@ -204,16 +205,30 @@ _DROPOUTS: dict[Any, tuple[int | None, Callable[..., Tensor]]] = {
     F.alpha_dropout: (None, randomness.alpha_drop),
     F.feature_alpha_dropout: (2, randomness.alpha_drop),
 }
+"""function -> (dims of the mask that follow the input's; the rest broadcast), what is done with it"""
+
+
+def dropout_arguments(func: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of one of `DROPOUTS` by name; None if it draws no mask."""
+    trains = func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+    a: dict[str, Any] = {"p": 0.5, "training": trains, "inplace": False}
+    a.update(_named(_DROPOUT, tuple(args), kwargs))
+    return a if a["training"] and 0.0 < float(a["p"]) <= 1.0 else None
+
+
+def draws_mask(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a call takes the next key of its module."""
+    if func in DROPOUTS:
+        return dropout_arguments(func, args, kwargs) is not None
+    return func is Tensor.bernoulli_
 
 
 def _dropout(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    trains = func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-    a: dict[str, Any] = {"p": 0.5, "training": trains, "inplace": False}
-    a.update(_named(_DROPOUT, args, kwargs))
-    x, p = cast(Tensor, a["input"]), float(a["p"])
-    if not a["training"] or not 0.0 < p <= 1.0:
+    a = dropout_arguments(func, args, kwargs)
+    if a is None:
         return func(*args, **kwargs)
-    dims, apply = _DROPOUTS[func]
+    x, p = cast(Tensor, a["input"]), float(a["p"])
+    dims, apply = DROPOUTS[func]
     shape = x.shape if dims is None else torch.Size([*x.shape[:dims], *(1,) * (x.dim() - dims)])
     kept = _draw(share, shape, x.device, common=isinstance(x, nn.Parameter)) >= p
     return apply(x, kept, p, bool(a["inplace"]))
@@ -235,7 +250,7 @@ def _draw(share: Share, shape: torch.Size, device: torch.device, common: bool = 
     else:
         offset = 0
         if share.rows != share.total:
-            _warn_layout(f"a mask of shape {tuple(shape)}, whose leading dim is not the samples,")
+            warn_layout(f"a mask of shape {tuple(shape)}, whose leading dim is not the samples,")
     return randomness.uniform(shape, offset, share.next_key(), device)
 
 
@@ -243,7 +258,7 @@ def _layout_dependent(
     share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if share.rows != share.total:
-        _warn_layout(f"{getattr(func, '__name__', func)}")
+        warn_layout(f"{getattr(func, '__name__', func)}")
     return func(*args, **kwargs)
 
 
@@ -266,7 +281,8 @@ def _pass(_share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs)
 
 
-def _warn_layout(what: str) -> None:
+def warn_layout(what: str) -> None:
+    """Tell that `what` makes a run depend on its layout."""
     warnings.warn(
         f"{what} draws random numbers in the model that do not follow the global sample: the run is "
         "valid, but not equal to a run under another layout. nn.Dropout and its kin are.",
@@ -281,7 +297,7 @@ _NORMS: _Answers = {
     F.instance_norm: _instance_norm,
 }
 _DRAWS: _Answers = {
-    **dict.fromkeys(_DROPOUTS, _dropout),
+    **dict.fromkeys(DROPOUTS, _dropout),
     Tensor.bernoulli_: _bernoulli,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _attention,

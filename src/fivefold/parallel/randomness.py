@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALPHA", "alpha_drop", "drop", "key_of", "uniform"]
+__all__ = ["ALPHA", "alpha_drop", "drop", "key_of", "uniform", "uniform_box"]
 
 ALPHA = -1.7580993408473766
 """what SELU saturates to: -scale * alpha (Klambauer et al. 2017, section "alpha dropout")"""
@@ -30,16 +31,41 @@ def key_of(seed: int, step: int, node: str, call: int) -> int:
 
 
 def uniform(shape: torch.Size, offset: int, key: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1), float32, for elements `offset` onwards of a global tensor in row-major order.
+    """Numbers in [0, 1), float32, for elements `offset` onwards of a global tensor in row-major order."""
+    index = torch.arange(offset, offset + shape.numel(), dtype=torch.int64, device=device)
+    return _hashed(index, key).view(shape)
 
-    SplitMix64 (Steele, Lea, Flood 2014) of key + index; int64 arithmetic wraps as the algorithm wants.
+
+def uniform_box(
+    origin: Sequence[int],
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    key: int,
+    device: torch.device,
+) -> Tensor:
+    """Numbers in [0, 1), float32, for the box of `shape` that begins at `origin` in a tensor of `sizes`.
+
+    What `uniform` gives for the whole tensor, at these coordinates.
     """
-    z = torch.arange(offset, offset + shape.numel(), dtype=torch.int64, device=device)
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        start, n = origin[dim], shape[dim]
+        along = torch.arange(start, start + n, dtype=torch.int64, device=device).mul_(stride)
+        index = along.view(-1, *(1,) * (len(shape) - 1 - dim)) + index
+        stride *= sizes[dim]
+    return _hashed(index, key)
+
+
+def _hashed(z: Tensor, key: int) -> Tensor:
+    """SplitMix64 (Steele, Lea, Flood 2014) of key + index `z`, which is overwritten; int64 arithmetic wraps as
+    the algorithm wants.
+    """
     z.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z.bitwise_xor_(_logical_shift(z, shift)).mul_(_signed(factor))
     z.bitwise_xor_(_logical_shift(z, 31))
-    return _logical_shift(z, 40).to(torch.float32).mul_(2.0**-24).view(shape)
+    return _logical_shift(z, 40).to(torch.float32).mul_(2.0**-24)
 
 
 def drop(x: Tensor, kept: Tensor, p: float, inplace: bool) -> Tensor:

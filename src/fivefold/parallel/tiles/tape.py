@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fivefold.errors import UsageError
+from fivefold.parallel.intercept import draws_mask
 from fivefold.parallel.tiles.names import base_name, is_in_place
 from fivefold.parallel.trees import leaves, map_tensors
 
@@ -90,7 +91,9 @@ class Node:
     scope: str
     """name of the module that called"""
     call: int
-    """how many nodes of this name and module came before: random masks are a function of it"""
+    """how many nodes of this name and module came before"""
+    draw: int
+    """how many calls of this module that draw a mask came before: masks are a function of it"""
     grad: bool
     """whether it ran with gradients enabled"""
 
@@ -195,6 +198,7 @@ class _Recorder(TorchFunctionMode):
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
+        self._draws: Counter[str] = Counter()
         self._scopes: list[str] = [""]
         self._silent = False
         self._stale: set[int] = set()
@@ -313,10 +317,12 @@ class _Recorder(TorchFunctionMode):
                 returns=returns,
                 scope=scope,
                 call=self._calls[scope, name],
+                draw=self._draws[scope],
                 grad=torch.is_grad_enabled(),
             )
         )
         self._calls[scope, name] += 1
+        self._draws[scope] += draws_mask(func, args, kwargs)
 
     def _check_in_place(self, target: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("out") is not None:
