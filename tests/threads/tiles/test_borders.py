@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
-LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
+LAYOUTS = [Layout(height=2, width=2), Layout(height=3)]
 
 
 class Calls(nn.Module):

@@ -45,8 +45,8 @@ class Spray:
         return bound * self.stride - self.padding + self.reach // 2
 
     def needs(self, outputs: Range) -> Range:
-        """The inputs that add to outputs [start, stop), and as many more as it takes for their windows to cover
-        these, gaps included: may lie outside the image.
+        """The inputs that add to outputs [start, stop), and as many more as it takes for their windows to
+        cover these, gaps included: may lie outside the image.
         """
         first, last = outputs[0] + self.padding, outputs[1] - 1 + self.padding
         start = min(-((self.reach - first) // self.stride), first // self.stride)
