@@ -171,7 +171,14 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
     for place in (Tensor, torch, F):
         if hasattr(place, name):
             return getattr(place, name)
-    raise AssertionError(f"{function} has no variant that makes a new tensor")
+    return _on_a_copy(function)
+
+
+def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call_on_copy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(x.clone(), *args, **kwargs)
+
+    return call_on_copy
 
 
 def _without_flag(function: Callable[..., Any]) -> Callable[..., Any]:
