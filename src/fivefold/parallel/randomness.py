@@ -58,9 +58,7 @@ def uniform_box(
 
 
 def _hashed(z: Tensor, key: int) -> Tensor:
-    """SplitMix64 (Steele, Lea, Flood 2014) of key + index `z`, which is overwritten; int64 arithmetic wraps as
-    the algorithm wants.
-    """
+    """SplitMix64 (Steele, Lea, Flood 2014) of key + index `z`, in place; int64 wraps as it wants."""
     z.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z.bitwise_xor_(_logical_shift(z, shift)).mul_(_signed(factor))

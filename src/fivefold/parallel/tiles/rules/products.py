@@ -42,7 +42,7 @@ class Linear:
         return Local((as_held(lies), *op.whole(1)), call(op.node))
 
 
-@rule("matmul", "mm", "bmm", "baddbmm", "scaled_dot_product_attention")
+@rule("matmul", "mm", "bmm", "baddbmm")
 class Products:
     """Products of the matrices in the last two dims; those in front are batches."""
 
@@ -191,9 +191,9 @@ def _split(op: Operation) -> tuple[list[Spread], tuple[int, ...]]:
 
 
 @rule(
-    "addbmm", "addmm", "addmv", "addr", "bilinear", "cdist", "chain_matmul", "dot", "gru", "inner", "kron",
-    "linalg_matmul", "linalg_multi_dot", "lstm", "multi_head_attention_forward", "mv", "outer",
-    "pairwise_distance", "rnn_relu", "rnn_tanh", "tensordot", "vdot",
+    "addbmm", "addmm", "addmv", "addr", "bilinear", "cdist", "chain_matmul", "dot", "inner", "kron",
+    "linalg_matmul", "linalg_multi_dot", "mv", "outer",
+    "pairwise_distance", "tensordot", "vdot",
 )  # fmt: skip
 class Gathered:
     """What is not followed into tiles: every rank computes all of it."""
