@@ -4,10 +4,20 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.tiles.tape import Value
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3)]
+
+
+def has_margin(program: Program) -> None:
+    """What the last node reads is held with a margin by somebody."""
+    (ref,) = program.tape.nodes[-1].operands
+    assert isinstance(ref, Value)
+    spread = program.spreads[ref.index]
+    assert spread != spread.tight()
 
 
 class Calls(nn.Module):
@@ -42,6 +52,12 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 def test_borders_of_tiles_are_those_of_the_image(name: str, layout: Layout) -> None:
     expect_tiles(Calls(MOVES[name]), (2, 2, 13, 9), layout)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_margins_behind_borders(name: str) -> None:
+    net = nn.Sequential(Calls(MOVES[name]), nn.AvgPool2d(3, 1, 1))
+    expect_tiles(net, (2, 2, 13, 9), Layout(height=2, width=2), fuse=4, check=has_margin)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])

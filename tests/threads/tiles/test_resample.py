@@ -6,11 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fivefold.parallel.tiles.program import Program
 from fivefold.parallel.tiles.rules.resample import Averaged, Nearest, Scaled, Weighted
+from fivefold.parallel.tiles.tape import Value
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3)]
+
+
+def has_margin(program: Program) -> None:
+    """What the last node reads is held with a margin by somebody."""
+    (ref,) = program.tape.nodes[-1].operands
+    assert isinstance(ref, Value)
+    spread = program.spreads[ref.index]
+    assert spread != spread.tight()
 
 
 class Resized(nn.Module):
@@ -59,6 +69,12 @@ def test_interpolation_of_tiles_is_that_of_the_image(
 def test_shrinking_by_whole_numbers(given: str, mode: str) -> None:
     options = {"size": (6, 6)} if given == "size" else {"scale_factor": (0.5, 1 / 3)}
     expect_tiles(Resized(**options, mode=mode), (1, 2, 12, 18), Layout(height=2, width=2))
+
+
+@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+def test_margins_behind_interpolation(options: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.AvgPool2d(2, 1), Resized(**options), nn.AvgPool2d(3, 1, 1))
+    expect_tiles(net, (2, 2, 14, 10), Layout(height=2, width=2), fuse=4, check=has_margin)
 
 
 @pytest.mark.parametrize(

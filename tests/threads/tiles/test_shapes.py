@@ -2,6 +2,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.parallel.tiles.program import Program
@@ -77,6 +78,34 @@ def test_the_first_dim_of_a_group_stays_cut(
     function: Callable[[Tensor], Tensor], layout: Layout
 ) -> None:
     expect_tiles(Calls(function), (2, 4, 12, 7), layout, check=keeps_cuts)
+
+
+def averaged(tree: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    """Over neighbours in the last two dims: what comes before has to have margins."""
+    tensors = [tree] if isinstance(tree, Tensor) else tree
+    tensors = [y.flatten(0, 1) if y.dim() > 4 else y for y in tensors]
+    return [F.avg_pool2d(y, (k, 3), 1, (k // 2, 1)) for k, y in enumerate(tensors, 1)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in VIEWS if not name.startswith(("un", "ex", "view"))]
+)
+def test_margins_behind_views(name: str) -> None:
+    net = Calls(lambda x: averaged(VIEWS[name](x)))
+    expect_tiles(net, (2, 4, 11, 7), Layout(height=2, width=2), strict=False, fuse=4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.avg_pool1d(x.flatten(2), 9, 1, 4),
+        lambda x: F.avg_pool2d(x.flatten(2).view(2, 4, 21, 4), 3, 1, 1),
+        lambda x: F.avg_pool3d(x.view(2, 4, 3, 4, 7), 3, 1, 1),
+        lambda x: F.avg_pool2d(x.view(2, 4, 3, 4, 7).flatten(2, 3), 3, 1, 1),
+    ],
+)
+def test_margins_behind_groups_of_dims(function: Callable[[Tensor], Tensor]) -> None:
+    expect_tiles(Calls(function), (2, 4, 12, 7), Layout(height=3), fuse=4, check=keeps_cuts)
 
 
 @pytest.mark.parametrize(

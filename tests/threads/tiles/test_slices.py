@@ -8,10 +8,19 @@ from torch import Tensor, nn
 
 from fivefold.parallel.tiles.program import Program
 from fivefold.parallel.tiles.rules.slices import Rows
+from fivefold.parallel.tiles.tape import Value
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3)]
+
+
+def has_margin(program: Program) -> None:
+    """What the last node reads is held with a margin by somebody."""
+    (ref,) = program.tape.nodes[-1].operands
+    assert isinstance(ref, Value)
+    spread = program.spreads[ref.index]
+    assert spread != spread.tight()
 
 
 class Calls(nn.Module):
@@ -48,6 +57,12 @@ SLICES = {
 @pytest.mark.parametrize("name", SLICES)
 def test_a_slice_of_tiles_is_one_of_the_image(name: str, layout: Layout) -> None:
     expect_tiles(Calls(SLICES[name]), (2, 3, 13, 9), layout)
+
+
+@pytest.mark.parametrize("name", ["steps", "negative", "interleaved", "list of channels", "narrow"])
+def test_margins_behind_slices(name: str) -> None:
+    net = nn.Sequential(nn.AvgPool2d(2, 1), Calls(SLICES[name]), nn.AvgPool2d(3, 1, 1))
+    expect_tiles(net, (2, 3, 17, 13), Layout(height=2, width=2), fuse=4, check=has_margin)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,16 @@ def test_a_transposed_convolution_of_tiles_is_one_of_the_image(
     expect_tiles(net, (2, net.in_channels, 11, 7), layout)
 
 
+def test_margins_behind_transposed_convolutions() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1),
+        nn.ConvTranspose2d(4, 2, 2, stride=2),
+        nn.Conv2d(2, 2, 3, padding=1),
+    )
+    expect_tiles(net, (2, 2, 9, 11), Layout(height=2, width=2), fuse=4)
+
+
 @pytest.mark.parametrize(
     ("net", "layout", "shape"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.parallel.tiles.rules import (
+    adaptive,
     axes,
     borders,
     groupnorms,
@@ -13,6 +14,7 @@ from fivefold.parallel.tiles.rules import (
     random,
     reduce,
     resample,
+    shuffles,
     slices,
     transposed,
     views,
@@ -20,6 +22,7 @@ from fivefold.parallel.tiles.rules import (
 )
 
 __all__ = [
+    "adaptive",
     "axes",
     "borders",
     "groupnorms",
@@ -30,6 +33,7 @@ __all__ = [
     "random",
     "reduce",
     "resample",
+    "shuffles",
     "slices",
     "transposed",
     "views",
