@@ -24,6 +24,7 @@ from fivefold.parallel.reduce import reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
 from fivefold.parallel.tiles.loss import TileLoss
 from fivefold.parallel.tiles.net import TILE_DIMS, TiledNet
+from fivefold.parallel.tiles.table import table
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.trace import Phase, span
 
@@ -61,8 +62,8 @@ def parallelize(
     check_net(net, mesh.layout.data)
     check_loss(loss)
     model = ParallelModel(net.to(mesh.device), mesh, loss)
-    if example is not None:
-        model.plan_for(example)
+    if example is not None and mesh.layout.tiles > 1:
+        model.tile_plan(example)
     return model
 
 
@@ -152,13 +153,19 @@ class ParallelModel(nn.Module):
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
 
-    def plan_for(self, example: Any) -> None:
-        """Make the plan for inputs with these global shapes now, instead of in the first step.
+    def tile_plan(self, example: Any) -> str:
+        """The plan of this rank for inputs with the global shapes of `example`, as a table.
 
-        Raises `UsageError` for what cannot be computed in tiles.
+        It lists every exchange with its messages and bytes, every operation with what is owned, what is held
+        beyond, and what that costs.
+
+        Raises `UsageError` for what cannot be computed in tiles, and for a layout without tile axes.
         """
-        if self._tiles is not None:
-            self._tiles.plan_for(example, self._mesh.share)
+        if self._tiles is None:
+            raise UsageError(
+                "the layout has no tile axes, so there is no plan of tiles: set height, width or depth"
+            )
+        return table(self._tiles.plan_for(example, self._mesh.share), self._tiles.here)
 
     def _backward(self, own: Tensor, share: Share, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         hooks = []
