@@ -169,9 +169,20 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
         return _without_flag(function)
     name = base_name(function)
     for place in (Tensor, torch, F):
-        if hasattr(place, name):
-            return getattr(place, name)
+        found = getattr(place, name, None)
+        if callable(found):
+            return _of_the_same_type(found)
     return _on_a_copy(function)
+
+
+def _of_the_same_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is changed in place keeps its dtype; a new tensor would get that of both operands."""
+
+    def call_keeping(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = function(x, *args, **kwargs)
+        return result.to(x.dtype) if isinstance(result, Tensor) else result
+
+    return call_keeping
 
 
 def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
