@@ -37,11 +37,17 @@ IN_PARTS: Functions = {
     "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, torch.arange(8.0).view(4, 2).to(x.dtype)),
     "einsum of two": lambda x: torch.einsum("nchw, nchw -> nhw", x, x.cos()),
 }
-GATHERED: Functions = {
+RELATIVE: Functions = {
     "softmax": lambda x: x.softmax(-1).softmax(-2),
+    "log_softmax": lambda x: F.log_softmax(x, 2),
+    "softmin": lambda x: F.softmin(x * 50, 2),
+    "normalize": lambda x: F.normalize(x, dim=(2, 3)),
+    "normalize zeros": lambda x: F.normalize(x.clamp(max=0).round(), dim=3),
+}
+GATHERED: Functions = {
     "cumsum": lambda x: x.cumsum(2).cumsum(3),
     "sort": lambda x: x.sort()[0].sort(2)[0],
-    "normalize": lambda x: F.normalize(x, dim=(2, 3)),
+    "normalize": lambda x: F.normalize(x, 1.0, dim=(2, 3)),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "matmul": lambda x: x @ x.transpose(2, 3),
     "einsum": lambda x: torch.einsum("nchw,nchv->nwv", x, x),
@@ -85,6 +91,11 @@ def test_lines_that_are_whole_need_no_neighbour(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_lines_that_are_cut_are_combined(layout: Layout) -> None:
+    expect_tiles(Several(RELATIVE), (2, 4, 11, 7), layout, check=_nothing_moves)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_lines_that_are_cut_are_gathered(layout: Layout) -> None:
     expect_tiles(Several(GATHERED), (2, 4, 11, 7), layout)
 
@@ -112,6 +123,7 @@ class Between(nn.Module):
         x = self.tokens(F.softmax(self.first(x), 1))[:, :4]
         x = x.sort(1)[0] * F.cosine_similarity(x, x.cos())[:, None]
         values, indices = x.max(1, keepdim=True)
+        x = self.last(x + F.normalize(F.softmax(x, 3), dim=2))[:, :1] + x
         return self.last(x + values * indices)
 
 

@@ -1,7 +1,7 @@
 """Operations along some dims: where these are whole, the parts need nothing of each other.
 
-softmax over channels, image cut into rows:   each row of pixels by itself, as any pointwise operation
-softmax over rows, image cut into rows:       gathered
+sort over channels, image cut into rows:   each row of pixels by itself, as any pointwise operation
+sort over rows, image cut into rows:       gathered
 """
 
 from __future__ import annotations
@@ -72,17 +72,12 @@ _CHANNELS: Mapping[str, Any] = {"dim": 1}
 # name -> names of its arguments, and the dim by default
 _ALONG: dict[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     **dict.fromkeys(
-        ("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"),
-        (("input", "dim"), {}),
-    ),
-    **dict.fromkeys(
         ("cummax", "cummin", "cumprod", "cumsum", "glu", "logcumsumexp"), (("input", "dim"), _LAST)
     ),
     "argsort": (("input", "dim"), _LAST),
     "sort": (("input", "dim"), _LAST),
     "kthvalue": (("input", "k", "dim"), _LAST),
     "topk": (("input", "k", "dim"), _LAST),
-    "normalize": (("input", "p", "dim"), _CHANNELS),
     "channel_shuffle": (("input",), _CHANNELS),
     "local_response_norm": (("input",), _CHANNELS),
 }
@@ -95,10 +90,7 @@ class Along:
     def _dims(self, node: Node) -> tuple[int, ...]:
         names, default = _ALONG[node.name]
         rank = len(node.shapes[0])
-        dim = {**default, **arguments(node, names)}.get("dim")
-        if dim is None:  # what softmax then takes
-            dim = 0 if rank in {0, 1, 3} else 1
-        return dims_of(dim, rank)
+        return dims_of({**default, **arguments(node, names)}["dim"], rank)
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the operand."""
