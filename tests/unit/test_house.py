@@ -147,7 +147,9 @@ def declared_packages() -> tuple[set[str], set[str]]:
     users = [
         line for name, lines in extras.items() if name not in {"dev", "docs"} for line in lines
     ]
-    names = {"pillow": "PIL", "scikit-learn": "sklearn", "tomli-w": "tomli_w"}
+    names = {
+        "pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn", "tomli-w": "tomli_w",
+    }  # fmt: skip
 
     def packages(lines: list[str]) -> set[str]:
         return {names.get(n, n) for n in (re.split(r"[^\w-]", line)[0] for line in lines)}

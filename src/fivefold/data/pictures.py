@@ -13,7 +13,7 @@ from fivefold.errors import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["SUFFIXES", "check", "read"]
+__all__ = ["SUFFIXES", "check", "decoded", "read"]
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -61,7 +61,7 @@ def check(path: Path) -> None:
             "or get it again"
         )
     if not tail.endswith(ending):
-        _decoded(path)
+        decoded(path)
 
 
 def read(path: Path, size: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def read(path: Path, size: int) -> np.ndarray:
     Raises:
         DataError: Pillow is not installed, or the file is missing, truncated, damaged or too deep.
     """
-    image = _decoded(path)
+    image = decoded(path)
     from PIL import Image
 
     scale = size / min(image.size)
@@ -80,7 +80,8 @@ def read(path: Path, size: int) -> np.ndarray:
     return np.asarray(resized.crop((left, top, left + size, top + size)))
 
 
-def _decoded(path: Path) -> Image.Image:
+def decoded(path: Path) -> Image.Image:
+    """The picture, RGB, in its own size. Raises `DataError` as `read` does."""
     try:
         from PIL import Image
     except ImportError as error:
