@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from fivefold.train.precision import Arithmetic
 from fivefold.train.progress import Progress, Silent
 from fivefold.train.run import Run
 from fivefold.train.summary import EpochReport, Summary, by_phase
+from fivefold.train.task import CLASSES, Task
 from fivefold.train.validation import validate
 
 __all__ = ["fit"]
@@ -41,20 +42,22 @@ def fit(
     *,
     mesh: Mesh,
     epochs: int,
+    task: Task = CLASSES,
     numerics: Numerics | None = None,
     run: Run | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Train a classifier from where `train` stands until `epochs` are complete. Collective.
+    """Train a model from where `train` stands until `epochs` are complete. Collective.
 
     Args:
         model: what `parallelize` returned, with its loss.
         optimizer: over `model.parameters()`.
         schedule: stepped after every step of the optimiser.
-        train: yields (images, labels): (n, channels, height, width), and (n) int64.
+        train: yields (images, targets): (n, channels, height, width), and for a classifier (n) int64.
         test: the same; one epoch of it is a validation.
         mesh: where all of them live.
         epochs: how many in all, those before `train.cursor` included.
+        task: what is measured on the test data; accuracy by default.
         numerics: precision and memory format; the plan's by default.
         run: where the metrics go and, at the end, the weights.
         progress: who is told how far we are; on one rank, usually.
@@ -68,7 +71,7 @@ def fit(
     arithmetic = Arithmetic(numerics or mesh.plan.numerics, mesh.device)
     reports: list[EpochReport] = []
     with recording() as recorder, progress or Silent() as shown:
-        loop = _Loop(model, optimizer, schedule, train, test, mesh, arithmetic, shown)
+        loop = _Loop(model, optimizer, schedule, train, test, mesh, task, arithmetic, shown)
         shown.begin(train.cursor.step, epochs * len(train), epochs)
         for epoch in range(train.upcoming.epoch, epochs):
             report = _epoch(loop, epoch, recorder)
@@ -76,7 +79,7 @@ def fit(
             reports.append(report)
             shown.epoch(report)
             if run is not None:
-                run.log(asdict(report))
+                run.log(report.figures())
     if run is not None:
         run.save_weights(model.module)
     return Summary.of(reports)
@@ -92,6 +95,7 @@ class _Loop:
     train: Loader
     test: Loader
     mesh: Mesh
+    task: Task
     arithmetic: Arithmetic
     shown: Progress
 
@@ -102,32 +106,34 @@ def _epoch(loop: _Loop, epoch: int, recorder: Recorder) -> EpochReport:
     losses = _Losses()
     _train(loop, losses)
     trained = time.perf_counter()
-    test_loss, accuracy = validate(loop.model, loop.test, loop.mesh, loop.arithmetic)
-    return EpochReport(
+    task = loop.task
+    test_loss, metric = validate(loop.model, loop.test, loop.mesh, loop.arithmetic, task)
+    report = EpochReport(
         epoch=epoch + 1,
         step=loop.train.cursor.step,
         images=losses.samples,
         learning_rate=loop.optimizer.param_groups[0]["lr"],
         loss=losses.mean(),
         test_loss=test_loss,
-        accuracy=accuracy,
+        accuracy=None,
         images_per_s=losses.samples / (trained - begun),
         epoch_s=time.perf_counter() - begun,
         phases_s={k: s - before.get(k, 0.0) for k, s in by_phase(recorder).items()},
     )
+    return replace(report, **{task.metric: metric})
 
 
 def _train(loop: _Loop, losses: _Losses) -> None:
     begun = time.perf_counter()
     loop.model.train()
-    for images, labels in loop.train:
+    for images, targets in loop.train:
         with loop.arithmetic.autocast():
-            loss = loop.model.step(loop.arithmetic.images(images), labels)
+            loss = loop.model.step(loop.arithmetic.images(images), targets)
         with span(Phase.UPDATE):
             loop.optimizer.step()
             loop.optimizer.zero_grad()
             loop.schedule.step()
-        losses.add(loss, _of_all_ranks(labels))
+        losses.add(loss, _of_all_ranks(targets))
         if loop.shown.due():
             rate = losses.samples / (time.perf_counter() - begun)
             loop.shown.step(loop.train.cursor, losses.mean(), rate)
@@ -142,8 +148,8 @@ def _check_finite(report: EpochReport) -> None:
         )
 
 
-def _of_all_ranks(labels: Tensor) -> int:
-    part = part_of(labels)
+def _of_all_ranks(targets: Tensor) -> int:
+    part = part_of(targets)
     assert part is not None, "the loader notes on every tensor which part it is"
     return part.shape[0]
 

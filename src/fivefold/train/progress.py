@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from fivefold.data import Cursor
-from fivefold.train.summary import EpochReport
+from fivefold.train.summary import EpochReport, scored
 
 __all__ = ["Bar", "Lines", "Progress", "Silent", "suited"]
 
@@ -101,7 +101,7 @@ class _Timed(Silent):
         r, width = report, len(str(self.epochs))
         self.say(
             f"epoch {r.epoch:{width}}/{self.epochs}  loss {r.loss:.3f}  "
-            f"test accuracy {r.accuracy:.3f}  {r.images_per_s:,.0f} images/s"
+            f"{' '.join(scored(r))}  {r.images_per_s:,.0f} images/s"
         )
 
     def say(self, line: str) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from fivefold.trace import Phase, Recorder
 
-__all__ = ["EpochReport", "Summary", "by_phase"]
+__all__ = ["EpochReport", "Summary", "by_phase", "scored"]
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What one epoch came to: a line of metrics.jsonl."""
+    """What one epoch came to: a line of metrics.jsonl, without the metrics of other tasks."""
 
     epoch: int
     """from 1"""
@@ -26,14 +26,20 @@ class EpochReport:
     loss: float
     """mean over the samples trained on, each by the model as it was when they came"""
     test_loss: float
-    accuracy: float
-    """share of the test samples classified correctly, after the epoch"""
+    accuracy: float | None
+    """share of the test samples classified correctly, after the epoch; None if there are no classes"""
     images_per_s: float
     """training images per second over all ranks; validation does not count"""
     epoch_s: float
     """seconds, validation included"""
     phases_s: Mapping[str, float]
     """seconds of rank 0 by phase"""
+    psnr_db: float | None = None
+    """peak signal-to-noise ratio of the test pictures, all pixels together; None without pictures"""
+
+    def figures(self) -> dict[str, object]:
+        """The fields that have a value."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,16 @@ class Summary:
     epochs: int
     images: int
     """images trained on, over all ranks and epochs"""
-    accuracy: float
-    """on the test data, after the last epoch"""
+    accuracy: float | None
+    """on the test data, after the last epoch; None if there are no classes"""
     images_per_s: float
     """median of the epochs"""
     total_s: float
     """seconds from the first batch to the last validation"""
     phases_s: Mapping[str, float]
     """seconds of rank 0 by phase"""
+    psnr_db: float | None = None
+    """of the test pictures, after the last epoch; None without pictures"""
 
     @classmethod
     def of(cls, reports: Sequence[EpochReport]) -> Summary:
@@ -60,6 +68,7 @@ class Summary:
             epochs=len(reports),
             images=sum(report.images for report in reports),
             accuracy=reports[-1].accuracy,
+            psnr_db=reports[-1].psnr_db,
             images_per_s=statistics.median(report.images_per_s for report in reports),
             total_s=sum(report.epoch_s for report in reports),
             phases_s={name.value: seconds for name, seconds in phases.items() if seconds},
@@ -71,11 +80,19 @@ class Summary:
         shares["other"] = max(0.0, 1 - sum(shares.values()))
         spent = "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
         epochs = f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+        name, value = scored(self)
         return [
-            f"test accuracy  {self.accuracy:.3f} after {epochs}",
+            f"{name:15}{value} after {epochs}",
             f"throughput     {self.images_per_s:,.0f} images/s; {self.images:,} in {self.total_s:.1f} s",
             f"time           {spent}",
         ]
+
+
+def scored(of: EpochReport | Summary) -> tuple[str, str]:
+    """Name and value of the metric: ("test accuracy", "0.975")."""
+    if of.psnr_db is not None:
+        return "test PSNR", f"{of.psnr_db:.2f} dB"
+    return "test accuracy", f"{of.accuracy:.3f}"
 
 
 def by_phase(recorder: Recorder) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from fivefold import comm
 from fivefold.data import Loader
@@ -11,25 +10,28 @@ from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel
 from fivefold.trace import Phase, Tag, recording, span
 from fivefold.train.precision import Arithmetic
+from fivefold.train.task import CLASSES, Task
 
 __all__ = ["validate"]
 
 
 @torch.no_grad()
 def validate(
-    model: ParallelModel, test: Loader, mesh: Mesh, arithmetic: Arithmetic
+    model: ParallelModel,
+    test: Loader,
+    mesh: Mesh,
+    arithmetic: Arithmetic,
+    task: Task = CLASSES,
 ) -> tuple[float, float]:
-    """Mean cross-entropy and accuracy of a classifier over one epoch of `test`. Collective."""
+    """Mean loss and metric of a task, of a classifier by default, over one epoch of `test`. Collective."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     # The inner recorder keeps these forward passes out of the time of training.
     with span(Phase.VALIDATE), recording():
-        for images, labels in test:
+        for images, targets in test:
             with arithmetic.autocast():
-                logits = model(arithmetic.images(images))
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-            correct = (logits.argmax(1) == labels).sum()
-            sums += torch.stack([loss.double(), correct.double(), correct.new_tensor(len(labels))])
+                outputs = model(arithmetic.images(images))
+            sums += task.sums(outputs, targets)
         comm.all_reduce(sums, mesh.group("data"), Tag.LOSS)
-    loss_sum, correct_sum, samples = sums.tolist()
-    return loss_sum / samples, correct_sum / samples
+    loss, scored, count = sums.tolist()
+    return loss / count, task.score(scored / count)
