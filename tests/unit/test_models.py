@@ -105,7 +105,7 @@ def test_the_seed_decides_every_weight(name: str):
 
 
 def test_names_are_told_by_what_models_return():
-    assert models.names("picture") == ("edsr",)
+    assert models.names("picture") == ("edsr", "edsr_small")
     assert {"unet", "unet_bilinear", "unet3d", "deeplabv3"} == set(models.names("class map"))
     assert set(models.names("classes")) < set(models.names())
 

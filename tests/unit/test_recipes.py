@@ -9,7 +9,6 @@ import torch
 
 from fivefold import recipes
 from fivefold.errors import UsageError
-from fivefold.recipes import models
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -17,7 +16,7 @@ def test_a_recipe_makes_a_valid_plan_that_names_it(name: str):
     recipe = recipes.get(name)
     plan = recipe.plan()
     assert recipe.name == plan.train.recipe == name
-    assert plan.train.model in models.names()
+    recipe.check_model(plan.train.model)
     assert str(plan.origin("train.epochs")) == f"recipe: {name}"
     assert plan.origin("comm.backend").kind == "default"
 
@@ -42,6 +41,41 @@ def test_digits_are_enlarged_and_normalised():
     assert len({tuple(train[5][0].flatten().tolist()) for _ in range(20)}) > 3, (
         "training images are"
     )
+
+
+def test_photos_are_enlarged_from_any_size_and_centred():
+    recipe = recipes.get("photos")
+    for size in (None, 31):
+        train, test = recipe.images(None, size)
+        assert train.classes == ()
+        for small, picture in (train[3], test[3]):
+            assert picture.shape == (3, 2 * (size or 24), 2 * (size or 24))
+            assert small.shape[1] * 2 == picture.shape[1]
+            assert picture.abs().max() <= 0.5
+    assert recipe.baseline is not None
+    assert recipe.baseline(test).startswith("bicubic        3"), "a bit more than 30 dB"
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        (
+            "digits",
+            "edsr",
+            "digits needs a model that tells classes, and edsr does not; valid: resnet20",
+        ),
+        ("folder", "unet3d", "folder needs a model that tells classes, and unet3d does not"),
+        (
+            "photos",
+            "unet",
+            "photos needs a model that returns larger pictures, and unet does not; valid: edsr",
+        ),
+        ("photos", "edsr2", "unknown model 'edsr2'; did you mean 'edsr'"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_recipe_is_an_error(name: str, model: str, message: str):
+    with pytest.raises(UsageError, match=message):
+        recipes.get(name).check_model(model)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from fivefold.launch.job import default_log_dir
 from fivefold.launch.relaunch import launch_self
 from fivefold.launch.variables import read_seconds
 from fivefold.plan import Layout, Plan, Provenance, parse_setting
-from fivefold.recipes import models
 
 __all__ = ["Train", "resolve"]
 
@@ -31,7 +30,7 @@ def _option(metavar: str, *aliases: str, name: str | None = None, hint: str = ""
 
 @dataclass(frozen=True)
 class Train:
-    """Train a recipe: digits, cifar10, svhn or folder (any directory of images).
+    """Train a recipe: digits, cifar10, svhn, folder (any directory of images) or photos.
 
     Writes plan.toml, metrics.jsonl and weights.pt to a new directory, runs/RECIPE-001 or the next free
     number. Also starts under torchrun, mpirun or srun, then without -n.
@@ -47,11 +46,12 @@ class Train:
     """where the images lie"""
     model: Annotated[str | None, _option("NAME")] = None
     """resnet20, resnet56, resnet18, resnet50, shufflenet_v2_x1_0,
-    mobilenet_v2, vgg16_bn, densenet121 or amoebanet_d; unet,
-    unet_bilinear, unet3d, deeplabv3 and edsr do not tell classes
+    mobilenet_v2, vgg16_bn, densenet121 or amoebanet_d; for photos
+    edsr or edsr_small; unet, unet_bilinear, unet3d and deeplabv3
+    are there to be verified
     """
     size: Annotated[int | None, _option("PIXELS")] = None
-    """height and width that images are resized to (recipe folder)"""
+    """height and width of the model's images (folder, photos)"""
     epochs: Annotated[int | None, _option("E")] = None
     """how often every image is seen"""
     batch_size: Annotated[int | None, _option("B")] = None
@@ -77,7 +77,7 @@ class Train:
         recipe = recipes.get(self.recipe)
         recipe.check(self.data, self.size)
         plan = resolve(self, recipe, os.environ)
-        models.check(plan.train.model)
+        recipe.check_model(plan.train.model)
         if self.processes is None and plan.layout == Layout():
             locate()  # one process in an allocation of many tasks: was srun forgotten?
         if launched():

@@ -13,7 +13,7 @@ from fivefold.recipes.recipe import Recipe
 
 __all__ = ["Recipe", "get", "names"]
 
-_NAMES = ("digits", "cifar10", "svhn", "folder")
+_NAMES = ("digits", "cifar10", "svhn", "folder", "photos")
 
 
 def names() -> tuple[str, ...]:

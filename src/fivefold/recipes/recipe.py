@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.errors import UsageError
 from fivefold.plan import Plan, Provenance
+from fivefold.recipes import models
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,13 +20,14 @@ __all__ = ["Images", "Recipe"]
 
 
 class Images(Protocol):
-    """A data set of (image, label): channels x height x width, and an index into `classes`."""
+    """A data set of (image, target): channels x height x width, and an index into `classes` or a picture."""
 
     classes: tuple[str, ...]
+    """empty for pictures"""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Recipe:
     """whether another size may be asked for"""
     expects: str = ""
     """what a directory of the user's has to hold; empty if the images come with a package"""
+    returns: models.Returns = "classes"
+    """what its models return: classes, or pictures to be compared with others"""
+    baseline: Callable[[Images], str] | None = None
+    """test images to a line that tells what is reached without a model"""
 
     def plan(self) -> Plan:
         """The default plan with this recipe's values."""
@@ -70,6 +76,15 @@ class Recipe:
             self.read(directory, False, pixels, self.prepare(pixels)),
         )
 
+    def check_model(self, name: str) -> None:
+        """Raise `UsageError` unless there is such a model, and it can be trained by this recipe."""
+        if (models.returns(name), models.dims(name)) != (self.returns, 2):
+            wanted = "tells classes" if self.returns == "classes" else "returns larger pictures"
+            raise UsageError(
+                f"the recipe {self.name} needs a model that {wanted}, and {name} does not; valid: "
+                f"{', '.join(models.names(self.returns))}"
+            )
+
     def check(self, directory: Path | None, size: int | None) -> None:
         """Raise `UsageError` unless the recipe can make use of such a directory and size."""
         if self.expects and directory is None:
@@ -82,7 +97,7 @@ class Recipe:
         if size is not None and not self.resizable and size != self.size:
             raise UsageError(
                 f"images of the recipe {self.name} are {self.size} x {self.size}: leave out --size, or "
-                "choose the recipe folder, which resizes"
+                "choose a recipe with images of any size: folder or photos"
             )
         if size is not None and size < 8:
             raise UsageError(f"--size {size} is too small; the models need 8 pixels or more")

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from fivefold.data import Loader, loader
 from fivefold.launch import locate
 from fivefold.mesh import Mesh, start
 from fivefold.parallel import ParallelModel, parallelize
-from fivefold.plan import Plan
+from fivefold.plan import Plan, Train
 from fivefold.recipes import models
 from fivefold.recipes.recipe import Images, Recipe
 from fivefold.train import Arithmetic, Run, Summary, fit, settle_precision, warmup_cosine
 from fivefold.train.progress import suited
+from fivefold.train.task import CLASSES, PICTURES, Task
 
 __all__ = ["train"]
 
@@ -42,6 +42,8 @@ def train(
 
     Raises `UsageError`, of which `DataError` and `PlanError` are kinds, for what cannot be done as asked.
     """
+    recipe.check_model(plan.train.model)
+    task = PICTURES if recipe.returns == "picture" else CLASSES
     train_images, test_images = recipe.images(directory, size)
     torch.manual_seed(plan.numerics.seed)
     net = models.build(plan.train.model, len(train_images.classes), recipe.channels)
@@ -49,7 +51,7 @@ def train(
         plan = settle_precision(mesh.plan, mesh)
         console = (console or Console()) if mesh.rank == 0 else Console(quiet=True)
         net = Arithmetic(plan.numerics, mesh.device).net(net)
-        model = parallelize(net, mesh, loss=nn.CrossEntropyLoss())
+        model = parallelize(net, mesh, loss=task.loss())
         with (
             _loader(train_images, mesh, shuffle=True) as batches,
             _loader(test_images, mesh, shuffle=False) as tests,
@@ -57,9 +59,11 @@ def train(
             run = Run.create(out, recipe.name, mesh)
             run.write("plan.toml", plan.to_toml())
             _say(console, _heading(plan, len(train_images), len(test_images), mesh))
-            summary = _fit(model, batches, tests, plan, mesh=mesh, run=run, console=console)
+            summary = _fit(model, batches, tests, plan, task, mesh=mesh, run=run, console=console)
         for line in summary.lines():
             _say(console, line)
+        if recipe.baseline is not None and mesh.rank == 0:
+            _say(console, recipe.baseline(test_images))
         _say(console, f"written to     {run.path}: {', '.join(run.files)}")
     return summary
 
@@ -74,19 +78,14 @@ def _fit(
     batches: Loader,
     tests: Loader,
     plan: Plan,
+    task: Task,
     *,
     mesh: Mesh,
     run: Run,
     console: Console,
 ) -> Summary:
     t = plan.train
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=t.learning_rate,
-        momentum=t.momentum,
-        weight_decay=t.weight_decay,
-        nesterov=t.momentum > 0,
-    )
+    optimizer = _optimizer(model, t)
     schedule = warmup_cosine(
         optimizer, steps=t.epochs * len(batches), warmup=round(t.warmup_epochs * len(batches))
     )
@@ -98,9 +97,20 @@ def _fit(
         tests,
         mesh=mesh,
         epochs=t.epochs,
+        task=task,
         numerics=plan.numerics,
         run=run,
         progress=suited(console, locate().launcher) if mesh.rank == 0 else None,
+    )
+
+
+def _optimizer(model: ParallelModel, t: Train) -> torch.optim.Optimizer:
+    weights, rate, decay = model.parameters(), t.learning_rate, t.weight_decay
+    if t.optimizer == "adam":
+        betas = (t.momentum, 0.999)
+        return torch.optim.Adam(weights, lr=rate, betas=betas, weight_decay=decay)
+    return torch.optim.SGD(
+        weights, lr=rate, momentum=t.momentum, weight_decay=decay, nesterov=t.momentum > 0
     )
 
 

@@ -45,6 +45,7 @@ _HOME = {
     "unet3d": _Entry("unet3d", "class map", dims=3),
     "deeplabv3": _Entry("deeplab", "class map"),
     "edsr": _Entry("edsr", "picture"),
+    "edsr_small": _Entry("edsr", "picture"),
 }
 
 
