@@ -15,7 +15,7 @@ from fivefold.plan import Layout
 from tiles import expect_tiles, grid_of, spread_of
 
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
-FUSES = [2, 3, 8, "greedy", "auto"]
+FUSES = [2, 3, 8, "auto"]
 
 
 class Residual(nn.Module):

@@ -17,7 +17,7 @@ from fivefold.trace import Tag
 __all__ = ["Costs", "Fuse", "Options", "flops_of", "measured"]
 
 Fuse = str | int
-"""`auto`, `never`, `greedy`, or the largest number of layers that share an exchange"""
+"""`auto`, `never`, or the largest number of layers that share an exchange"""
 
 
 @dataclass(frozen=True)

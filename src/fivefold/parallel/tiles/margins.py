@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fivefold.parallel.tiles.costs import Options, flops_of
 from fivefold.parallel.tiles.exchange import Want
@@ -50,49 +50,141 @@ class Margins:
     shared: dict[int, Spread]
 
 
+@dataclass
+class _Draft:
+    """A plan that is being made, from the results backwards."""
+
+    held: dict[int, Spread] = field(default_factory=dict[int, Spread])
+    """values with a margin"""
+    asked: dict[int, _Asked] = field(default_factory=dict[int, _Asked])
+    cost_s: float = 0.0
+    """of exchanges, and of what is computed twice"""
+
+    def copy(self) -> _Draft:
+        return _Draft(dict(self.held), dict(self.asked), self.cost_s)
+
+
+_DRAFTS = 24
+"""how many drafts `auto` goes on with"""
+
+
 def with_margins(
     tape: Tape, spreads: dict[int, Spread], lower: Lower, here: Here, options: Options
 ) -> Margins:
     """How every value is held, given how they are owned.
 
-    `options.fuse`: 1 or `never` lets no value have a margin, larger numbers fuse as many layers, and `greedy`
-    does whatever costs less for each value by itself.
+    `options.fuse`: 1 or `never` lets no value have a margin, larger numbers fuse as many layers. `auto` weighs
+    at every value the exchange against what is computed twice, and goes on with the cheapest drafts.
     """
-    held, asked = dict(spreads), dict[int, _Asked]()
+    planner = _Planner(spreads, lower, here, options)
+    drafts = [_Draft()]
     for node in reversed(tape.nodes):
-        layers = 0
-        for index in node.outputs:
-            wanted = asked.get(index)
-            if wanted is not None and _decides(options, node, wanted, spreads[index], here):
-                held[index] = wanted.spread
-                layers = max(layers, wanted.layers)
-        _alike(node, held)
-        local = lower(node, [held[index] for index in node.outputs])
-        for ref, wants in zip(node.operands, local.wants, strict=True):
-            if isinstance(ref, Value):
-                new = _asked_by(node, wants, spreads[ref.index], held, layers)
-                if new is not None:
-                    asked[ref.index] = _both(asked.get(ref.index), new)
+        drafts = planner.best([new for draft in drafts for new in planner.before(node, draft)])
+    last = [draft.copy() for draft in drafts]
+    for draft in last:
+        for index in tape.inputs:
+            planner.exchanged(draft, index)
+    chosen = drafts[min(range(len(last)), key=lambda number: last[number].cost_s)]
     shared = {
         index: wanted.spread
-        for index, wanted in asked.items()
-        if wanted.readers > 1 and held[index] == spreads[index]
+        for index, wanted in chosen.asked.items()
+        if wanted.readers > 1 and index not in chosen.held
     }
-    return Margins(held, shared)
+    return Margins({**spreads, **chosen.held}, shared)
 
 
-def _decides(options: Options, node: Node, wanted: _Asked, owned: Spread, here: Here) -> bool:
-    """Whether the producer of a value computes its margin."""
-    if options.fuse == "never":
-        return False
-    if isinstance(options.fuse, int):
-        return wanted.layers < options.fuse
-    sizes = [math.prod(wanted.spread.local_shape(here.grid, r)) for r in range(here.grid.size)]
-    own = [math.prod(owned.local_shape(here.grid, r)) for r in range(here.grid.size)]
-    extra = max(a - b for a, b in zip(sizes, own, strict=True))
-    # Backward costs twice the forward, and exchanges once more.
-    computing = options.costs.compute_s(3 * extra * flops_of(node))
-    return computing < 2 * options.costs.latency_s
+class _Planner:
+    def __init__(
+        self, spreads: dict[int, Spread], lower: Lower, here: Here, options: Options
+    ) -> None:
+        self._spreads, self._lower, self._here, self._options = spreads, lower, here, options
+        self._done: set[int] = set()
+        """values whose producer has been looked at"""
+        self._lowered: dict[tuple[int, tuple[Spread, ...]], Local] = {}
+
+    def before(self, node: Node, draft: _Draft) -> list[_Draft]:
+        """What may be planned in front of a node, given what is planned behind it."""
+        asked = [index for index in node.outputs if index in draft.asked]
+        if not asked:
+            return [self._with(node, draft, ())]
+        auto = self._options.fuse == "auto"
+        choices: list[tuple[int, ...]] = []
+        if auto or not self._fuses(draft, asked):
+            choices.append(())
+        if auto or self._fuses(draft, asked):
+            choices.append(tuple(asked))
+        return [self._with(node, draft.copy(), fused) for fused in choices]
+
+    def _fuses(self, draft: _Draft, asked: Sequence[int]) -> bool:
+        """Whether so few layers would be fused that the producer may compute a margin."""
+        fuse = self._options.fuse
+        return isinstance(fuse, int) and all(draft.asked[i].layers < fuse for i in asked)
+
+    def _with(self, node: Node, draft: _Draft, fused: tuple[int, ...]) -> _Draft:
+        """Let the producer compute the margins of `fused`; the others are exchanged."""
+        layers = 0
+        for index in node.outputs:
+            if index in fused:
+                draft.held[index] = draft.asked[index].spread
+                layers = max(layers, draft.asked[index].layers)
+            else:
+                self.exchanged(draft, index)
+        held = {index: draft.held.get(index, self._spreads[index]) for index in node.outputs}
+        _alike(node, held)
+        for index, spread in held.items():
+            if spread != self._spreads[index]:
+                draft.held[index] = spread
+                extra = self._margin(index, spread) * flops_of(node)
+                # Backward costs twice the forward.
+                draft.cost_s += self._options.costs.compute_s(3 * extra)
+        made = tuple(held.values())
+        key = (id(node), made)
+        if key not in self._lowered:
+            self._lowered[key] = self._lower(node, made)
+        for ref, wants in zip(node.operands, self._lowered[key].wants, strict=True):
+            if isinstance(ref, Value):
+                new = _asked_by(node, wants, self._spreads[ref.index], held, layers)
+                if new is not None:
+                    draft.asked[ref.index] = _both(draft.asked.get(ref.index), new)
+        self._done.update(node.outputs)
+        return draft
+
+    def exchanged(self, draft: _Draft, index: int) -> None:
+        """Add what it costs to exchange the margin that is asked of a value."""
+        wanted = draft.asked.get(index)
+        if wanted is None or index in draft.held:
+            return
+        grid = self._here.grid
+        neighbours = math.prod(min(grid.sizes[axis], 3) for axis in wanted.spread.axes) - 1
+        size = 4 * self._margin(index, wanted.spread)
+        # Forward, and the gradient back.
+        draft.cost_s += 2 * self._options.costs.exchange_s(neighbours, size)
+
+    def _margin(self, index: int, spread: Spread) -> int:
+        """The most elements that a rank holds beyond what it owns."""
+        here, owned = self._here, self._spreads[index]
+        return max(
+            math.prod(spread.local_shape(here.grid, rank))
+            - math.prod(owned.local_shape(here.grid, rank))
+            for rank in range(here.grid.size)
+        )
+
+    def best(self, drafts: list[_Draft]) -> list[_Draft]:
+        """The cheapest drafts; of those that leave the same to do, the cheapest one."""
+        found: dict[object, _Draft] = {}
+        for draft in sorted(drafts, key=self._at_least):
+            todo = frozenset(
+                (index, wanted.spread, wanted.layers)
+                for index, wanted in draft.asked.items()
+                if index not in self._done
+            )
+            found.setdefault(todo, draft)
+        return list(found.values())[:_DRAFTS]
+
+    def _at_least(self, draft: _Draft) -> float:
+        """What a draft costs in the end at least: an open question takes one exchange."""
+        still = any(index not in self._done for index in draft.asked)
+        return draft.cost_s + (2 * self._options.costs.latency_s if still else 0.0)
 
 
 def _alike(node: Node, held: dict[int, Spread]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.errors import UsageError
@@ -92,10 +92,6 @@ class Program:
         )
 
 
-_CANDIDATES: tuple[Fuse, ...] = ("never", 2, 3, 4, 6, 8, 12, 16, 32, "greedy")
-"""what `auto` chooses from"""
-
-
 def planned(
     tape: Tape, inputs: Sequence[Spread], here: Here, options: Options | None = None
 ) -> Program:
@@ -107,18 +103,7 @@ def planned(
     placed = Program(tape)
     placed.spreads.update(zip(tape.inputs, inputs, strict=True))
     rules = [_placed(placed, node, here, options.strict) for node in tape.nodes]
-    if options.fuse != "auto":
-        return _lowered(placed, rules, here, options)
-    # All ranks have to choose alike, so all of them judge by the plan of the one in the middle.
-    middle = replace(here, rank=here.grid.size // 2)
-    tried = {
-        fuse: _lowered(placed, rules, middle, replace(options, fuse=fuse)).seconds(
-            middle, options.costs
-        )
-        for fuse in _CANDIDATES
-    }
-    best = min(tried, key=tried.__getitem__)
-    return _lowered(placed, rules, here, replace(options, fuse=best))
+    return _lowered(placed, rules, here, options)
 
 
 def _lowered(
