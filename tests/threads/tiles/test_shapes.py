@@ -45,6 +45,7 @@ VIEWS = {
     "expand": lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1),
     "expand_as": lambda x: x[:, :1].expand_as(x) * x,
     "repeat": lambda x: x.repeat(2, 3, 1, 1).tile(2, 1, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(3, 2).repeat_interleave(2, dim=1),
     "chunk": lambda x: torch.chunk(x, 2, 1),
     "split": lambda x: x.split([1, 3], dim=1),
     "tensor_split": lambda x: x.tensor_split(3, dim=1),

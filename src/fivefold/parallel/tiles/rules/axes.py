@@ -1,4 +1,4 @@
-"""Views that move dims about or repeat along new ones: permute, transpose, expand."""
+"""Dims moved about, stretched or repeated: permute, transpose, expand, repeat."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from fivefold.parallel.tiles.rule import (
     rule,
     want_of,
 )
+from fivefold.parallel.tiles.rules.lines import Repeated, lowered, placed
 from fivefold.parallel.tiles.rules.pointwise import broadcast, broadcast_wants
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.tape import Node
 
-__all__ = ["Expand", "Permute", "Repeat"]
+__all__ = ["Expand", "Permute", "Repeat", "RepeatRows"]
 
 
 def _order(node: Node) -> list[int]:
@@ -93,3 +94,30 @@ def _repeat_wants(op: Operation) -> Wants:
     made, shape = op.made[0], op.node.shapes[0]
     shift = len(made.shape) - len(shape)
     return tuple(want_of(n, made.cuts[dim + shift]) for dim, n in enumerate(shape))
+
+
+@rule("repeat_interleave")
+class RepeatRows:
+    """Every row several times, one behind the other; the same number of times for all rows."""
+
+    def _lines(self, node: Node) -> dict[int, Repeated] | None:
+        a = node.bound(("input", "repeats", "dim"))
+        times, dim, shape = a["repeats"], a.get("dim"), node.shapes[0]
+        if not isinstance(times, int) or not isinstance(dim, int):
+            return None
+        dim %= len(shape)
+        return {dim: Repeated(shape[dim] * times, times)}
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """Bounds times the number."""
+        lines = self._lines(op.node)
+        return None if lines is None else [placed(op.given[0], op.node.output_shapes[0], lines)]
+
+    def lower(self, op: Operation) -> Local:
+        """Rows that are held in part are repeated, and what is too much is cut off."""
+        lines = self._lines(op.node)
+        assert lines is not None
+        ((dim, line),) = lines.items()
+        if op.given[0].cuts[dim] is not None:
+            return lowered(op, lines, lambda x: x)
+        return lowered(op, lines, lambda x: x.repeat_interleave(line.times, dim))

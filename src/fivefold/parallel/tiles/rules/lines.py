@@ -20,7 +20,17 @@ from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, want
 from fivefold.parallel.tiles.spread import Range, Spread
 from fivefold.parallel.tiles.windows import follow
 
-__all__ = ["Flipped", "Line", "Mapped", "Shifted", "Wrapped", "lowered", "placed", "take"]
+__all__ = [
+    "Flipped",
+    "Line",
+    "Mapped",
+    "Repeated",
+    "Shifted",
+    "Wrapped",
+    "lowered",
+    "placed",
+    "take",
+]
 
 
 class Line(Protocol):
@@ -134,6 +144,27 @@ class Mapped:
         """One by one, where they are not in order already."""
         ((first, _),) = self.needs(rows)
         return take(x, dim, [self.source(j) - first for j in range(*rows)])
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Row j is row j // times."""
+
+    n: int
+    times: int
+
+    def bound(self, bound: int) -> int:
+        """Where the row went."""
+        return bound * self.times
+
+    def needs(self, rows: Range) -> Segments:
+        """Each row once."""
+        return ((rows[0] // self.times, -(-rows[1] // self.times)),)
+
+    def take(self, x: Tensor, dim: int, rows: Range) -> Tensor:
+        """Several times, those cut off that are too many."""
+        skipped = rows[0] % self.times
+        return x.repeat_interleave(self.times, dim).narrow(dim, skipped, rows[1] - rows[0])
 
 
 def take(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:

@@ -242,7 +242,8 @@ class Interpolate:
         """For every dim that is cut; None if this cannot be done in parts."""
         a, given, shape = self._options(op.node), op.given[0], op.node.output_shapes[0]
         dims = len(shape) - 2
-        if a.get("antialias") or len(op.given) != 1 or any(given.cuts[:2]):
+        rounds = op.node.output_bytes == 1 and not a["kind"].startswith("nearest")  # uint8
+        if rounds or a.get("antialias") or len(op.given) != 1 or any(given.cuts[:2]):
             return None
         factors = None if a["factor"] is None else _factors(a["factor"], dims)
         lines: dict[int, Line] = {}
