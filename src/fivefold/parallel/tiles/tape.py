@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fivefold.errors import UsageError
 from fivefold.parallel.intercept import draws_mask
@@ -161,10 +161,8 @@ def record(
     Raises `UsageError` where the net's control flow depends on numbers, which names the module.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        sizes, device = (
-            iter(shapes),
-            next((p.device for p in net.parameters()), torch.device("cpu")),
-        )
+        sizes = iter(shapes)
+        device = next((p.device for p in net.parameters()), torch.device("cpu"))
         stand_ins = map_tensors(
             lambda t: torch.empty(next(sizes), dtype=t.dtype, device=device), inputs
         )
@@ -392,11 +390,6 @@ class _Recorder(TorchFunctionMode):
         flat, _ = tree_flatten(outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
         uses.update(leaf.index for leaf in flat if isinstance(leaf, Value))
         return Tape(self._nodes, self._inputs, self._shapes, self._dtypes, outputs, uses)
-
-
-def put_back(returns: Any, flat: Sequence[Any]) -> Any:
-    """What a node returns, as the net saw it."""
-    return tree_unflatten(list(flat), returns)
 
 
 def _storage(tensor: Tensor) -> int:
