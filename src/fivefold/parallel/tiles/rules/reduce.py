@@ -226,7 +226,7 @@ class Norm(Reduction):
         if node.name == "linalg_norm":  # 2 means the spectral norm where there are two dims
             euclidean = kind is None
         else:
-            euclidean = kind in {None, "fro", 2}
+            euclidean = kind in {None, "fro", 2}  # codespell:ignore fro
         return Over(over.dims, over.keepdim, over.count, {**over.options, "euclidean": euclidean})
 
     def combines(self, over: Over) -> bool:
