@@ -1,11 +1,16 @@
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fivefold.parallel.tiles.costs import Fuse
 from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.tiles.rules.views import groups
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
@@ -109,11 +114,50 @@ def test_margins_behind_groups_of_dims(function: Callable[[Tensor], Tensor]) -> 
     expect_tiles(Calls(function), (2, 4, 12, 7), Layout(height=3), fuse=4, check=keeps_cuts)
 
 
+@pytest.mark.parametrize("layout", [Layout(height=2, width=2), Layout(width=3)], ids=str)
 @pytest.mark.parametrize(
-    "function", [lambda x: x.flatten(1), lambda x: x.flatten(1, 2), lambda x: torch.cat([x, x], 2)]
+    "function",
+    [
+        lambda x: x.flatten(1),
+        lambda x: x.flatten(2),
+        lambda x: x.flatten(2).view(x.shape) + x,
+        lambda x: x.flatten().view(-1, 5) * 2,
+        lambda x: x.view(2, 3, 2, 2, 2, 5).permute(0, 2, 4, 1, 3, 5).reshape(8, 3, 2, 5),
+    ],
 )
-def test_what_would_lie_in_pieces_is_gathered(function: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("fuse", ["never", 3])
+def test_what_would_lie_in_pieces_is_divided_anew(
+    function: Callable[[Tensor], Tensor], layout: Layout, fuse: Fuse
+) -> None:
+    net = Calls(lambda x: function(F.avg_pool2d(x, 3, 1, 1)))
+    expect_tiles(net, (2, 3, 8, 5), layout, fuse=fuse, check=keeps_cuts)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.flatten(1, 2).flatten(1), lambda x: torch.cat([x, x], 2)]
+)
+def test_joining_along_a_cut_gathers(function: Callable[[Tensor], Tensor]) -> None:
     expect_tiles(Calls(function), (2, 3, 7, 5), Layout(height=2, width=2))
+
+
+@given(st.data())
+def test_groups_find_every_element(data: st.DataObject) -> None:
+    numbers = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+    before, after = data.draw(numbers), data.draw(numbers)
+    shape, other = (*before, *after), (*after, *before)
+    x = torch.arange(math.prod(shape))
+    found = groups(shape, other)
+    assert found is not None
+    for group in found:
+        sizes = [other[dim] for dim in group.after]
+        rows = sorted(data.draw(st.tuples(st.integers(0, sizes[0]), st.integers(0, sizes[0]))))
+        if rows[0] == rows[1]:
+            continue
+        span = (rows[0], rows[1])
+        whole = x[: group.numel]
+        box = whole.view(group.sizes)[tuple(slice(*r) for r in group.needs(span))]
+        wanted = whole.view(sizes)[slice(*span)]
+        assert torch.equal(box.flatten()[slice(*group.crop(span))], wanted.flatten())
 
 
 def test_tensors_that_lie_differently_are_joined() -> None:

@@ -73,8 +73,8 @@ def with_margins(
 ) -> Margins:
     """How every value is held, given how they are owned.
 
-    `options.fuse`: 1 or `never` lets no value have a margin, larger numbers fuse as many layers. `auto` weighs
-    at every value the exchange against what is computed twice, and goes on with the cheapest drafts.
+    `options.fuse`: 1 or `never` lets no value have a margin, larger numbers fuse as many layers. With
+    `auto` every exchange is weighed against what is computed twice, and the cheapest drafts go on.
     """
     planner = _Planner(spreads, lower, here, options)
     drafts = [_Draft()]

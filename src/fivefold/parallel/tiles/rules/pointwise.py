@@ -38,13 +38,16 @@ POINTWISE = (
 
 
 def broadcast(given: Sequence[Spread], shape: tuple[int, ...]) -> Spread:
-    """How a result of `shape` lies: every dim as in the first operand that has it cut."""
+    """How a result of `shape` lies: every dim as in the first operand that has it cut, unless another dim is
+    cut along the same axes already: both would need a diagonal.
+    """
     made = Spread.whole(shape)
     for spread in given:
         for dim in spread.cut_dims:
-            there = dim + len(shape) - len(spread.shape)
-            if made.cuts[there] is None and spread.shape[dim] == shape[there]:
-                made = made.with_cut(there, spread.cuts[dim])
+            there, cut = dim + len(shape) - len(spread.shape), spread.cuts[dim]
+            free = cut is not None and not set(cut.axes) & set(made.axes)
+            if free and made.cuts[there] is None and spread.shape[dim] == shape[there]:
+                made = made.with_cut(there, cut)
     return made.tight()
 
 

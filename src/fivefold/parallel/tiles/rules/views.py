@@ -1,11 +1,11 @@
 """Views that give the same numbers another shape: view, reshape, flatten, unflatten, squeeze, unsqueeze.
 
-Dims are matched in groups whose products agree; a group may be divided along its first dim, which is the one
-whose parts lie in one piece each:
+Dims are matched in groups whose products agree; the result of a group may be divided along its first dim, the
+one whose parts lie in one piece each:
 
     (N, C, H, W) -> (N, C, H W)         groups N|N  C|C  H W|HW      cut along H: cut along HW
     (N, H W, C)  -> (N, H, W, C)        groups N|N  HW|H W  C|C      bounds move to whole rows
-    (N, C, H, W) -> (N, C, H W)         cut along W: its parts lie in pieces, so all is gathered
+    (N, C, H, W) -> (N, C, H W)         cut along W: its parts lie in pieces, so HW is divided anew
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.mesh import owned
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Wants, as_held, rule
-from fivefold.parallel.tiles.spread import Cut, Range, Spread
+from fivefold.parallel.tiles.spread import Box, Cut, Grid, Range, Spread
 from fivefold.parallel.tiles.windows import follow
 
 __all__ = ["Group", "View", "groups"]
@@ -34,16 +35,29 @@ class Group:
     minor_before: int
     """product of the sizes behind the first dim"""
     minor_after: int
-    numel: int
+    sizes: tuple[int, ...]
+    """of the dims before"""
+
+    @property
+    def numel(self) -> int:
+        """Product of all sizes."""
+        return math.prod(self.sizes)
 
     def bound(self, bound: int) -> int:
         """The first row of the result that starts at row `bound` of the operand, or nearest to it."""
         return (2 * bound * self.minor_before + self.minor_after) // (2 * self.minor_after)
 
-    def needs(self, rows: Range) -> Range:
-        """The rows of the operand in which rows of the result lie."""
+    def needs(self, rows: Range) -> Box:
+        """Where in the operand rows of the result lie: rows of some dim, single ones of those before it."""
         start, stop = self.flat(rows)
-        return (start // self.minor_before, -(-stop // self.minor_before))
+        found: list[Range] = []
+        minor, single = self.numel, True
+        for n in self.sizes:
+            minor //= n
+            low, high = start // minor % n, (stop - 1) // minor % n
+            found.append((low, high + 1) if single else (0, n))
+            single = single and low == high
+        return tuple(found)
 
     def flat(self, rows: Range) -> Range:
         """Where rows of the result lie in the flattened group."""
@@ -52,8 +66,22 @@ class Group:
     def crop(self, rows: Range) -> Range:
         """Where rows of the result lie in what `needs` gives, flattened."""
         start, stop = self.flat(rows)
-        offset = self.needs(rows)[0] * self.minor_before
+        offset, minor = 0, self.numel
+        for n, (low, _) in zip(self.sizes, self.needs(rows), strict=True):
+            minor //= n
+            offset += low * minor
         return (start - offset, stop - offset)
+
+    def cut(self, cuts: Sequence[Cut | None], n: int, grid: Grid) -> Cut | None:
+        """How the first dim of the result, of `n` rows, is divided, given how the operand's dims are."""
+        major, *minor = cuts
+        if not any(minor):
+            return None if major is None else follow(major, n, self.bound)
+        axes = tuple(axis for cut in cuts if cut is not None for axis in cut.axes)
+        parts = math.prod(grid.sizes[axis] for axis in axes)
+        if n < parts:
+            return None
+        return Cut.at(axes, [owned(n, parts, part).start for part in range(parts)] + [n])
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[Group] | None:
@@ -68,7 +96,8 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group] | None:
         while (a := _product(before, left[:i])) != (b := _product(after, right[:j])):
             i, j = (i + 1, j) if a < b else (i, j + 1)
         minors = _product(before, left[1:i]), _product(after, right[1:j])
-        found.append(Group(tuple(left[:i]), tuple(right[:j]), *minors, a))
+        sizes = tuple(before[dim] for dim in left[:i])
+        found.append(Group(tuple(left[:i]), tuple(right[:j]), *minors, sizes))
         left, right = left[i:], right[j:]
     return found
 
@@ -82,10 +111,10 @@ def _product(shape: Sequence[int], dims: Sequence[int]) -> int:
     "unflatten", "unsqueeze", "view", "view_as",
 )  # fmt: skip
 class View:
-    """`place`: bounds follow the first dim of every group; `lower`: reshape what is held."""
+    """`place`: bounds follow the first dim of every group if only that is cut; `lower`: reshape."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """Cut along the first dims of the groups whose first dim is cut; nothing else can be."""
+        """Cut along the first dims of the groups of which some dim is cut; nothing else can be."""
         given, shape = op.given[0], op.node.output_shapes[0]
         found = groups(given.shape, shape)
         bits = any(isinstance(a, torch.dtype) for a in (*op.node.args, *op.node.kwargs.values()))
@@ -93,12 +122,8 @@ class View:
             return None
         made = Spread.whole(shape)
         for group in found:
-            if any(given.cuts[dim] is not None for dim in group.before[1:]):
-                return None
-            cut = given.cuts[group.before[0]]
-            if cut is not None:
-                first = group.after[0]
-                made = made.with_cut(first, follow(cut, shape[first], group.bound))
+            cuts, first = [given.cuts[dim] for dim in group.before], group.after[0]
+            made = made.with_cut(first, group.cut(cuts, shape[first], op.here.grid))
         return [made]
 
     def lower(self, op: Operation) -> Local:
@@ -131,13 +156,14 @@ class View:
 def _held_elements(group: Group, cut: Cut | None, rows: Range) -> int:
     if cut is None:
         return group.numel
-    start, stop = group.needs(rows)
-    return (stop - start) * group.minor_before
+    return math.prod(stop - start for start, stop in group.needs(rows))
 
 
 def _wants(shape: Sequence[int], found: Sequence[Group], cuts: Sequence[Cut | None]) -> Wants:
     wants = [Want.all_of(n) for n in shape]
     for group, cut in zip(found, cuts, strict=True):
         if cut is not None:
-            wants[group.before[0]] = Want.ranges(cut.axes, [group.needs(r) for r in cut.held])
+            boxes = zip(*map(group.needs, cut.held), strict=True)
+            for dim, ranges in zip(group.before, boxes, strict=True):
+                wants[dim] = Want.ranges(cut.axes, ranges)
     return tuple(wants)
