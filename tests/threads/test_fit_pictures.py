@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import fivefold as ff
 from fivefold.mesh import Mesh
+from fivefold.plan import Layout
 from fivefold.recipes import models
 from fivefold.train import Summary, fit, warmup_cosine
 from fivefold.train.task import PICTURES
@@ -24,8 +25,11 @@ def data(n: int) -> TensorDataset:
     return TensorDataset(nn.functional.avg_pool2d(pictures, 2), pictures)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_psnr_is_that_of_all_pixels_in_one_process(ranks: int) -> None:
+LAYOUTS = [Layout(), Layout(data=3), Layout(width=3), Layout(data=2, height=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_psnr_is_that_of_all_pixels_in_one_process(layout: Layout) -> None:
     torch.manual_seed(0)
     net = models.build("edsr", channels=1, blocks=1, features=4)
 
@@ -40,7 +44,7 @@ def test_the_psnr_is_that_of_all_pixels_in_one_process(ranks: int) -> None:
         )  # fmt: skip
         return summary, model.module
 
-    for summary, trained in run_ranks(ranks, train):
+    for summary, trained in run_ranks(layout, train):
         small, pictures = data(5).tensors
         with torch.no_grad():
             square = nn.functional.mse_loss(trained.eval()(small), pictures).item()
