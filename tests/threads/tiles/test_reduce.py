@@ -156,3 +156,18 @@ def _has_margins(program: Program) -> None:
 def test_margins_count_once() -> None:
     layout = Layout(height=2, width=2)
     expect_tiles(Between(RELATIVE[2:6]), (2, 3, 7, 5), layout, fuse=4, check=_has_margins)
+
+
+def test_half_precision_adds_in_float32() -> None:
+    """Sums of squares would overflow, and a thousand summands would lose their last digits."""
+    functions: dict[str, Callable[[Tensor], Any]] = {
+        name: (lambda x, function=function: function((x * 300).half()).double())
+        for name, function in {
+            "norm": lambda x: x.norm(dim=(2, 3)),
+            "std": lambda x: x.std((2, 3)),
+            "mean": lambda x: x.mean((2, 3)),
+            "softmax": lambda x: x.softmax(2),
+        }.items()
+    }
+    # one unit in the last place of half precision, and gradients that half precision has rounded
+    expect_tiles(Several(functions), (2, 3, 11, 7), Layout(height=2, width=2), tolerance=2e-3)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import (
     Local,
@@ -22,7 +25,7 @@ from fivefold.parallel.tiles.rule import (
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.tape import Node
 
-__all__ = ["Along", "arguments", "dims_of", "reduced", "reduced_wants"]
+__all__ = ["Along", "arguments", "dims_of", "reduced", "reduced_wants", "widened"]
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -38,6 +41,12 @@ def dims_of(value: Any, rank: int) -> tuple[int, ...]:
         return tuple(range(rank))
     dims = tuple(value) if isinstance(value, Sequence) else (value,)
     return tuple(sorted(int(dim) % max(rank, 1) for dim in dims)) or tuple(range(rank))
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in the dtype in which autocast has sums, norms and softmax computed: float32 on a GPU."""
+    half = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if half and torch.is_autocast_enabled("cuda") else x
 
 
 def _where(dims: tuple[int, ...], rank: int, keepdim: bool) -> list[int | None]:

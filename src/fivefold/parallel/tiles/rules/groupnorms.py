@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.parallel.norms import global_batch_norm
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, call, rule, want_of
+from fivefold.parallel.tiles.rules.along import widened
 from fivefold.parallel.tiles.rules.norms import owned_slices
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.sums import all_sum
@@ -71,12 +72,6 @@ def _normalised(
     return global_batch_norm(seen, **settings, group=group, owned=owned).reshape(x.shape)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Autocast computes these norms in float32."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if half and torch.is_autocast_enabled(x.device.type) else x
-
-
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if weight is not None:
         x = x * weight if bias is None else torch.addcmul(bias.to(x.dtype), x, weight.to(x.dtype))
@@ -104,7 +99,7 @@ class GroupNorm:
             args, kwargs = op.node.arguments(operands)
             a: dict[str, Any] = {"weight": None, "bias": None, "eps": 1e-5}
             a |= {**dict(zip(_GROUP_NORM, args, strict=False)), **kwargs}
-            x, groups = _wide(a["input"]), int(a["num_groups"])
+            x, groups = widened(a["input"]), int(a["num_groups"])
             n, channels = x.shape[:2]
             shape, group = (channels // groups, *x.shape[2:]), moment.groups(axes, False)
             found = _normalised(x, n * groups, shape, owned, group, eps=a["eps"])
@@ -152,7 +147,7 @@ class LayerNorm(_LastDims):
             args, kwargs = op.node.arguments(operands)
             a: dict[str, Any] = {"weight": None, "bias": None, "eps": 1e-5}
             a |= {**dict(zip(_LAYER_NORM, args, strict=False)), **kwargs}
-            x = _wide(a["input"])
+            x = widened(a["input"])
             groups, last = math.prod(x.shape[:first]), x.shape[first:]
             found = _normalised(x, groups, last, owned, moment.groups(axes, False), eps=a["eps"])
             return _affine(found, a["weight"], a["bias"], x.dtype)

@@ -23,6 +23,7 @@ from fivefold.parallel.tiles.rules.along import (
     dims_of,
     reduced,
     reduced_wants,
+    widened,
 )
 from fivefold.parallel.tiles.rules.pointwise import Pointwise
 from fivefold.parallel.tiles.spread import Spread
@@ -104,6 +105,11 @@ def _cast(x: Tensor, over: Over) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
+def _accurate(x: Tensor) -> Tensor:
+    """Half precision in float32: squares overflow, and differences lose digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _squares(x: Tensor) -> Tensor:
     return x.real.square() + x.imag.square() if x.is_complex() else x.square()
 
@@ -129,7 +135,7 @@ class Sum(Reduction):
 
     def combine(self, x: Tensor, over: Over, group: dist.ProcessGroup) -> Tensor:
         """Add, and divide by the number of pixels of all ranks."""
-        x = _cast(x, over)
+        x = _cast(x if over.options["mean"] else widened(x), over)
         total = _sum(x, over, group)
         if over.options["mean"]:
             total = total / over.count
@@ -167,10 +173,11 @@ class Variance(Reduction):
     def combine(self, x: Tensor, over: Over, group: dist.ProcessGroup) -> Any:
         """Two sums forward; the second one needs no gradient by way of the mean, for it is zero."""
         name, there = over.options["name"], Over(over.dims, True, over.count, over.options)
-        mean = _sum(x, there, group) / over.count
-        squares = _squares(x - mean.detach())
+        wide = _accurate(x)
+        mean = _sum(wide, there, group) / over.count
+        squares = _squares(wide - mean.detach())
         var = _sum(squares, there, group) / max(0, over.count - over.options["correction"])
-        spread = (_root(var) if name.startswith("std") else var).to(squares.dtype)
+        spread = (_root(var) if name.startswith("std") else var).to(x.real.dtype)
         if not over.keepdim:
             mean, spread = _without(mean, over), _without(spread, over)
         return (spread, mean.to(x.dtype)) if name.endswith("mean") else spread
@@ -235,8 +242,8 @@ class Norm(Reduction):
 
     def combine(self, x: Tensor, over: Over, group: dist.ProcessGroup) -> Tensor:
         """The root of the sum of squares."""
-        squares = _squares(_cast(x, over))
-        return _root(_sum(squares, over, group)).to(squares.dtype)
+        x = _cast(widened(x), over)
+        return _root(_sum(_squares(_accurate(x)), over, group)).to(x.real.dtype)
 
 
 @rule("logsumexp", "special_logsumexp")
@@ -246,10 +253,11 @@ class LogSumExp(Reduction):
     def combine(self, x: Tensor, over: Over, group: dist.ProcessGroup) -> Tensor:
         """The largest of all ranks cancels, so it needs no gradient."""
         there = Over(over.dims, True, over.count, over.options)
+        wide = _accurate(x)
         with torch.no_grad():
-            largest = all_extreme(x, over.dims, True, group)
+            largest = all_extreme(wide, over.dims, True, group)
             largest.masked_fill_(largest.isinf(), 0.0)
-        found = (_sum((x - largest).exp(), there, group)).log().to(x.dtype) + largest
+        found = (_sum((wide - largest).exp(), there, group).log() + largest).to(x.dtype)
         return found if over.keepdim else _without(found, over)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, call, rule
-from fivefold.parallel.tiles.rules.along import arguments, dims_of
+from fivefold.parallel.tiles.rules.along import arguments, dims_of, widened
 from fivefold.parallel.tiles.rules.norms import owned_slices
 from fivefold.parallel.tiles.rules.reduce import LogSumExp, Norm, Over
 from fivefold.parallel.tiles.spread import Spread
@@ -42,7 +42,7 @@ def _lowered(op: Operation, dims: tuple[int, ...], relate: _Relate) -> Local:
     )
 
     def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
-        (x,) = operands
+        x = widened(operands[0])
         return relate(x, x[keep], moment.groups(axes, False))
 
     return Local(wants, run, collective="sums")
