@@ -172,6 +172,7 @@ MISTAKES = {
     "resnet20 --batch 0": "--batch 0: at least 1 is needed",
     "resnet20 --steps 0": "--steps 0: at least 1 is needed",
     "resnet20 --input 3x32y": "--input 3x32y is not the shape of a sample; write positive numbers",
+    "unet3d": "--input 3x32x32 is no volume, but unet3d takes volumes: channels, depth, height and width",
     "resnet20 --dtype float16": "--dtype float16 cannot be verified; did you mean 'float64'?",
     "resnet20 --loss mze": "unknown loss 'mze'; did you mean 'mse'? Valid: cross_entropy,",
     "resnet20 --batch-norm globe": "parallel.batch_norm = 'globe' is not",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from fivefold.recipes import models
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FORMS", "check", "load"]
+__all__ = ["FORMS", "check", "check_shape", "load"]
 
 FORMS = (
     "a model is one of Fivefold's own by name, package.module:callable (a function without arguments, a "
@@ -33,6 +34,16 @@ def check(text: str) -> None:
         )
     if not colon and text not in models.names():
         raise UsageError(f"unknown model {text!r}{suggest(text, models.names())}; {FORMS}")
+
+
+def check_shape(text: str, shape: Sequence[int]) -> None:
+    """Raise `UsageError` for images given to a model of volumes, of which torch says something else."""
+    if text in models.names() and models.dims(text) == 3 and len(shape) != 4:
+        given = "x".join(map(str, shape))
+        raise UsageError(
+            f"--input {given} is no volume, but {text} takes volumes: channels, depth, height and width, "
+            "such as 1x16x32x32"
+        )
 
 
 def load(text: str, classes: int, channels: int) -> nn.Module:

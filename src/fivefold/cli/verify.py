@@ -102,7 +102,7 @@ class Verify:
     def _checked(self) -> Plan:
         """The plan, or what is wrong with the options, before anything has been started."""
         models.check(self.model)
-        _parse_shape(self.shape)
+        models.check_shape(self.model, _parse_shape(self.shape))
         for name, value in {
             "batch": self.batch,
             "steps": self.steps,
