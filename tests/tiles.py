@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from fivefold.mesh import Mesh, owned
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.randomness import key_of
-from fivefold.parallel.tiles.costs import Fuse, Options
+from fivefold.parallel.tiles.costs import Costs, Fuse, Options
 from fivefold.parallel.tiles.program import Program, planned
 from fivefold.parallel.tiles.rule import Here, Moment
 from fivefold.parallel.tiles.run import execute
@@ -58,6 +58,7 @@ def expect_tiles(
     *,
     strict: bool = True,
     fuse: Fuse = "never",
+    costs: Costs | None = None,
     tolerance: float = 1e-11,
     check: Callable[[Program], None] | None = None,
 ) -> None:
@@ -71,7 +72,7 @@ def expect_tiles(
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.5)
     image = torch.randn(*shape, dtype=torch.float64)
-    case = _Case(net, image, strict, fuse, check)
+    case = _Case(net, image, Options(fuse, strict, costs or Costs()), check)
     plain, x = copy.deepcopy(net), image.clone().requires_grad_()
     share = Share(len(x), 0, len(x), _SEED, _STEP, group=None)
     with exact(watched_modules(plain), share) as mode, mode:  # whose masks tiles are to draw
@@ -105,8 +106,7 @@ def expect_tiles(
 class _Case:
     net: nn.Module
     image: Tensor
-    strict: bool
-    fuse: Fuse
+    options: Options
     check: Callable[[Program], None] | None
 
 
@@ -126,7 +126,7 @@ def _weighted(outputs: Sequence[Tensor], weights: Sequence[Tensor], alike: Seque
 def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, Any]:
     net, image, grid = copy.deepcopy(case.net), case.image, grid_of(mesh.layout)
     group = mesh.group(*grid.axes)
-    here = Here(grid, group.rank(), 1)
+    here = Here(grid, group.rank(), 1, fewest=image.shape[0])
     lines = {
         (): mesh.group("data"),
         **{(index,): mesh.group(axis) for index, axis in enumerate(grid.axes)},
@@ -134,7 +134,7 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     }
     spread = spread_of(image.shape, grid)
     tape = record(net, call_with, image, [image.shape])
-    program = planned(tape, [spread], here, Options(case.fuse, case.strict))
+    program = planned(tape, [spread], here, case.options)
     if case.check is not None:
         case.check(program)
     box = _slices(spread.owned(grid, here.rank))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class TiledNet:
         located = [self.lies(leaf) for leaf in leaves(inputs)]
         if not share.rows:
             located = [(_one_row(leaf), _with_rows(spread, 1)) for leaf, spread in located]
-        program = self._program(call, inputs, [spread for _, spread in located])
+        program = self._program(call, inputs, [spread for _, spread in located], share.total)
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
             rows=share.rows,
@@ -159,17 +159,24 @@ class TiledNet:
 
         inputs = map_tensors(mine, example)
         spreads = [self.spread_of(tuple(leaf.shape)) for leaf in leaves(inputs)]
-        return self._program(call_with, inputs, spreads)
+        total = leaves(example)[0].shape[0]
+        return self._program(call_with, inputs, spreads, total)
 
-    def _program(self, call: Callable[..., Any], inputs: Any, spreads: list[Spread]) -> Program:
+    def _program(
+        self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], total: int
+    ) -> Program:
+        fewest = total // self.here.data
         key = (
             tuple(spread.shape for spread in spreads),
             tuple(leaf.dtype for leaf in leaves(inputs)),
             tuple(module.training for module in self._net.modules()),
+            fewest >= self.grid.size,
         )
         if key not in self._programs:
             tape = record(self._net, call, inputs, [torch.Size(s.shape) for s in spreads])
-            self._programs[key] = planned(tape, spreads, self.here, self._options)
+            self._programs[key] = planned(
+                tape, spreads, replace(self.here, fewest=fewest), self._options
+            )
         return self._programs[key]
 
     def _noted(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:

@@ -11,23 +11,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fivefold.errors import UsageError
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
 from fivefold.parallel.tiles.margins import with_margins
+from fivefold.parallel.tiles.placing import Placement, place
 from fivefold.parallel.tiles.rule import (
     Here,
     Local,
     Operation,
-    Rule,
     Wants,
     as_held,
     call,
     everything,
-    rule_of,
 )
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.tape import Node, Ref, Tape, Value
@@ -92,81 +90,53 @@ class Program:
         )
 
 
+_THINNEST = (1, 2, 4, 8, 16)
+"""pixels of which a tile has at least as many, or is turned into samples"""
+
+
 def planned(
     tape: Tape, inputs: Sequence[Spread], here: Here, options: Options | None = None
 ) -> Program:
     """Make the plan of `here.rank`. Every tile rank makes its own, from the same tape.
 
-    Raises `UsageError` with `strict` where an operation would have to gather a tiled value.
+    Tiles turn into samples where that costs least. Raises `UsageError` with `strict` where an operation
+    would have to gather a tiled value.
     """
     options = options or Options()
-    placed = Program(tape)
-    placed.spreads.update(zip(tape.inputs, inputs, strict=True))
-    rules = [_placed(placed, node, here, options.strict) for node in tape.nodes]
-    return _lowered(placed, rules, here, options)
+    placed = place(tape, inputs, here, strict=options.strict)
+    if here.fewest >= here.grid.size:
+        # All ranks have to choose alike, so all of them judge by the plan of the one in the middle.
+        middle, never = replace(here, rank=here.grid.size // 2), replace(options, fuse="never")
+        tried: list[tuple[float, int]] = []
+        for thinnest in _THINNEST:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                draft = place(tape, inputs, here, thinnest=thinnest)
+            program = _lowered(tape, draft, middle, never)
+            tried.append((program.seconds(middle, options.costs), thinnest))
+        best = min(tried)[1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            placed = place(tape, inputs, here, strict=options.strict, thinnest=best)
+    return _lowered(tape, placed, here, options)
 
 
-def _lowered(
-    placed: Program, rules: Sequence[Rule | None], here: Here, options: Options
-) -> Program:
+def _lowered(tape: Tape, placed: Placement, here: Here, options: Options) -> Program:
     """The plan of one rank, with the margins that `options.fuse` gives."""
-    chosen = dict(zip(placed.tape.nodes, rules, strict=True))
 
     def lower(node: Node, made: Sequence[Spread]) -> Local:
-        found = chosen[node]
-        if found is None:
+        rule = placed.rules[node]
+        if rule is None:
             return _on_the_whole(node, made, here)
-        return found.lower(Operation(node, placed.given(node), here, tuple(made)))
+        return rule.lower(Operation(node, placed.given[node], here, tuple(made)))
 
-    margins = with_margins(placed.tape, placed.spreads, lower, here, options)
-    program = Program(
-        placed.tape, spreads=margins.held, gathered=placed.gathered, fuse=options.fuse
-    )
+    margins = with_margins(tape, placed.spreads, lower, here, options)
+    program = Program(tape, spreads=margins.held, gathered=placed.gathered, fuse=options.fuse)
     lowering = _Lowering(program, here, margins.shared)
-    for node in placed.tape.nodes:
+    for node in tape.nodes:
         lowering.add(node, lower(node, [margins.held[index] for index in node.outputs]))
     lowering.finish()
     return program
-
-
-def _placed(program: Program, node: Node, here: Here, strict: bool) -> Rule | None:
-    """Decide how a node's results lie, and whether its rule applies or all is gathered."""
-    given = program.given(node)
-    chosen = rule_of(node)
-    made = None if chosen is None else chosen.place(Operation(node, given, here))
-    if made is not None and not any(cut is not None and cut.empty for s in made for cut in s.cuts):
-        program.spreads.update(zip(node.outputs, made, strict=True))
-        return chosen
-    tiled = [spread for spread in given if not spread.is_whole]
-    if tiled and chosen is None:
-        _tell_unknown(node, tiled, strict)
-        program.gathered.append(node)
-    for index, shape in zip(node.outputs, node.output_shapes, strict=True):
-        program.spreads[index] = _as_before(tiled, shape) if chosen is None else Spread.whole(shape)
-    return None
-
-
-def _as_before(tiled: Sequence[Spread], shape: tuple[int, ...]) -> Spread:
-    """What an unknown operation returns is cut again like its operand where it has the same size."""
-    spread = Spread.whole(shape)
-    for before in tiled:
-        if len(before.shape) == len(shape):
-            for dim in before.cut_dims:
-                if before.shape[dim] == shape[dim]:
-                    spread = spread.with_cut(dim, before.cuts[dim])
-            return spread.tight()
-    return spread
-
-
-def _tell_unknown(node: Node, tiled: Sequence[Spread], strict: bool) -> None:
-    elements = sum(math.prod(spread.shape) for spread in tiled)
-    text = (
-        f"{node.where} is not known to Fivefold's tiles: every rank gathers the whole of what it takes "
-        f"({elements * node.output_bytes / 2**20:.1f} MiB) and computes all of it"
-    )
-    if strict:
-        raise UsageError(f"{text}; tiles.strict = true in the plan forbids that")
-    warnings.warn(f"{text}. The result is exact", stacklevel=2)
 
 
 class _Lowering:

@@ -55,6 +55,8 @@ class Here:
     """tile rank"""
     data: int
     """number of replicas"""
+    fewest: int = 0
+    """samples of the smallest replica: with as many as tile ranks, tiles may be turned into samples"""
 
 
 @dataclass

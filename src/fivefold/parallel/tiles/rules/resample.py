@@ -243,11 +243,11 @@ class Interpolate:
         a, given, shape = self._options(op.node), op.given[0], op.node.output_shapes[0]
         dims = len(shape) - 2
         rounds = op.node.output_bytes == 1 and not a["kind"].startswith("nearest")  # uint8
-        if rounds or a.get("antialias") or len(op.given) != 1 or any(given.cuts[:2]):
+        if rounds or a.get("antialias") or len(op.given) != 1 or given.cuts[1] is not None:
             return None
         factors = None if a["factor"] is None else _factors(a["factor"], dims)
         lines: dict[int, Line] = {}
-        for dim in given.cut_dims:
+        for dim in (d for d in given.cut_dims if d > 1):
             before, n = given.shape[dim], shape[dim]
             lines[dim] = _line(a, before, n, None if factors is None else factors[dim - 2])
         whole = [_whole_scale(line, a) for line in lines.values()]

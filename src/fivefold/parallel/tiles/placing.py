@@ -1,0 +1,140 @@
+"""How every value of a net is divided, decided from the inputs on.
+
+Mostly an operation's results lie as its operands do. Where tiles become thin, deep in a network whose images
+have become small, tiles are turned into samples: each rank gets whole images of some samples, and what
+follows is data parallelism on the same ranks. With fewer samples than ranks, everything is gathered instead.
+
+    4 samples on 2 tiles     rank 0: upper halves of 0 1 2 3        rank 0: whole images of 0 1
+                             rank 1: lower halves of 0 1 2 3   -->  rank 1: whole images of 2 3
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fivefold.errors import UsageError
+from fivefold.mesh import owned
+from fivefold.parallel.tiles.rule import Here, Operation, Rule, rule_of
+from fivefold.parallel.tiles.spread import Cut, Grid, Spread
+from fivefold.parallel.tiles.tape import Node, Tape, Value
+
+__all__ = ["Placement", "by_samples", "place"]
+
+
+@dataclass
+class Placement:
+    """How values lie, and by which rule every node is computed."""
+
+    spreads: dict[int, Spread] = field(default_factory=dict[int, Spread])
+    rules: dict[Node, Rule | None] = field(default_factory=dict[Node, Rule | None])
+    """None: operands are gathered"""
+    given: dict[Node, tuple[Spread, ...]] = field(default_factory=dict[Node, tuple[Spread, ...]])
+    """how a rule takes its operands; they are exchanged where they do not lie so"""
+    gathered: list[Node] = field(default_factory=list[Node])
+    """nodes whose operands had to be gathered because nobody knows how to cut them"""
+
+
+def place(
+    tape: Tape, inputs: Sequence[Spread], here: Here, *, strict: bool = False, thinnest: int = 1
+) -> Placement:
+    """Decide how every value lies. Tiles of fewer than `thinnest` pixels are turned into samples.
+
+    Raises `UsageError` with `strict` where an operation would have to gather a tiled value.
+    """
+    placing = _Placing(tape, here, strict, thinnest)
+    placing.done.spreads.update(zip(tape.inputs, inputs, strict=True))
+    for node in tape.nodes:
+        placing.add(node)
+    return placing.done
+
+
+def by_samples(shape: tuple[int, ...], grid: Grid) -> Spread:
+    """Whole images, the samples divided over all tile ranks."""
+    bounds = [owned(shape[0], grid.size, part).start for part in range(grid.size)]
+    cut = Cut.at(tuple(range(len(grid.axes))), (*bounds, shape[0]))
+    return Spread.whole(shape).with_cut(0, cut)
+
+
+class _Placing:
+    def __init__(self, tape: Tape, here: Here, strict: bool, thinnest: int) -> None:
+        self.done = Placement()
+        self._here, self._strict, self._thinnest = here, strict, thinnest
+        self._rows = tape.shapes[tape.inputs[0]][0] if tape.inputs else 0
+
+    def add(self, node: Node) -> None:
+        lie = tuple(
+            self.done.spreads[ref.index] if isinstance(ref, Value) else Spread.whole(shape)
+            for ref, shape in zip(node.operands, node.shapes, strict=True)
+        )
+        chosen = rule_of(node)
+        for given in self._choices(lie) if chosen is not None else ():
+            assert chosen is not None
+            made = chosen.place(Operation(node, given, self._here))
+            if made is not None and self._fits(made):
+                self.done.spreads.update(zip(node.outputs, made, strict=True))
+                self.done.rules[node], self.done.given[node] = chosen, given
+                return
+        self._gather(node, lie, known=chosen is not None)
+
+    def _choices(self, lie: tuple[Spread, ...]) -> Iterator[tuple[Spread, ...]]:
+        """How operands may be taken, the best first."""
+        yield lie
+        samples = [spread for spread in lie if self._has_samples_cut(spread)]
+        tiled = [spread for spread in lie if not spread.is_whole and spread not in samples]
+        if samples and tiled:  # back to tiles
+            yield tuple(Spread.whole(s.shape) if s in samples else s for s in lie)
+        if tiled and self._here.fewest >= self._here.grid.size:
+            yield tuple(
+                by_samples(s.shape, self._here.grid)
+                if s in tiled and s.shape[0] == self._rows
+                else s
+                for s in lie
+            )
+
+    def _has_samples_cut(self, spread: Spread) -> bool:
+        return bool(spread.shape) and spread.cut_dims == (0,) and spread.shape[0] == self._rows
+
+    def _fits(self, made: Sequence[Spread]) -> bool:
+        """Whether no part is empty, or thinner than wanted."""
+        return not any(
+            stop - start < (1 if self._has_samples_cut(spread) else self._thinnest)
+            for spread in made
+            for cut in spread.cuts
+            if cut is not None
+            for start, stop in cut.owned
+        )
+
+    def _gather(self, node: Node, lie: Sequence[Spread], known: bool) -> None:
+        tiled = [spread for spread in lie if not spread.is_whole]
+        if tiled and not known:
+            self._tell_unknown(node, tiled)
+            self.done.gathered.append(node)
+        for index, shape in zip(node.outputs, node.output_shapes, strict=True):
+            self.done.spreads[index] = Spread.whole(shape) if known else _as_before(tiled, shape)
+        self.done.rules[node] = None
+        self.done.given[node] = tuple(Spread.whole(shape) for shape in node.shapes)
+
+    def _tell_unknown(self, node: Node, tiled: Sequence[Spread]) -> None:
+        elements = sum(math.prod(spread.shape) for spread in tiled)
+        text = (
+            f"{node.where} is not known to Fivefold's tiles: every rank gathers the whole of what it takes "
+            f"({elements * node.output_bytes / 2**20:.1f} MiB) and computes all of it"
+        )
+        if self._strict:
+            raise UsageError(f"{text}; tiles.strict = true in the plan forbids that")
+        warnings.warn(f"{text}. The result is exact", stacklevel=2)
+
+
+def _as_before(tiled: Sequence[Spread], shape: tuple[int, ...]) -> Spread:
+    """What an unknown operation returns is cut again like its operand where it has the same size."""
+    spread = Spread.whole(shape)
+    for before in tiled:
+        if len(before.shape) == len(shape):
+            for dim in before.cut_dims:
+                if before.shape[dim] == shape[dim]:
+                    spread = spread.with_cut(dim, before.cuts[dim])
+            return spread.tight()
+    return spread
