@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contenders import KINDS
-from figures import FEWEST_ROUNDS, HERE, middle_half, ratio, table
+from contenders import HERE, KINDS
+from figures import FEWEST_ROUNDS, middle_half, ratio, table
 
 RESULTS = HERE / "results"
 README = HERE / "README.md"

@@ -13,15 +13,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import report
 import startup
-from bystanders import Bystanders
-from contenders import KINDS, RANKS, Contender, leave_properly
+from contender import Contender, leave_properly
+from contenders import HERE, KINDS, RANKS
 from figures import environment
+from rounds import alternate
 
 VARIANTS = ("fp32", "fp32-channels_last", "bf16-channels_last")
 
@@ -72,6 +75,12 @@ def measure(asked: argparse.Namespace, variant: str) -> dict[str, Any]:
     """Rounds of one block per contender, in an order that changes from round to round."""
     before = environment()
     batch = asked.batch * (RANKS if asked.per_rank else 1)
+
+    def told_as(done: int, blocks: Mapping[str, Sequence[Sequence[float]]]) -> str:
+        rates = {name: _images_per_s(name, batch, own[-1:])[0] for name, own in blocks.items()}
+        shown = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        return f"{variant} {done}/{asked.rounds} images/s: {shown}"
+
     with (
         tempfile.TemporaryDirectory(prefix="fivefold-bench-") as folder,
         contextlib.ExitStack() as stack,
@@ -80,25 +89,11 @@ def measure(asked: argparse.Namespace, variant: str) -> dict[str, Any]:
         for name in asked.contenders:
             share = batch // RANKS if name == "alone" else batch
             words = _worker_options(asked, variant, share)
-            contender = Contender(KINDS[name], words, Path(folder))
+            contender = Contender(KINDS[name], HERE / "worker.py", words, Path(folder))
             running.append(stack.enter_context(contender))
             contender.wait_until_ready()  # one after the other: never do two compute at once
-        rates: dict[str, list[float]] = {}
-        blocks: dict[str, list[list[float]]] = {c.kind.name: [] for c in running}
-        others = Bystanders(asked.rounds, lambda: sum(c.used_s() for c in running))
-        done = 0
-        while done < asked.rounds:
-            others.begin()
-            order = _order(running, done + others.disturbed)
-            latest = {c.kind.name: c.block(asked.steps) for c in order}
-            if not others.were_quiet():
-                continue
-            done += 1
-            for name, step_s in latest.items():
-                blocks[name].append(step_s)
-            rates = {name: _images_per_s(name, batch, own) for name, own in blocks.items()}
-            shown = "  ".join(f"{name} {own[-1]:.0f}" for name, own in rates.items())
-            print(f"{variant} {done}/{asked.rounds} images/s: {shown}", flush=True)
+        blocks, others = alternate(running, asked.rounds, asked.steps, told_as)
+        rates = {name: _images_per_s(name, batch, own) for name, own in blocks.items()}
         told = running[-1].greeting
     return {
         "benchmark": "data-parallel",
@@ -138,13 +133,6 @@ def _worker_options(asked: argparse.Namespace, variant: str, batch: int) -> list
         "variant": variant,
     }
     return [word for key, value in told.items() for word in (f"--{key}", str(value))]
-
-
-def _order(running: Sequence[Contender], number: int) -> list[Contender]:
-    """Rotated by the number of the round, and backwards in every second one."""
-    first = number % len(running)
-    turned = [*running[first:], *running[:first]]
-    return turned if number % 2 == 0 else turned[::-1]
 
 
 def _name(asked: argparse.Namespace, variant: str) -> str:

@@ -18,9 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import report
 from bystanders import Bystanders
-from contenders import HERE, RANKS, BenchmarkError, leave_properly
+from contender import BenchmarkError, leave_properly
+from contenders import HERE, RANKS
 from figures import environment
 
 LIMIT_S = 60.0

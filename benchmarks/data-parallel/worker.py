@@ -1,24 +1,15 @@
-r"""One contender: builds everything, then runs blocks of training steps when it is told to.
-
-    run.py  ──"12\n"──►  every rank        12 steps after one that is not timed
-            ◄──JSON────  every rank        seconds of each step, on rank 0's clock
-
-The line comes over a Unix socket. Waiting for it, a rank is blocked and uses no processor; at the end of
-the file it exits, so no contender outlives the benchmark.
-"""
+"""One contender: builds everything, then runs blocks of training steps when it is told to."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import socket
-import time
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.recipes.models import build
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
+from serving import serve, timed
 
 CLASSES = 10
 POOL = 4
@@ -139,42 +134,6 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], None]]] = {
 }
 
 
-@dataclass
-class Clock:
-    """Marks in time: those of the GPU's stream where there is one, which nothing then has to wait for."""
-
-    device: torch.device
-    marks: list[Any] = field(default_factory=list[Any])
-
-    def mark(self) -> None:
-        """Now, or when the GPU has come to here."""
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def intervals_s(self) -> list[float]:
-        """Seconds between marks."""
-        pairs = zip(self.marks, self.marks[1:], strict=False)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
-        return [after - before for before, after in pairs]
-
-
-def timed(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` steps, after one that fetches the caches back."""
-    step()
-    clock = Clock(device)
-    clock.mark()
-    for _ in range(steps):
-        step()
-        clock.mark()
-    return clock.intervals_s()
-
-
 def local_gpu(local_rank: int) -> int:
     """The GPU of a rank; ranks share them in turn if there are too few."""
     return local_rank % torch.cuda.device_count()
@@ -212,27 +171,9 @@ def main() -> None:
     )
     step = CONTENDERS[asked.contender](setting)
     timed(step, asked.warm_up, device)
-    with socket.socket(socket.AF_UNIX) as wire:
-        wire.connect(asked.socket)
-        serve(wire, step, device)
+    serve(asked.socket, lambda steps: {"step_s": timed(step, steps, device)}, device)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def serve(wire: socket.socket, step: Callable[[], None], device: torch.device) -> None:
-    """Answer every line with the times of a block."""
-    gpu = device.type == "cuda"
-    greeting = {
-        "rank": int(os.environ.get("RANK", "0")),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
-    }
-    with wire.makefile("rw", encoding="utf-8") as told, contextlib.suppress(BrokenPipeError):
-        print(json.dumps(greeting), file=told, flush=True)
-        for line in told:
-            step_s = timed(step, int(line), device)
-            print(json.dumps({"step_s": step_s}), file=told, flush=True)
 
 
 if __name__ == "__main__":

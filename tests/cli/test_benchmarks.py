@@ -14,13 +14,15 @@ from types import ModuleType
 
 import pytest
 
-HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "data-parallel"
-MODULES = ("contenders", "figures", "report")
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+HERE = BENCHMARKS / "data-parallel"
+MODULES = ("contender", "contenders", "figures", "rounds", "report")
 
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The benchmark's own modules: beside their script, as it finds them."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "common"))
     monkeypatch.syspath_prepend(str(HERE))
     yield {name: __import__(name) for name in MODULES}
     for name in MODULES:
@@ -87,15 +89,11 @@ def test_a_goal_is_met_by_the_whole_interval(modules: dict[str, ModuleType]) -> 
 
 
 def test_every_contender_computes_after_every_other(modules: dict[str, ModuleType]) -> None:
-    sys.modules.pop("run", None)
-    run = __import__("run")
-    rounds = [run._order("abcde", number) for number in range(10)]
+    rounds = [modules["rounds"].order("abcde", number) for number in range(10)]
     assert all(sorted(order) == list("abcde") for order in rounds)
     assert {order[0] for order in rounds} == set("abcde")
     follows = {pair for order in rounds for pair in itertools.pairwise(order)}
     assert {(a, b) for a, b in follows if a < b} and {(a, b) for a, b in follows if a > b}
-    sys.modules.pop("run", None)
-    sys.modules.pop("startup", None)
 
 
 def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -> None:
