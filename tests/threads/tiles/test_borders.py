@@ -23,15 +23,16 @@ def has_margin(program: Program) -> None:
 class Calls(nn.Module):
     """A function as a net, between operations whose results lie by their own bounds."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
         super().__init__()
         self.function = function
         self.first = nn.Conv2d(2, 2, 3, stride=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> object:
         return self.function(self.first(x))
 
 
+# Together in one net, which is quick; each by itself with margins, which also says which one fails.
 MOVES = {
     "constant": lambda x: F.pad(x, (1, 2, 3, 0), value=1.5),
     "crop": lambda x: F.pad(x, (-1, 2, -2, -1)),
@@ -49,9 +50,9 @@ MOVES = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", MOVES)
-def test_borders_of_tiles_are_those_of_the_image(name: str, layout: Layout) -> None:
-    expect_tiles(Calls(MOVES[name]), (2, 2, 13, 9), layout)
+def test_borders_of_tiles_are_those_of_the_image(layout: Layout) -> None:
+    net = Calls(lambda x: [function(x) for function in MOVES.values()])
+    expect_tiles(net, (2, 2, 13, 9), layout)
 
 
 @pytest.mark.parametrize("name", MOVES)

@@ -50,6 +50,8 @@ class Group:
     def needs(self, rows: Range) -> Box:
         """Where in the operand rows of the result lie: rows of some dim, single ones of those before it."""
         start, stop = self.flat(rows)
+        if start >= stop:
+            return ((0, 0), *((0, n) for n in self.sizes[1:]))
         found: list[Range] = []
         minor, single = self.numel, True
         for n in self.sizes:
