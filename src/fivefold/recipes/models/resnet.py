@@ -127,8 +127,10 @@ class ResNet(Trunk):
         blocks: Sequence[int],
         classes: int = 10,
         channels: int = 3,
+        *,
+        width: int = 64,
     ) -> None:
-        super().__init__(block, blocks, channels)
+        super().__init__(block, blocks, channels, width=width)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(self.features, classes)
         initialise(self)
@@ -158,11 +160,11 @@ def bottleneck_trunk(
     return Trunk(_Bottleneck, blocks, channels, width=width, dilated=dilated)
 
 
-def resnet18(classes: int = 10, channels: int = 3) -> ResNet:
+def resnet18(classes: int = 10, channels: int = 3, *, width: int = 64) -> ResNet:
     """ResNet-18: 11.69 million parameters at 1000 classes."""
-    return ResNet(_Basic, (2, 2, 2, 2), classes, channels)
+    return ResNet(_Basic, (2, 2, 2, 2), classes, channels, width=width)
 
 
-def resnet50(classes: int = 10, channels: int = 3) -> ResNet:
+def resnet50(classes: int = 10, channels: int = 3, *, width: int = 64) -> ResNet:
     """ResNet-50: 25.56 million parameters at 1000 classes."""
-    return ResNet(_Bottleneck, (3, 4, 6, 3), classes, channels)
+    return ResNet(_Bottleneck, (3, 4, 6, 3), classes, channels, width=width)
