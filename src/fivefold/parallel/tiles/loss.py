@@ -77,8 +77,10 @@ class TileLoss:
             targets = targets.new_zeros((0, *shape[1:]))
         alike = grid.size // math.prod(grid.sizes[axis] for axis in spread.axes)
         per_sample = math.prod(spread.shape[2 if self._weighted else 1 :])
+        start, stop = spread.owned(grid, rank)[0]
+        rows = stop - start if share.rows else 0  # tiles may have been turned into samples
         own = self._loss.share(
-            outputs.parts, targets, weight, share.rows, share.total, per_sample=per_sample
+            outputs.parts, targets, weight, rows, share.total, per_sample=per_sample
         )
         return own / alike
 
