@@ -59,6 +59,7 @@ def expect_tiles(
     strict: bool = True,
     fuse: Fuse = "never",
     costs: Costs | None = None,
+    recompute: int = 0,
     tolerance: float = 1e-11,
     check: Callable[[Program], None] | None = None,
 ) -> None:
@@ -72,7 +73,7 @@ def expect_tiles(
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.5)
     image = torch.randn(*shape, dtype=torch.float64)
-    case = _Case(net, image, Options(fuse, strict, costs or Costs()), check)
+    case = _Case(net, image, Options(fuse, strict, costs or Costs()), recompute, check)
     plain, x = copy.deepcopy(net), image.clone().requires_grad_()
     share = Share(len(x), 0, len(x), _SEED, _STEP, group=None)
     with exact(watched_modules(plain), share) as mode, mode:  # whose masks tiles are to draw
@@ -107,6 +108,7 @@ class _Case:
     net: nn.Module
     image: Tensor
     options: Options
+    recompute: int
     check: Callable[[Program], None] | None
 
 
@@ -140,7 +142,9 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     box = _slices(spread.owned(grid, here.rank))
     x = image[box].clone().requires_grad_()
     rows = image.shape[0]
-    moment = Moment(lambda axes, _data: lines[axes], rows, 0, rows, True, _key)
+    moment = Moment(
+        lambda axes, _data: lines[axes], rows, 0, rows, True, _key, case.recompute, here
+    )
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     made = execute(program, [x], state, moment, group)
     flat, _ = tree_flatten(tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))

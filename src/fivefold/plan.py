@@ -33,10 +33,12 @@ __all__ = [
     "Comm",
     "Layout",
     "Loader",
+    "Memory",
     "Numerics",
     "Parallel",
     "Plan",
     "Provenance",
+    "Tiles",
     "Train",
     "parse_setting",
 ]
@@ -130,6 +132,18 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What is kept for the backward pass."""
+
+    recompute: int = 0
+    """into how many segments a net in tiles is divided, of which only the borders are kept and the rest is
+    computed again in backward, without communication; 0 keeps everything"""
+
+    def __post_init__(self) -> None:
+        _at_least("memory", self, recompute=0)
+
+
+@dataclass(frozen=True)
 class Numerics:
     """What the arithmetic is done in, and the seed that every random choice derives from."""
 
@@ -215,6 +229,7 @@ class Plan:
     layout: Layout = field(default_factory=Layout)
     parallel: Parallel = field(default_factory=Parallel)
     tiles: Tiles = field(default_factory=Tiles)
+    memory: Memory = field(default_factory=Memory)
     numerics: Numerics = field(default_factory=Numerics)
     train: Train = field(default_factory=Train)
     loader: Loader = field(default_factory=Loader)

@@ -13,9 +13,11 @@ from fivefold.comm.collectives import (
     start_all_reduce,
 )
 from fivefold.comm.messages import Messages, start_messages
+from fivefold.comm.replay import Log
 
 __all__ = [
     "CommError",
+    "Log",
     "Messages",
     "Pending",
     "all_gather",

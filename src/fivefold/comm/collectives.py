@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.comm.replay import current_log
 from fivefold.errors import FivefoldError
 from fivefold.trace import Tag, span
 
@@ -50,7 +51,12 @@ class CommError(FivefoldError):
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
     """Sum `tensor` over the ranks of `group`, in place; returns it."""
+    log = current_log()
+    if log is not None and log.complete:
+        return tensor.copy_(log.tensor())
     start_all_reduce(tensor, group, tag).wait()
+    if log is not None:
+        log.add(tensor.clone())
     return tensor
 
 
@@ -85,10 +91,16 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:
     """The tensors of all ranks, which have one shape (*s), stacked in rank order: (ranks, *s)."""
     if group.size() == 1:
         return tensor.unsqueeze(0)
+    log = current_log()
+    if log is not None and log.complete:
+        return log.tensor()
     gathered = tensor.new_empty((group.size() * tensor.numel(),))
     with named("all_gather", group, tag):
         _all_gather_single(gathered, tensor.contiguous().view(-1), group=group)
-    return gathered.view(group.size(), *tensor.shape)
+    every = gathered.view(group.size(), *tensor.shape)
+    if log is not None:
+        log.add(every)
+    return every
 
 
 def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor:

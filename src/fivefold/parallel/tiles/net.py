@@ -58,7 +58,7 @@ class TiledNet:
         self.group = self._groups[tuple(range(len(self.grid.axes))), False]
         """the tile ranks of this replica, in order"""
         self.here = Here(self.grid, self.group.rank(), mesh.layout.data)
-        tiles = mesh.plan.tiles
+        tiles, self._recompute = mesh.plan.tiles, mesh.plan.memory.recompute
         fuse = int(tiles.fuse) if tiles.fuse.isdecimal() else tiles.fuse
         costs = measured(self.group, mesh.device) if fuse == "auto" else Costs()
         self._options = Options(fuse, tiles.strict, costs)
@@ -132,6 +132,8 @@ class TiledNet:
             total=share.total,
             joint=share.group is not None,
             key=lambda scope, number: key_of(share.seed, share.step, scope, number),
+            recompute=self._recompute,
+            here=self.here,
         )
         state = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
         made = execute(program, [leaf for leaf, _ in located], state, moment, self.group)

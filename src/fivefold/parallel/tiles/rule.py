@@ -75,6 +75,9 @@ class Moment:
     """whether batch norm joins the replicas"""
     key: Callable[[str, int], int] | None
     """from a module and the number of its random call: the key of the mask; None leaves masks to torch"""
+    recompute: int = 0
+    """into how many segments the net is divided whose activations are computed again in backward; 0: none"""
+    here: Here | None = None
 
 
 @dataclass(frozen=True)

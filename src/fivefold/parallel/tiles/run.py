@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from fivefold.parallel.tiles.exchange import Kept, exchange
 from fivefold.parallel.tiles.program import Compute, Move, Program
+from fivefold.parallel.tiles.recompute import Segment, divided, recomputed
 from fivefold.parallel.tiles.rule import Moment
 from fivefold.parallel.tiles.tape import Ref, State, Value
 
@@ -30,34 +32,78 @@ def execute(
 
     `group` holds the tile ranks of this replica in order. Collective.
     """
-    running = _Running(state, moment, group)
-    running.values.update(zip(program.tape.inputs, inputs, strict=True))
     wanted = {
         leaf.index
         for leaf in tree_flatten(program.tape.outputs, is_leaf=lambda v: isinstance(v, Value))[0]
         if isinstance(leaf, Value)
     }
-    for number, step in enumerate(program.steps):
-        read = running.move(step) if isinstance(step, Move) else running.compute(step)
-        for ref in read:
-            if (
-                isinstance(ref, Value)
-                and program.last_use.get(ref.index) == number
-                and ref.index not in wanted
-            ):
-                running.values.pop(ref.index, None)
-                running.kept.pop(ref.index, None)
-    return {index: running.values[index] for index in wanted}
+    values = dict(zip(program.tape.inputs, inputs, strict=True))
+    if moment.recompute and torch.is_grad_enabled():
+        sizes = _sizes(program, moment)
+        for segment in divided(program, moment.recompute, wanted, sizes):
+
+            def run(
+                taken: Mapping[int, Tensor], segment: Segment = segment
+            ) -> Mapping[int, Tensor]:
+                running = _Running(program, dict(taken), state, moment, group)
+                return running.steps(segment.first, segment.stop, set(segment.gives), remake=False)
+
+            buffers = [t for t in state.values() if not isinstance(t, nn.Parameter)]
+            values |= recomputed(run, segment, values, buffers)
+    else:
+        running = _Running(program, values, state, moment, group)
+        values = running.steps(0, len(program.steps), wanted, remake=True)
+    return {index: values[index] for index in wanted}
+
+
+def _sizes(program: Program, moment: Moment) -> Callable[[int], int]:
+    """Bytes of a value on this rank."""
+    here = moment.here
+
+    def size(index: int) -> int:
+        spread = program.spreads.get(index)
+        return (
+            0
+            if spread is None or here is None
+            else math.prod(spread.local_shape(here.grid, here.rank))
+        )
+
+    return size
 
 
 class _Running:
     def __init__(
-        self, state: Mapping[str, Tensor], moment: Moment, group: dist.ProcessGroup
+        self,
+        program: Program,
+        values: dict[int, Tensor],
+        state: Mapping[str, Tensor],
+        moment: Moment,
+        group: dist.ProcessGroup,
     ) -> None:
-        self.values: dict[int, Tensor] = {}
+        self.values = values
         self.kept: dict[int, Kept] = {}
         """what was moved -> how to make it again"""
-        self._state, self._moment, self._group = state, moment, group
+        self._program, self._state, self._moment, self._group = program, state, moment, group
+        self._remake = True
+
+    def steps(self, first: int, stop: int, keep: set[int], *, remake: bool) -> dict[int, Tensor]:
+        """Carry out some steps; values, of which those in `keep` are sure to be there.
+
+        With `remake`, what was moved is made again in backward, from the owned part and strips.
+        """
+        self._remake = remake
+        for number in range(first, stop):
+            step = self._program.steps[number]
+            read = self.move(step) if isinstance(step, Move) else self.compute(step)
+            last = {
+                ref.index
+                for ref in read
+                if isinstance(ref, Value) and self._program.last_use.get(ref.index) == number
+            }
+            for index in last - keep:
+                self.values.pop(index, None)
+                self.kept.pop(index, None)
+        return self.values
 
     def _get(self, ref: Ref) -> Tensor:
         if isinstance(ref, Value):
@@ -68,7 +114,7 @@ class _Running:
         kept, source = Kept(), self._get(step.source)
         before = self.kept.get(step.source.index) if isinstance(step.source, Value) else None
         self.values[step.target] = exchange(source, step.exchange, self._group, kept, before)
-        if kept.again is not None:
+        if kept.again is not None and self._remake:
             self.kept[step.target] = kept
         return (step.source,)
 

@@ -1,0 +1,119 @@
+"""Activations that are not kept but computed again in backward, without a message.
+
+The program is divided into segments of about equal memory. Of each only what crosses its borders is kept,
+and what it received: strips of neighbours, statistics, sums. Backward runs a segment again from these, which
+communicates nothing, and no buffer is updated twice.
+
+    forward    | segment 1 | segment 2 | segment 3 |      keeps v4, v9 and what was received
+    backward                           | 3 again, and its backward
+                           | 2 again, and its backward
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fivefold import comm
+from fivefold.parallel.tiles.program import Compute, Move, Program
+from fivefold.parallel.tiles.tape import Value
+
+__all__ = ["Segment", "divided", "recomputed"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some steps of a program, one after the other."""
+
+    first: int
+    stop: int
+    takes: tuple[int, ...]
+    """values made before that it reads"""
+    gives: tuple[int, ...]
+    """values it makes that are read later"""
+
+
+def divided(
+    program: Program, parts: int, wanted: set[int], sizes: Callable[[int], int]
+) -> list[Segment]:
+    """Cut a program into `parts` segments whose values take about the same memory.
+
+    `wanted` are values that the net returns, `sizes` gives the bytes of a value.
+    """
+    made = [_made(step) for step in program.steps]
+    whole = sum(sizes(index) for indices in made for index in indices)
+    bounds, total = [0], 0
+    for number, indices in enumerate(made):
+        if total >= whole * len(bounds) / parts and number > bounds[-1] and len(bounds) < parts:
+            bounds.append(number)
+        total += sum(map(sizes, indices))
+    bounds.append(len(made))
+    return [
+        _segment(program, made, wanted, first, stop)
+        for first, stop in itertools.pairwise(bounds)
+        if first < stop
+    ]
+
+
+def _segment(
+    program: Program, made: Sequence[tuple[int, ...]], wanted: set[int], first: int, stop: int
+) -> Segment:
+    own = {index for indices in made[first:stop] for index in indices}
+    takes = {index for step in program.steps[first:stop] for index in _read(step)} - own
+    gives = {i for i in own if i in wanted or program.last_use.get(i, -1) >= stop}
+    return Segment(first, stop, tuple(sorted(takes)), tuple(sorted(gives)))
+
+
+def _made(step: Move | Compute) -> tuple[int, ...]:
+    return (step.target,) if isinstance(step, Move) else step.node.outputs
+
+
+def _read(step: Move | Compute) -> list[int]:
+    refs = (step.source,) if isinstance(step, Move) else step.operands
+    return [ref.index for ref in refs if isinstance(ref, Value)]
+
+
+def recomputed(
+    run: Callable[[Mapping[int, Tensor]], Mapping[int, Tensor]],
+    segment: Segment,
+    values: Mapping[int, Tensor],
+    buffers: Sequence[Tensor],
+) -> dict[int, Tensor]:
+    """What `run` makes in a segment of `values`, of which backward computes again what it needs.
+
+    `buffers` are the net's: what the second run does to them is undone.
+    """
+    log = comm.Log()
+
+    def body(*taken: Tensor) -> tuple[Tensor, ...]:
+        with log.turn() as again, _unchanged(buffers if again else ()):
+            made = run(dict(zip(segment.takes, taken, strict=True)))
+            return tuple(made[index] for index in segment.gives)
+
+    taken = [values[index] for index in segment.takes]
+    given = checkpoint(body, *taken, use_reentrant=False, preserve_rng_state=False)
+    return dict(zip(segment.gives, given, strict=True))
+
+
+@contextmanager
+def _unchanged(buffers: Sequence[Tensor]) -> Generator[None]:
+    """Put back what the block changes. What it leaves alone is not touched: autograd may have saved it."""
+    before = [(b, _version(b), b.detach().clone()) for b in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, old in before:
+                if _version(buffer) != version:
+                    buffer.copy_(old)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,77 @@
+"""Activations computed again in backward: the same numbers, no message more, no buffer updated twice."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.mesh import Mesh
+from fivefold.plan import Layout, Plan, Provenance
+from fivefold.trace import Tag, recording
+from ranks import run_ranks
+from tiles import expect_tiles
+
+LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 5, 2, 2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.GroupNorm(2, 4)
+            )
+            for _ in range(5)
+        )
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = self.drop(block(x)) + first
+        return [x, self.head(x.mean((2, 3)))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("segments", [1, 3, 100])
+def test_recomputing_changes_no_number(segments: int, layout: Layout) -> None:
+    expect_tiles(Deep(), (2, 3, 29, 23), layout, fuse=2, recompute=segments)
+
+
+def test_frozen_batch_norm_is_not_disturbed() -> None:
+    net = Deep()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    expect_tiles(net, (2, 3, 29, 23), Layout(width=2), recompute=3)
+
+
+def test_nothing_is_sent_again() -> None:
+    net = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)))
+    )
+    x, y = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 16)
+
+    def sent(mesh: Mesh) -> dict[Tag, int]:
+        model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss(), example=x)
+        with recording() as recorder:
+            model.step(*model.shard(x, y))
+        return {tag: recorder.stats[tag].count for tag in (Tag.HALO, Tag.BATCH_NORM)}
+
+    counts = [
+        run_ranks(Layout(width=2), sent, plan=plan)
+        for plan in (
+            Plan(layout=Layout(width=2)).replace(
+                {"tiles.fuse": "never", "memory.recompute": n}, Provenance()
+            )
+            for n in (0, 3)
+        )
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0][0][Tag.HALO] > 0
