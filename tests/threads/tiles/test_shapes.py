@@ -134,6 +134,15 @@ def test_what_would_lie_in_pieces_is_divided_anew(
     expect_tiles(net, (2, 3, 8, 5), layout, fuse=fuse, check=keeps_cuts)
 
 
+def test_samples_are_divided_rather_than_pieces_of_them() -> None:
+    def by_samples(program: Program) -> None:
+        made = program.spreads[program.tape.nodes[-1].outputs[0]]
+        assert made.cut_dims == (0,)
+
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(90, 4))
+    expect_tiles(net, (5, 2, 8, 7), Layout(height=2, width=2), check=by_samples)
+
+
 def test_joining_along_a_cut_gathers() -> None:
     expect_tiles(Calls(lambda x: torch.cat([x, x], 2)), (2, 3, 7, 5), Layout(height=2, width=2))
 

@@ -5,7 +5,8 @@ one whose parts lie in one piece each:
 
     (N, C, H, W) -> (N, C, H W)         groups N|N  C|C  H W|HW      cut along H: cut along HW
     (N, H W, C)  -> (N, H, W, C)        groups N|N  HW|H W  C|C      bounds move to whole rows
-    (N, C, H, W) -> (N, C, H W)         cut along W: its parts lie in pieces, so HW is divided anew
+    (N, C, H, W) -> (N, C, H W)         cut along W: its parts lie in pieces, so HW is divided anew,
+                                        or samples are, if there are as many as ranks
 """
 
 from __future__ import annotations
@@ -122,6 +123,9 @@ class View:
         bits = any(isinstance(a, torch.dtype) for a in (*op.node.args, *op.node.kwargs.values()))
         if found is None or bits or len(op.node.outputs) != 1:
             return None
+        pieces = any(given.cuts[dim] is not None for group in found for dim in group.before[1:])
+        if pieces and _may_turn_to_samples(op):
+            return None
         made = Spread.whole(shape)
         for group in found:
             cuts, first = [given.cuts[dim] for dim in group.before], group.after[0]
@@ -153,6 +157,12 @@ class View:
 
         others = tuple(as_held(spread) for spread in op.given[1:])  # only their shape is read
         return Local((_wants(op.node.shapes[0], found, cuts), *others), run)
+
+
+def _may_turn_to_samples(op: Operation) -> bool:
+    """Whether every rank could have whole samples instead: what comes then needs no neighbours at all."""
+    rows, fewest = op.given[0].shape[0], op.here.fewest
+    return fewest >= op.here.grid.size and rows in {fewest, fewest + 1}
 
 
 def _held_elements(group: Group, cut: Cut | None, rows: Range) -> int:
