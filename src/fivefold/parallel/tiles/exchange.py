@@ -69,8 +69,8 @@ class Exchange:
     receives: tuple[tuple[int, tuple[_Slices, ...]], ...]
     """tile rank, pieces of what this rank gets"""
     fill: float
-    filled: bool
-    """whether some of the result lies outside the tensor"""
+    gaps: tuple[_Slices, ...]
+    """what of the result lies outside the tensor"""
     moves: bool
     """whether any rank sends anything"""
 
@@ -90,10 +90,6 @@ class Exchange:
         receives = {r: _pieces(mine, sources[r]) for r in peers} if moves else {}
         sends = {r: _pieces(wanted(r), sources[rank]) for r in peers} if moves else {}
         result = tuple(sum(stop - start for start, stop in segments) for segments in mine)
-        covered = sum(
-            math.prod(s.stop - s.start for s in to)
-            for _, to in itertools.chain(own, *receives.values())
-        )
         return cls(
             shape=tuple(stop - start for start, stop in held),
             result=result,
@@ -107,7 +103,7 @@ class Exchange:
                 (r, tuple(to for _, to in pieces)) for r, pieces in receives.items() if pieces
             ),
             fill=fill,
-            filled=covered < math.prod(result),
+            gaps=_gaps(mine, spread.shape, result),
             moves=moves,
         )
 
@@ -120,7 +116,7 @@ class Exchange:
     @property
     def is_crop(self) -> bool:
         """Whether this rank gets one piece of what it has, and sends nothing."""
-        return not self.moves and len(self.own) == 1 and not self.filled
+        return not self.moves and len(self.own) == 1 and not self.gaps
 
     def messages(self) -> int:
         """Number of messages this rank sends."""
@@ -160,8 +156,8 @@ def exchange(
 
 def _assemble(x: Tensor, plan: Exchange, received: Mapping[int, Tensor]) -> Tensor:
     out = _empty_like(x, plan.result)
-    if plan.filled:
-        out.fill_(plan.fill)
+    for gap in plan.gaps:
+        out[gap] = plan.fill
     for source, to in plan.own:
         out[to] = x[source]
     for peer, pieces in plan.receives:
@@ -206,9 +202,7 @@ class _RangeExchange(torch.autograd.Function):
         (grad,) = grads
         plan: Exchange = ctx.plan
         pending = _start(grad, plan.receives, plan.sends, ctx.group)
-        dx = _empty_like(grad, plan.shape).zero_()
-        for source, to in plan.own:
-            dx[source] += grad[to]
+        dx = _own_gradient(grad, plan)
         received = pending.wait()
         for peer, pieces in plan.sends:
             _unpack(received[peer], pieces, dx, add=True)
@@ -216,6 +210,18 @@ class _RangeExchange(torch.autograd.Function):
 
 
 _Messages = tuple[tuple[int, tuple[_Slices, ...]], ...]
+
+
+def _own_gradient(grad: Tensor, plan: Exchange) -> Tensor:
+    """What this rank's own pieces give back."""
+    dx = _empty_like(grad, plan.shape)
+    everything = tuple(slice(0, n) for n in plan.shape)
+    if len(plan.own) == 1 and plan.own[0][0] == everything:  # one pass instead of two
+        return dx.copy_(grad[plan.own[0][1]])
+    dx.zero_()
+    for source, to in plan.own:
+        dx[source] += grad[to]
+    return dx
 
 
 def _start(
@@ -276,6 +282,25 @@ def _pieces(wanted: tuple[Segments, ...], source: Box) -> tuple[tuple[_Slices, _
         (tuple(source for source, _ in piece), tuple(to for _, to in piece))
         for piece in itertools.product(*by_dim)
     )
+
+
+def _gaps(
+    wanted: tuple[Segments, ...], shape: tuple[int, ...], result: tuple[int, ...]
+) -> tuple[_Slices, ...]:
+    """Where in the result lies what is outside of the tensor along some dim."""
+    gaps: list[_Slices] = []
+    for dim, (segments, n) in enumerate(zip(wanted, shape, strict=True)):
+        offset = 0
+        for a, b in segments:
+            inside = (min(max(a, 0), b), max(min(b, n), a))
+            outside = ((a, b),) if inside[0] >= inside[1] else ((a, inside[0]), (inside[1], b))
+            for low, high in outside:
+                if low < high:
+                    where = [slice(0, size) for size in result]
+                    where[dim] = slice(offset + low - a, offset + high - a)
+                    gaps.append(tuple(where))
+            offset += b - a
+    return tuple(gaps)
 
 
 def _shifted(piece: _Slices, held: Box) -> _Slices:
