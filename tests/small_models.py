@@ -81,9 +81,9 @@ def net_of(name: str) -> nn.Module:
     return models.build(name, CLASSES, **SMALL[name].options)
 
 
-def run(name: str, layout: Layout, steps: int) -> Report:
-    """Train a small model under a layout, and judge it. Nothing may be gathered as unknown."""
-    return judged(net_of(name), layout, steps, _loss(name), lambda: _batch(name))
+def run(name: str, layout: Layout, steps: int, *, strict: bool = True) -> Report:
+    """Train a small model under a layout, and judge it; if `strict`, nothing may be gathered as unknown."""
+    return judged(net_of(name), layout, steps, _loss(name), lambda: _batch(name), strict=strict)
 
 
 def judged(
@@ -92,6 +92,8 @@ def judged(
     steps: int,
     loss: Callable[..., Any],
     batch: Callable[[], tuple[Any, Any]],
+    *,
+    strict: bool = True,
 ) -> Report:
     """Train `steps` steps in float64 on ranks that are threads."""
     torch.manual_seed(3)
@@ -100,7 +102,7 @@ def judged(
     def check(mesh: Mesh) -> Report:
         return verify(copy.deepcopy(net), mesh, loss=loss, batch=batches.__getitem__, steps=steps)
 
-    plan = Plan(layout=layout, tiles=Tiles(strict=True))
+    plan = Plan(layout=layout, tiles=Tiles(strict=strict))
     return run_ranks(layout, check, plan=plan, timeout_s=100)[0]
 
 

@@ -1,0 +1,24 @@
+"""The table of exactness is made as its README says, only smaller."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "exactness"
+
+
+def test_one_model_and_one_step() -> None:
+    page = (HERE / "README.md").read_text()
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run.py"), "--models", "edsr", "--steps", "1"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("height=2, width=2") == 2, "told as it is found, and in the table"
+    assert "NOT exact" not in done.stdout
+    assert (HERE / "README.md").read_text() == page, "a part of the table replaces nothing"
