@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -218,3 +219,15 @@ def test_ranks_that_use_different_parts_above_a_batch_norm_keep_their_messages_a
 
     for got in run_ranks(2, check, timeout_s=30):
         assert equal(got, gradients(net_plain))
+
+
+def test_a_model_that_is_gone_leaves_no_threads() -> None:
+    def check(mesh: Mesh) -> None:
+        model = parallelize(nn.Linear(4, 3).double(), mesh, loss=nn.MSELoss())
+        model.step(*model.shard(X, Y))
+
+    run_ranks(2, check)
+    before = psutil.Process().num_threads()
+    for _ in range(3):
+        run_ranks(2, check)
+    assert psutil.Process().num_threads() <= before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class Bucketed:
         self._net, self._group, self._share_buffers = net, group, share_buffers
         self._hooks: list[Any] = []
         self._trained: list[nn.Parameter] = []
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._next = 0
         """number of the bucket to be sent next: all ranks send in this order"""
         self._finishes = False
@@ -67,7 +68,7 @@ class Bucketed:
 
     def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Differentiate `scaled` of the sum of shares, all of it averaged again by the buckets."""
-        last = self._buckets[-1].loss
+        last = self.buckets[-1].loss
         value = share.detach() * self._group.size()
         travels = last.dtype == value.dtype and last.device == value.device
         last.copy_(value) if travels else last.zero_()
@@ -92,16 +93,19 @@ class Bucketed:
             return
         for hook in self._hooks:
             hook.remove()
-        self._trained, self._buckets = trained, packed(trained)
+        self._trained, self.buckets = trained, packed(trained)
+        # Weakly: no collector of garbage sees the hooks that autograd keeps, and the group would stay alive.
+        own = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._arrived, bucket, number)
+                functools.partial(_arrived, own, which, number)
             )
-            for bucket in self._buckets
+            for which, bucket in enumerate(self.buckets)
             for number, parameter in enumerate(bucket.parameters)
         ]
 
-    def _arrived(self, bucket: Bucket, number: int, _parameter: Tensor) -> None:
+    def arrived(self, bucket: Bucket, number: int) -> None:
+        """Take note of a gradient: parameter `number` of a bucket has its own."""
         if number not in bucket.missing:
             raise UsageError(
                 "a parameter got its gradient twice in one backward pass: it is used in several parts that "
@@ -112,20 +116,26 @@ class Bucketed:
             engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             engine.queue_callback(self._finish_bare)
         bucket.missing.remove(number)
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._buckets[self._next].launch(self._group)
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self.buckets[self._next].launch(self._group)
             self._next += 1
 
     def _finish(self) -> None:
-        for bucket in self._buckets[self._next :]:
+        for bucket in self.buckets[self._next :]:
             bucket.launch(self._group)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.finish()
         self._next = 0
 
     def _finish_bare(self) -> None:
         self._finishes = False
         self._finish()
+
+
+def _arrived(reducer: weakref.ref[Bucketed], bucket: int, number: int, _parameter: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(alive.buckets[bucket], number)
 
 
 def reducer_for(net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> Reducer:
