@@ -195,3 +195,32 @@ def test_a_batch_that_does_not_say_what_it_is_part_of_is_refused() -> None:
             model(torch.randn(2, 3, 4, 8))
 
     run_ranks(Layout(height=2), check)
+
+
+def test_training_flags_and_shapes_that_change_are_planned_anew() -> None:
+    """Frozen statistics after a step, and another size of image: each equals the plain net."""
+    net = segmenter().double()
+    torch.manual_seed(4)
+    images = [torch.randn(2, 3, n, 29, dtype=torch.float64) for n in (37, 37, 41)]
+
+    def after(model: nn.Module, run: Callable[[Tensor], Any]) -> list[Tensor]:
+        for number, image in enumerate(images):
+            model.get_submodule("1").train(number == 0)
+            run(image)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = copy.deepcopy(net)
+    wanted = after(plain, lambda image: plain(image).square().mean().backward())
+
+    def check(mesh: Mesh) -> None:
+        mine = copy.deepcopy(net)
+        model = ff.parallelize(mine, mesh, loss=nn.MSELoss())
+
+        def step(image: Tensor) -> None:
+            rows = (image.shape[2] + 3) // 4
+            model.step(*model.shard(image, torch.zeros(2, 4, rows, 8, dtype=torch.float64)))
+
+        for got, right in zip(after(mine, step), wanted, strict=True):
+            torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
+
+    run_ranks(Layout(height=2, width=2), check)
