@@ -119,7 +119,7 @@ def _commit() -> str:
         return done.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "../../src", "*.py")
+        changed = git("status", "--porcelain", "--", "../../src", "../*.py")
         return git("rev-parse", "--short=10", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

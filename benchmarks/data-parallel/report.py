@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import publishing
 from contenders import HERE, KINDS
-from figures import FEWEST_ROUNDS, middle_half, ratio, table
+from figures import middle_half, ratio, table
+from publishing import conditions
 
 RESULTS = HERE / "results"
-README = HERE / "README.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 REPLICA_GOAL, STARTUP_GOAL = 0.98, 1.15
 FIRST = ("fp32", "fp32-channels_last", "bf16-channels_last")
 """the order of the sections; others follow by name, start-up comes last"""
 
 
 def keep(result: dict[str, Any], name: str, folder: Path) -> None:
-    """Write `name`.json and renew the README that stands beside the folder of published results.
-
-    A result of too few rounds is not kept: it would replace one that means something.
-    """
-    if result["rounds"] < FEWEST_ROUNDS:
-        print(f"not kept: {result['rounds']} rounds are fewer than {FEWEST_ROUNDS}", flush=True)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    if folder.resolve() == RESULTS:
-        text = README.read_text()
-        README.write_text(renewed(text, RESULTS))
+    """Write `name`.json and renew the README that stands beside the folder of published results."""
+    publishing.keep(result, name, folder, HERE, renewed)
 
 
 def renewed(text: str, folder: Path) -> str:
     """The text of the README with the tables of all results in `folder`."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    kept = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    kept = publishing.kept(folder)
     others = sorted(kept.keys() - {*FIRST, "startup"})
     sections = [_section(kept[name]) for name in (*FIRST, *others, "startup") if name in kept]
-    return before + "\n\n".join([BEGIN, *sections, END]) + after
+    return publishing.with_sections(text, sections)
 
 
 def _section(result: dict[str, Any]) -> str:
@@ -55,19 +42,6 @@ def heading(result: dict[str, Any]) -> str:
     size = f"{result['image']}x{result['image']}"
     where = "" if result["environment"]["device"] == "cpu" else "GPU, "
     return f"{where}{result['variant']}: {result['model']}, {size}, batch {result['batch']}"
-
-
-def conditions(result: dict[str, Any]) -> str:
-    """One line: on what, with what, when."""
-    told = result["environment"]
-    repeated = told["disturbed_rounds"]
-    again = f" and {repeated} more that others disturbed" if repeated else ""
-    device = "" if told.get("device", "cpu") == "cpu" else f"{told['device']}, "
-    return (
-        f"{device}{told['cpu']}, {told['cores']} cores; torch {told['torch']}, Python {told['python']}, "
-        f"Linux {told['kernel']}; commit {told['commit']}, {told['date']}; {result['rounds']} rounds"
-        f"{again}; cores used by others meanwhile: {told['used_by_others']:.0%}."
-    )
 
 
 def throughput(result: dict[str, Any]) -> str:

@@ -1,0 +1,61 @@
+"""Results as JSON, and as tables between the two markers of a README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from figures import FEWEST_ROUNDS
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+def keep(
+    result: dict[str, Any], name: str, folder: Path, home: Path, renewed: Callable[[str, Path], str]
+) -> None:
+    """Write `name`.json; if `folder` is that of the published results in `home`, renew the README there.
+
+    A result of too few rounds is not kept: it would replace one that means something. Counts, which are
+    exact, have no rounds.
+    """
+    if result.get("rounds", FEWEST_ROUNDS) < FEWEST_ROUNDS:
+        print(f"not kept: {result['rounds']} rounds are fewer than {FEWEST_ROUNDS}", flush=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if folder.resolve() == home / "results":
+        readme = home / "README.md"
+        readme.write_text(renewed(readme.read_text(), folder))
+
+
+def kept(folder: Path) -> dict[str, dict[str, Any]]:
+    """All results in a folder, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def with_sections(text: str, sections: Sequence[str]) -> str:
+    """The text of a README with these sections between its markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + "\n\n".join([BEGIN, *sections, END]) + after
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """One line: on what, with what, when."""
+    told = result["environment"]
+    device = "" if told.get("device", "cpu") == "cpu" else f"{told['device']}, "
+    words = [
+        f"{device}{told['cpu']}, {told['cores']} cores",
+        f"torch {told['torch']}, Python {told['python']}, Linux {told['kernel']}",
+        f"commit {told['commit']}, {told['date']}",
+    ]
+    if "rounds" in result:
+        repeated = told["disturbed_rounds"]
+        again = f" and {repeated} more that others disturbed" if repeated else ""
+        words += [
+            f"{result['rounds']} rounds{again}",
+            f"cores used by others meanwhile: {told['used_by_others']:.0%}",
+        ]
+    return "; ".join(words) + "."
