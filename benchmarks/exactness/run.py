@@ -106,9 +106,12 @@ def _gathered(name: str, layout: Layout) -> int:
 
 
 def shown(result: dict[str, Any]) -> str:
-    """The table."""
+    """The table of errors, and one of the models."""
     header = ["model", "images", "layout", "ranks", *SHOWN, "of the tolerance", "gathered"]
-    return table(header, [_row(row) for row in result["models"]])
+    errors = table(header, [_row(row) for row in result["models"]])
+    every = {row["model"]: row for row in result["models"]}
+    sizes = [[name, f"{row['parameters']:,}", row["made_small"]] for name, row in every.items()]
+    return f"{errors}\n\n{table(['model', 'parameters', 'options'], sizes)}"
 
 
 def _row(row: dict[str, Any]) -> list[str]:
