@@ -13,10 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 HERE = BENCHMARKS / "data-parallel"
-MODULES = ("contender", "contenders", "figures", "rounds", "report")
+TILES = BENCHMARKS / "tiles"
+MODULES = ("contender", "contenders", "figures", "publishing", "rounds", "report")
 
 
 @pytest.fixture
@@ -29,9 +32,11 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         sys.modules.pop(name, None)
 
 
-def measured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def measured(
+    folder: Path, *options: str, script: Path = HERE / "run.py"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(HERE / "run.py"), "--results", str(folder), *options],
+        [sys.executable, str(script), "--results", str(folder), *options],
         check=False,
         capture_output=True,
         text=True,
@@ -99,3 +104,41 @@ def test_every_contender_computes_after_every_other(modules: dict[str, ModuleTyp
 def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -> None:
     text = (HERE / "README.md").read_text()
     assert modules["report"].renewed(text, HERE / "results") == text
+
+
+def test_tiles_and_one_process_take_turns(tmp_path: Path) -> None:
+    small = ["--parts=throughput", "--model=edsr_small", "--features=2", "--image=16", "--rounds=7"]
+    two = ["--contenders", "one-thread", "tiles"]
+    done = measured(tmp_path, *small, *two, script=TILES / "run.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "edsr_small-2-features-16px.json").read_text())
+    assert {name: len(times) for name, times in result["step_s"].items()} == {
+        "one-thread": 7,
+        "tiles": 7,
+    }
+    assert result["threads"] == {"one-thread": 1, "tiles": 1}
+    assert "fivefold run, width=2" in done.stdout
+
+
+def test_live_bytes_are_those_that_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TILES))
+    live = __import__("live").Live()
+    sys.modules.pop("live")
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(True), nn.Conv2d(2, 1, 3, padding=1))
+    x = torch.randn(1, 1, 8, 8)
+    net(x).sum().backward()
+    with live, live.noting_backward():
+        net(x).sum().backward()
+    # Both activations (the rectified one is the same storage), of which the last is not saved; the sum.
+    assert live.saved_bytes == 4 * (2 * 64 + 1)
+    assert live.peak_bytes > live.saved_bytes
+    assert live.bytes == 0
+
+
+def test_the_readme_of_tiles_shows_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (BENCHMARKS / "common", TILES):
+        monkeypatch.syspath_prepend(str(folder))
+    text = (TILES / "README.md").read_text()
+    assert __import__("report").renewed(text, TILES / "results") == text
+    for name in ("contender", "contenders", "figures", "publishing", "report"):
+        sys.modules.pop(name, None)
