@@ -90,10 +90,11 @@ def _faster(own: Sequence[float], other: Sequence[float]) -> Median:
 
 def _speed_row(title: str, own: Sequence[float], step_s: dict[str, list[float]]) -> list[str]:
     single, ideal = step_s.get("single"), step_s.get("half")
+    digits = 2 if statistics.median(own) >= 1 else 4
     return [
         title,
-        f"{statistics.median(own):.2f}",
-        middle_half(own, 2),
+        f"{statistics.median(own):.{digits}f}",
+        middle_half(own, digits),
         "1" if own is single else str(_faster(own, single)) if single else "",
         f"{_faster(own, ideal).value:.0%}" if ideal else "",
     ]
