@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from fivefold.errors import UsageError
 
-__all__ = ["check_batch", "emptied", "stack"]
+__all__ = ["check_batch", "emptied", "is_column", "stack"]
 
 _UNSTACKED = (str, bytes, type(None))
 _LEAVES = {Tensor, np.ndarray, int, float, bool, *_UNSTACKED}
@@ -94,10 +94,11 @@ def check_batch(batch: Any, count: int) -> None:
 
 def emptied(batch: Any) -> Any:
     """The batch with no sample left: tensors keep their dtype and other dims, lists are empty."""
-    return pytree.tree_map(_no_samples, batch, is_leaf=_is_column)
+    return pytree.tree_map(_no_samples, batch, is_leaf=is_column)
 
 
-def _is_column(node: Any) -> bool:
+def is_column(node: Any) -> bool:
+    """Whether a node of a batch is one leaf of each sample: strings or None, in a list."""
     return isinstance(node, list) and all(isinstance(item, _UNSTACKED) for item in node)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fivefold.data.source import Samples
+from fivefold.data.transforms import Compose
+from fivefold.data.windows import Windowed, windows_of
 from fivefold.errors import DataError
 
 __all__ = ["ImageArrays", "Transform", "Transformed", "need"]
@@ -46,7 +48,10 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
 
 
 class Transformed(Dataset[Any]):
-    """`dataset` with `transform` applied to the first element of each sample, the image."""
+    """`dataset` with `transform` applied to the first element of each sample, the image.
+
+    Offers windows if `dataset` does; `transform` then has to work on windows where there are tile axes.
+    """
 
     def __init__(self, dataset: Samples, transform: Transform) -> None:
         self.dataset = dataset
@@ -59,10 +64,41 @@ class Transformed(Dataset[Any]):
         image, *rest = self.dataset[index]
         return (self.transform(image), *rest)
 
+    def windows(self) -> Windowed | None:
+        """How windows are read; None if `dataset` offers none."""
+        inner = windows_of(self.dataset)
+        return None if inner is None else _TransformedWindows(inner, self.transform)
 
-def need(package: str, purpose: str, error: ImportError) -> DataError:
+
+class _TransformedWindows:
+    def __init__(self, inner: Windowed, transform: Transform) -> None:
+        self._inner, self._apply = inner, transform
+        self.transform = Compose(*_steps(inner), transform)  # for whoever checks it
+        self.target_transform = getattr(inner, "target_transform", None)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        image, *rest = self._inner[index]
+        return (self._apply(image), *rest)
+
+    def sizes(self, index: int) -> Any:
+        return self._inner.sizes(index)
+
+    def window(self, index: int, boxes: Any) -> Any:
+        image, *rest = self._inner.window(index, boxes)
+        return (self._apply(image), *rest)
+
+
+def need(package: str, purpose: str, error: ImportError, *, extra: str = "recipes") -> DataError:
     """An error saying that `package` is needed for a `purpose` ("to read .mat files") and how to get it."""
     return DataError(
         f"{package} is needed {purpose}, but is not installed ({error}); "
-        'pip install "fivefold[recipes]" brings it'
+        f'pip install "fivefold[{extra}]" brings it'
     )
+
+
+def _steps(dataset: object) -> list[Transform]:
+    first = getattr(dataset, "transform", None)
+    return [] if first is None else [first]

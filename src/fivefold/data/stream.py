@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from fivefold.data.source import BatchId, Collate, Samples, Source
+from fivefold.data.tiling import TileCollate, noted, tiles_of
 from fivefold.data.workers import Key, Workers
 from fivefold.errors import DataError, UsageError
-from fivefold.mesh import Mesh, Part, attach
+from fivefold.mesh import Mesh
 from fivefold.trace import Phase, span
 
 __all__ = ["Cursor", "Loader", "loader"]
@@ -47,8 +48,11 @@ class Loader:
     processes; iterating again starts new ones.
     """
 
-    def __init__(self, source: Source, mesh: Mesh, *, workers: int, prefetch: int) -> None:
+    def __init__(
+        self, source: Source, mesh: Mesh, *, workers: int, prefetch: int, tiled: bool = False
+    ) -> None:
         self._source = source
+        self._tiled = tiled
         self._mesh = mesh
         self._cursor = Cursor()
         self._iteration = 0
@@ -80,11 +84,17 @@ class Loader:
         return BatchId(epoch, batch) if batch < len(self) else BatchId(epoch + 1, 0)
 
     def produce(self, batch_id: BatchId, share: range | None = None) -> Any:
-        """Any batch, or positions `share` of it, on the CPU; the cursor stays. See `Source.produce`."""
-        return self._source.produce(batch_id, share)
+        """Any batch, or positions `share` of it, on the CPU; the cursor stays. See `Source.produce`.
+
+        Where windows are read, this rank's tiles of it.
+        """
+        made = self._source.produce(batch_id, share)
+        return made[0] if self._tiled else made
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's share of each batch left in the epoch, on `mesh.device`.
+
+        Whole images, or, from a data set that offers windows, this rank's tile of them.
 
         Every tensor knows which part of the global batch it is (`fivefold.mesh.part_of`).
         """
@@ -111,21 +121,19 @@ class Loader:
         if self._workers is not None:
             return self._workers.produce(keys)
         return (
-            self.produce(BatchId(key.epoch, key.batch), range(key.start, key.stop)) for key in keys
+            self._source.produce(BatchId(key.epoch, key.batch), range(key.start, key.stop))
+            for key in keys
         )
 
-    def _placed(self, batch: Any, batch_id: BatchId) -> Any:
+    def _placed(self, made: Any, batch_id: BatchId) -> Any:
+        batch, boxes = made if self._tiled else (made, None)
         samples = self._source.size(batch_id)
         start = self._mesh.share(samples).start
+        here = pytree.tree_map_only(Tensor, self._moved, batch)
+        return noted(here, boxes, samples=samples, start=start)
 
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            here = leaf.to(self._mesh.device, non_blocking=True)
-            origin = (start, *[0] * (leaf.dim() - 1))
-            return attach(here, Part((samples, *leaf.shape[1:]), origin))
-
-        return pytree.tree_map(place, batch)
+    def _moved(self, leaf: Tensor) -> Tensor:
+        return leaf.to(self._mesh.device, non_blocking=True)
 
     def _identity(self) -> dict[str, int]:
         """What makes this stream of batches this one: two that differ here are two streams."""
@@ -198,7 +206,7 @@ def loader(
     Args:
         dataset: anything with a length and samples by index (map-style). Samples may draw from torch's,
             numpy's and Python's global generators; generators that the data set made itself are its own
-            business.
+            business. Of one that offers windows (`fivefold.data.windows`), only this rank's tile is read.
         mesh: decides which samples of a batch this rank gets, and on which device.
         batch_size: samples in a batch over all ranks.
         seed: 0 to 2**64 - 1; decides the order and the randomness of every sample.
@@ -210,7 +218,7 @@ def loader(
             number of ranks, so randomness belongs into the data set.
 
     Raises:
-        UsageError: the data set is not map-style, or a number makes no sense.
+        UsageError: the data set is not map-style, a number makes no sense, or a transform needs whole images.
         DataError: the data set is empty.
     """
     _check_dataset(dataset)
@@ -225,20 +233,21 @@ def loader(
             raise UsageError(f"{name} is {value}; it must be {least} or more")
     if not 0 <= seed < 2**64:
         raise UsageError(f"seed is {seed}; it must be from 0 to 2**64 - 1")
+    tiles = tiles_of(dataset, mesh)
     source = Source(
-        dataset,
+        dataset if tiles is None else tiles,
         batch_size=batch_size,
         seed=seed,
         shuffle=shuffle,
         drop_last=drop_last,
-        collate=collate,
+        collate=collate if tiles is None else TileCollate(collate),
     )
     if len(source) == 0:
         raise UsageError(
             f"no batch is left: the data set has {source.length} samples, a batch {batch_size}, and "
             "drop_last leaves out a smaller one; choose a smaller batch_size or drop_last=False"
         )
-    return Loader(source, mesh, workers=workers, prefetch=prefetch)
+    return Loader(source, mesh, workers=workers, prefetch=prefetch, tiled=tiles is not None)
 
 
 def _check_dataset(dataset: Any) -> None:

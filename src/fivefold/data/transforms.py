@@ -1,5 +1,7 @@
 """Augmentations, as plain callables on one image: C x H x W, uint8 or float.
 
+`ToFloat` and `Normalise` work on windows of an image too, the others need the whole.
+
 They draw from the global generators, which the loader seeds for every sample; so each is a function of
 the sample, the seed and the epoch. Work on uint8 as long as possible: it is a quarter of the bytes.
 """
@@ -87,6 +89,8 @@ class RandomFlip:
 class ToFloat:
     """uint8 0 to 255 to float32 0 to 1; a float image stays as it is."""
 
+    works_on_windows = True
+
     def __call__(self, image: Tensor) -> Tensor:
         """The image as float32."""
         return image if image.is_floating_point() else image.float() / 255
@@ -96,18 +100,21 @@ class ToFloat:
 
 
 class Normalise:
-    """(image - mean) / std, one figure per channel; the image must be float."""
+    """(image - mean) / std, one figure per channel; the image must be float, of any number of dims."""
+
+    works_on_windows = True
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self.mean = torch.tensor(mean).view(-1, 1, 1)
-        self.std = torch.tensor(std).view(-1, 1, 1)
+        self.mean = torch.tensor(mean)
+        self.std = torch.tensor(std)
 
     def __call__(self, image: Tensor) -> Tensor:
         """The image, normalised."""
-        return (image - self.mean) / self.std
+        channels = (-1, *[1] * (image.dim() - 1))
+        return (image - self.mean.view(channels)) / self.std.view(channels)
 
     def __repr__(self) -> str:
-        return f"Normalise({self.mean.flatten().tolist()}, {self.std.flatten().tolist()})"
+        return f"Normalise({self.mean.tolist()}, {self.std.tolist()})"
 
 
 def _window(image: Tensor, top: int, left: int, height: int, width: int) -> Tensor:

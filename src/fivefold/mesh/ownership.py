@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Part", "attach", "owned", "part_of"]
+__all__ = ["TILE_DIMS", "Part", "attach", "owned", "part_of"]
+
+TILE_DIMS = {"depth": -3, "height": -2, "width": -1}
+"""which dim of an image each tile axis divides"""
 
 _NOTE = "_fivefold_part"
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import PlanError, UsageError
-from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh import TILE_DIMS, Mesh, Part, attach, part_of
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.reduce import reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
-from fivefold.parallel.tiles.loss import TileLoss
-from fivefold.parallel.tiles.net import TILE_DIMS, TiledNet
+from fivefold.parallel.tiles.loss import TileLoss, whole_images
+from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.tiles.table import table
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.trace import Phase, span
@@ -189,6 +189,14 @@ class ParallelModel(nn.Module):
             for number, tree in enumerate(trees)
         )
         return mine[0] if len(mine) == 1 else mine
+
+    def whole(self, tree: Any) -> Any:
+        """A batch of tiles, as a loader of windows yields them, with whole images of this replica's samples.
+
+        Collective over the tiles of a replica. Other tensors, and all where there are no tiles, stay as
+        they are.
+        """
+        return tree if self._tiles is None else whole_images(self._tiles, tree)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs for this rank's samples. In training mode, batch statistics are the mesh's."""

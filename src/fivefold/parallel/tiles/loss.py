@@ -24,7 +24,7 @@ from fivefold.parallel.tiles.rule import everything, want_of
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.torch_losses import Loss
 
-__all__ = ["TileLoss"]
+__all__ = ["TileLoss", "whole_images"]
 
 
 class TileLoss:
@@ -47,7 +47,7 @@ class TileLoss:
             if matched is not None:
                 return self._by_pixels(outputs, targets, weight, share, matched=matched)
         parts = self._whole(outputs, share)
-        targets = self._whole_targets(targets)
+        targets = whole_images(self._tiles, targets)
         own = self._loss.share(parts, targets, weight, share.rows, share.total)
         return own / self._tiles.grid.size
 
@@ -108,19 +108,6 @@ class TileLoss:
         )
         return exchange(leaf, plan, self._tiles.group)
 
-    def _whole_targets(self, targets: Any) -> Any:
-        flat, tree = tree_flatten(targets)
-
-        def gather(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not _is_tile(leaf):
-                return leaf
-            tile, spread = self._tiles.lies(leaf)
-            grid, rank = self._tiles.grid, self._tiles.here.rank
-            plan = Exchange.of(spread, everything(spread.shape), grid, rank)
-            return exchange(tile, plan, self._tiles.group)
-
-        return tree_unflatten([gather(leaf) for leaf in flat], tree)
-
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
@@ -129,6 +116,22 @@ class TileLoss:
                 "Losses of torch on one tensor are computed in tiles. The result is exact",
                 stacklevel=2,
             )
+
+
+def whole_images(tiles: TiledNet, tree: Any) -> Any:
+    """Tiles in `tree` put together, on all tile ranks of a replica; what is no tile stays. Collective."""
+    flat, structure = tree_flatten(tree)
+
+    def gather(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not _is_tile(leaf):
+            return leaf
+        if not len(leaf):  # none of the samples are here: the right shape is enough
+            return leaf.new_zeros(_global(leaf))
+        tile, spread = tiles.lies(leaf)
+        plan = Exchange.of(spread, everything(spread.shape), tiles.grid, tiles.here.rank)
+        return exchange(tile.contiguous(), plan, tiles.group)
+
+    return tree_unflatten([gather(leaf) for leaf in flat], structure)
 
 
 def _global(leaf: Tensor) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.mesh import TILE_DIMS, Mesh, Part, attach, owned, part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
@@ -28,10 +28,7 @@ from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.tiles.tape import Value, record
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 
-__all__ = ["TILE_DIMS", "Outputs", "TiledNet", "grid_of"]
-
-TILE_DIMS = {"depth": -3, "height": -2, "width": -1}
-"""which dim of an image each tile axis divides"""
+__all__ = ["Outputs", "TiledNet", "grid_of"]
 
 
 def grid_of(mesh: Mesh) -> Grid:
@@ -67,13 +64,15 @@ class TiledNet:
 
     # ---- where things lie
 
-    def spread_of(self, shape: tuple[int, ...]) -> Spread:
+    def spread_of(self, shape: tuple[int, ...], *, channels: bool = True) -> Spread:
         """How an image batch of this global shape lies by the rule of ownership; what is no image is whole.
+
+        Without `channels`, each image is a map of one number per pixel.
 
         Raises `UsageError` for an image with fewer pixels than tiles along some axis.
         """
         spread = Spread.whole(shape)
-        if len(shape) < 2 - min(TILE_DIMS[axis] for axis in self.grid.axes):
+        if len(shape) < 1 + channels - min(TILE_DIMS[axis] for axis in self.grid.axes):
             return spread
         for index, (axis, parts) in enumerate(zip(self.grid.axes, self.grid.sizes, strict=True)):
             dim = len(shape) + TILE_DIMS[axis]
@@ -107,10 +106,12 @@ class TiledNet:
                 f"an input of shape {tuple(leaf.shape)} does not say which tile of which image it is: take "
                 "batches from fivefold.loader, or cut them with model.shard(x, y)"
             )
-        spread = self.spread_of((leaf.shape[0], *part.shape[1:]))
+        # What was cut already is an image, even with a dim less: a map of classes, say.
+        whole = tuple(leaf.shape[1:]) == part.shape[1:]
+        spread = self.spread_of((leaf.shape[0], *part.shape[1:]), channels=whole)
         if tuple(leaf.shape) == spread.local_shape(self.grid, self.here.rank):
             return leaf, spread
-        if tuple(leaf.shape[1:]) != part.shape[1:]:
+        if not whole:
             raise UsageError(
                 f"an input of shape {tuple(leaf.shape)}, part of {part.shape}, is neither whole images nor "
                 f"this rank's tile of {spread.local_shape(self.grid, self.here.rank)}"
