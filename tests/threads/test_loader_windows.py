@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,22 +186,3 @@ def test_a_flip_is_no_matter_where_images_are_whole() -> None:
             assert x.shape[1:] == (3, 23, 17)
 
     run_ranks(Layout(data=2), read)
-
-
-def test_files_through_worker_processes(tmp_path: Path) -> None:
-    tifffile = pytest.importorskip("tifffile")
-    from fivefold.data.tiff import TiffImages
-
-    files = [tmp_path / f"{n}.tif" for n in range(3)]
-    for number, file in enumerate(files):
-        pixels = np.random.default_rng(number).integers(0, 255, (41, 37), dtype=np.uint8)
-        tifffile.imwrite(file, pixels, tile=(16, 16), compression="zlib")
-    whole = torch.stack([TiffImages(files)[n] for n in range(3)])
-
-    def read(mesh: Mesh) -> Tensor:
-        with ff.loader(TiffImages(files), mesh, batch_size=3, shuffle=False, workers=1) as data:
-            (batch,) = data
-        return batch
-
-    left, right = run_ranks(Layout(width=2), read)
-    assert torch.equal(torch.cat([left, right], dim=-1), whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.data import loader
 from fivefold.data.tiff import TiffImages
 from fivefold.data.windows import Box
 from fivefold.errors import DataError
+from fivefold.mesh import Part, part_of
+from fivefold.plan import Layout, Plan
 
 tifffile = pytest.importorskip("tifffile")
 RNG = np.random.default_rng(5)
@@ -101,6 +105,37 @@ def test_only_the_tiles_that_a_window_touches_are_decoded(
     monkeypatch.setattr(tifffile.TiffPage, "decode", property(watched))
     data.window(0, Box((130, 110), (range(65, 130), range(55))))
     assert len(decoded) == 3 * 2, "rows 64 to 130 in tiles of 32, columns 0 to 55"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the loader asks a mesh for: one of two columns."""
+
+    column: int
+    plan: Plan = field(default_factory=Plan)
+    layout: Layout = field(default_factory=lambda: Layout(width=2))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def share(self, n: int) -> range:
+        return range(n)
+
+    def coordinate(self, axis: str) -> int:
+        return self.column if axis == "width" else 0
+
+
+def test_worker_processes_read_tiles(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / f"{n}.tif", pixels(41, 37), tile=(16, 16), compression="zlib")
+        for n in range(3)
+    ]
+    whole = torch.stack([TiffImages(files)[n] for n in range(3)])
+    tiles: list[torch.Tensor] = []
+    for column in range(2):
+        place: Any = Place(column)
+        with loader(TiffImages(files), place, batch_size=3, shuffle=False, workers=1) as data:
+            tiles.extend(data)
+    assert part_of(tiles[1]) == Part((3, 1, 41, 37), (0, 0, 0, 18))
+    assert torch.equal(torch.cat(tiles, dim=-1), whole)
 
 
 def test_a_file_without_compression_is_mapped_and_not_read(
