@@ -9,7 +9,7 @@ import pytest
 from fivefold import recipes
 from fivefold.cli.train import Train, resolve
 from fivefold.errors import PlanError, UsageError
-from fivefold.plan import Plan
+from fivefold.plan import Layout, Plan
 from fivefold.recipes import models
 
 DIGITS = recipes.get("digits")
@@ -75,6 +75,15 @@ def test_processes_fill_the_data_axis():
     assert told(resolved("-n", "3"), "layout.data") == (3, "user: -n")
     assert told(resolved(**RANK), "layout.data") == (2, "user: processes started by torchrun")
     assert told(resolved("-n", "2", **RANK), "layout.data") == (2, "user: -n")
+
+
+def test_photos_are_computed_in_tiles_unless_a_layout_is_chosen():
+    photos = recipes.get("photos")
+    plan = resolve(Train.parse(["photos", "-n", "2"]), photos, {})
+    assert (plan.layout, str(plan.origin("layout.width"))) == (Layout(width=2), "user: -n")
+    chosen = ["photos", "-n", "2", "--set", "layout.data=2"]
+    assert resolve(Train.parse(chosen), photos, {}).layout == Layout(data=2)
+    assert resolve(Train.parse(["photos"]), photos, {}).layout == Layout()
 
 
 def test_a_chosen_layout_says_how_many_processes(tmp_path):

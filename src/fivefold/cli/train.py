@@ -112,10 +112,10 @@ def resolve(options: Train, recipe: recipes.Recipe, environ: Mapping[str, str]) 
         if value is not None:
             plan = plan.replace({f"train.{name}": value}, Provenance("user", flag))
     plan = plan.replace({"train.recipe": recipe.name}, Provenance("user", "train"))
-    return _fitted(plan, options.processes, environ)
+    return _fitted(plan, options.processes, recipe.axis, environ)
 
 
-def _fitted(plan: Plan, asked: int | None, environ: Mapping[str, str]) -> Plan:
+def _fitted(plan: Plan, asked: int | None, axis: str, environ: Mapping[str, str]) -> Plan:
     """The plan with a layout for the processes asked for, or started by somebody else."""
     if asked is not None and asked < 1:
         raise UsageError(f"-n {asked}: at least 1 process is needed")
@@ -136,7 +136,7 @@ def _fitted(plan: Plan, asked: int | None, environ: Mapping[str, str]) -> Plan:
             f"the layout {plan.layout} ({_reason(plan)}) needs {plan.layout.size} processes, not "
             f"{processes}; leave -n out, or change the layout"
         )
-    return plan.replace({"layout.data": processes}, why)
+    return plan.replace({f"layout.{axis}": processes}, why)
 
 
 def _reason(plan: Plan) -> str:

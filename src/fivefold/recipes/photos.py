@@ -77,5 +77,6 @@ RECIPE = Recipe(
     prepare=_prepare,
     resizable=True,
     returns="picture",
+    axis="width",
     baseline=_bicubic,
 )

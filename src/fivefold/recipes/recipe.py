@@ -54,6 +54,8 @@ class Recipe:
     """what a directory of the user's has to hold; empty if the images come with a package"""
     returns: models.Returns = "classes"
     """what its models return: classes, or pictures to be compared with others"""
+    axis: str = "data"
+    """axis of the layout for the processes, where nobody chose a layout"""
     baseline: Callable[[Images], str] | None = None
     """test images to a line that tells what is reached without a model"""
 
