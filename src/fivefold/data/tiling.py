@@ -15,7 +15,8 @@ from fivefold.data.collate import is_column, stack
 from fivefold.data.source import Collate
 from fivefold.data.windows import Box, Windowed, check_transform, windows_of
 from fivefold.errors import UsageError
-from fivefold.mesh import TILE_DIMS, Mesh, Part, attach, owned
+from fivefold.mesh import Mesh, Part, attach, owned
+from fivefold.mesh.ownership import TILE_DIMS
 
 __all__ = ["TileCollate", "Tiles", "noted", "tiles_of"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold.mesh.mesh import Mesh
-from fivefold.mesh.ownership import TILE_DIMS, Part, attach, owned, part_of
+from fivefold.mesh.ownership import Part, attach, owned, part_of
 from fivefold.mesh.start import start
 
-__all__ = ["TILE_DIMS", "Mesh", "Part", "attach", "owned", "part_of", "start"]
+__all__ = ["Mesh", "Part", "attach", "owned", "part_of", "start"]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import PlanError, UsageError
-from fivefold.mesh import TILE_DIMS, Mesh, Part, attach, part_of
+from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fivefold.errors import UsageError
-from fivefold.mesh import TILE_DIMS, Mesh, Part, attach, owned, part_of
+from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
