@@ -95,7 +95,7 @@ class Bucketed:
             hook.remove()
         self._trained, self.buckets = trained, packed(trained)
         # Weakly: no collector of garbage sees the hooks that autograd keeps, and the group would stay alive.
-        own = weakref.ref(self)
+        own: weakref.ref[Bucketed] = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(_arrived, own, which, number)

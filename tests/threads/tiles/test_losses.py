@@ -41,6 +41,7 @@ def numbers(*shape: int) -> Callable[[], Tensor]:
         (picture, nn.CrossEntropyLoss(ignore_index=2), classes(6, 5)),
         (vector, nn.MSELoss(), numbers(4)),
         (vector, nn.CrossEntropyLoss(), classes()),
+        (vector, nn.MultiMarginLoss(), classes()),
         (vector, nn.CrossEntropyLoss(label_smoothing=0.1), numbers(4)),
     ],
 )

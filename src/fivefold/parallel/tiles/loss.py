@@ -76,7 +76,10 @@ class TileLoss:
             ]
             targets = targets.new_zeros((0, *shape[1:]))
         alike = grid.size // math.prod(grid.sizes[axis] for axis in spread.axes)
-        per_sample = math.prod(spread.shape[2 if self._weighted else 1 :])
+        # Where only samples are divided, the loss sees all of its terms.
+        per_sample = (
+            math.prod(spread.shape[2 if self._weighted else 1 :]) if any(cuts[1:]) else None
+        )
         start, stop = spread.owned(grid, rank)[0]
         rows = stop - start if share.rows else 0  # tiles may have been turned into samples
         own = self._loss.share(
@@ -155,6 +158,8 @@ def _matching(split: Loss, spread: Spread, targets: Tensor) -> tuple[int, ...] |
         raise UsageError(
             f"targets for {shape[0]} samples were given with outputs for {spread.shape[0]}"
         )
+    if not any(spread.cuts[1:]) and len(shape) <= len(spread.shape):
+        return tuple(range(len(shape)))
     if split.weighted:
         if spread.cuts[1:2] != (None,):
             return None
