@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.parallel.randomness import uniform, uniform_box
+from fivefold.parallel.tiles.costs import Options
 from fivefold.parallel.tiles.program import Program
 from fivefold.plan import Layout
 from ranks import run_ranks
@@ -89,7 +90,9 @@ def test_other_numbers_are_alike_on_all_ranks_and_under_all_layouts() -> None:
     kinds = [torch.empty(2, 3), image, image, image, image]
     assembled = [[torch.zeros_like(y, dtype=torch.float64) for y in kinds] for _ in range(2)]
     for found, layout in zip(assembled, (Layout(height=2, width=2), Layout(width=3)), strict=True):
-        for rank in run_ranks(layout, _one_rank, _Case(Own(), image, True, "never", None), kinds):
+        for rank in run_ranks(
+            layout, _one_rank, _Case(Own(), image, Options("never", strict=True), 0, None), kinds
+        ):
             for y, (box, part) in zip(found, rank["outputs"], strict=True):
                 known = y[box] != 0
                 assert torch.equal(y[box][known], part[known].double())
