@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fivefold.mesh import Mesh
 from fivefold.parallel.tiles.costs import Costs
+from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.tiles.program import Move, Program
+from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
+from ranks import run_ranks
 from tiles import expect_tiles
 
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
@@ -126,3 +130,31 @@ def test_everything_works_on_samples_that_are_divided(layout: Layout) -> None:
 
 def expect_turned_somewhere(program: Program) -> None:
     assert turned(program)
+
+
+class WithIndices(nn.Module):
+    """An operation with two results that nobody knows in tiles."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list(nn.functional.max_pool2d(x, 3, 1, 1, return_indices=True))
+
+
+@pytest.mark.filterwarnings("ignore:.* is not known to Fivefold's tiles")
+def test_all_results_of_an_unknown_operation_are_cut_again() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), WithIndices())
+    expect_tiles(net, (2, 3, 9, 7), Layout(height=2, width=2), strict=False)
+
+
+def test_replicas_of_uneven_size_turn_tiles_into_samples_at_the_same_place() -> None:
+    """Statistics are joined over all replicas, so one that chose otherwise would wait for ever."""
+
+    def check(mesh: Mesh) -> list[tuple[int, ...]]:
+        tiles = TiledNet(classifier().double(), mesh)
+        rows = len(mesh.share(9))
+        spread = tiles.spread_of((rows, 3, 67, 61))
+        image = torch.empty(rows, 3, 67, 61, dtype=torch.float64)
+        program = tiles._program(call_with, image, [spread], 9)
+        return [program.spreads[node.outputs[0]].cut_dims for node in program.tape.nodes]
+
+    plans = run_ranks(Layout(data=2, height=2, width=2), check)
+    assert plans == [plans[0]] * 8

@@ -63,10 +63,11 @@ def flops_of(node: Node) -> float:
     return float(_MEMORY_BOUND)
 
 
-def measured(group: dist.ProcessGroup, device: torch.device) -> Costs:
-    """Measure them, once, at the start. Collective; all ranks get the first one's figures.
+def measured(group: dist.ProcessGroup, everyone: dist.ProcessGroup, device: torch.device) -> Costs:
+    """Measure them between the ranks of `group`, once, at the start. Collective.
 
-    Rounded to powers of two: the same machine gives the same plan.
+    All ranks of `everyone` get the first one's figures: replicas have to make the same plan, since they share
+    statistics. Rounded to powers of two: the same machine gives the same plan.
     """
     small, large = 256, 1 << 18
     peer = group.rank() ^ 1
@@ -99,5 +100,5 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> Costs:
         dtype=torch.float64,
     )
     found = found.to(device)
-    comm.broadcast_all([found], group, Tag.CONTROL)
+    comm.broadcast_all([found], everyone, Tag.CONTROL)
     return Costs(*(2.0 ** round(math.log2(value)) for value in found.tolist()))

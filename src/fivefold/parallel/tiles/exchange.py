@@ -79,33 +79,7 @@ class Exchange:
         cls, spread: Spread, wants: Sequence[Want], grid: Grid, rank: int, fill: float = 0.0
     ) -> Exchange:
         """The part of tile rank `rank` in giving everybody what `wants` says, one entry per dim."""
-        wanted = functools.partial(_wanted, wants, grid)
-        moves = any(not _covers(spread, wanted(r), grid, r) for r in range(grid.size))
-        mine, held = wanted(rank), spread.held(grid, rank)
-        sources = [spread.owned(grid, r) for r in range(grid.size)]
-        peers = [
-            r for r in range(grid.size) if r != rank and _same_line(spread.axes, grid, r, rank)
-        ]
-        own = _pieces(mine, sources[rank] if moves else held)
-        receives = {r: _pieces(mine, sources[r]) for r in peers} if moves else {}
-        sends = {r: _pieces(wanted(r), sources[rank]) for r in peers} if moves else {}
-        result = tuple(sum(stop - start for start, stop in segments) for segments in mine)
-        return cls(
-            shape=tuple(stop - start for start, stop in held),
-            result=result,
-            own=tuple((_shifted(source, held), to) for source, to in own),
-            sends=tuple(
-                (r, tuple(_shifted(source, held) for source, _ in pieces))
-                for r, pieces in sends.items()
-                if pieces
-            ),
-            receives=tuple(
-                (r, tuple(to for _, to in pieces)) for r, pieces in receives.items() if pieces
-            ),
-            fill=fill,
-            gaps=_gaps(mine, spread.shape, result),
-            moves=moves,
-        )
+        return _made(spread, tuple(wants), grid, rank, fill)
 
     @property
     def is_identity(self) -> bool:
@@ -125,6 +99,35 @@ class Exchange:
     def elements(self) -> int:
         """Number of elements this rank sends."""
         return sum(_size(piece) for _, pieces in self.sends for piece in pieces)
+
+
+@functools.lru_cache(4096)  # the loss and the outputs ask in every step
+def _made(spread: Spread, wants: tuple[Want, ...], grid: Grid, rank: int, fill: float) -> Exchange:
+    wanted = functools.partial(_wanted, wants, grid)
+    moves = any(not _covers(spread, wanted(r), grid, r) for r in range(grid.size))
+    mine, held = wanted(rank), spread.held(grid, rank)
+    sources = [spread.owned(grid, r) for r in range(grid.size)]
+    peers = [r for r in range(grid.size) if r != rank and _same_line(spread.axes, grid, r, rank)]
+    own = _pieces(mine, sources[rank] if moves else held)
+    receives = {r: _pieces(mine, sources[r]) for r in peers} if moves else {}
+    sends = {r: _pieces(wanted(r), sources[rank]) for r in peers} if moves else {}
+    result = tuple(sum(stop - start for start, stop in segments) for segments in mine)
+    return Exchange(
+        shape=tuple(stop - start for start, stop in held),
+        result=result,
+        own=tuple((_shifted(source, held), to) for source, to in own),
+        sends=tuple(
+            (r, tuple(_shifted(source, held) for source, _ in pieces))
+            for r, pieces in sends.items()
+            if pieces
+        ),
+        receives=tuple(
+            (r, tuple(to for _, to in pieces)) for r, pieces in receives.items() if pieces
+        ),
+        fill=fill,
+        gaps=_gaps(mine, spread.shape, result),
+        moves=moves,
+    )
 
 
 @dataclass

@@ -22,11 +22,11 @@ from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
 from fivefold.parallel.tiles.exchange import Exchange, exchange
-from fivefold.parallel.tiles.program import Program, planned
+from fivefold.parallel.tiles.program import Program, cheapest_thinnest, planned
 from fivefold.parallel.tiles.rule import Here, Moment, as_held
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Value, record
+from fivefold.parallel.tiles.tape import Tape, Value, record
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 
 __all__ = ["Outputs", "TiledNet", "grid_of"]
@@ -58,7 +58,8 @@ class TiledNet:
         self.here = Here(self.grid, self.group.rank(), mesh.layout.data)
         tiles, self._recompute = mesh.plan.tiles, mesh.plan.memory.recompute
         fuse = int(tiles.fuse) if tiles.fuse.isdecimal() else tiles.fuse
-        costs = measured(self.group, mesh.device) if fuse == "auto" else Costs()
+        everyone = self._groups[tuple(range(len(self.grid.axes))), True]
+        costs = measured(self.group, everyone, mesh.device) if fuse == "auto" else Costs()
         self._options = Options(fuse, tiles.strict, costs)
         self._programs: dict[Any, Program] = {}
         _check_hooks(net)
@@ -142,9 +143,8 @@ class TiledNet:
 
         def finish(ref: Value) -> Tensor:
             spread, part = program.spreads[ref.index], made[ref.index]
-            own = Exchange.of(
-                spread, as_held(spread.tight()), self.grid, self.here.rank
-            )  # a margin is of no use to anybody outside
+            # A margin is of no use to anybody outside.
+            own = Exchange.of(spread, as_held(spread.tight()), self.grid, self.here.rank)
             return self._noted(exchange(part, own, self.group), spread.tight(), share)
 
         return Outputs(
@@ -177,11 +177,20 @@ class TiledNet:
             fewest >= self.grid.size,
         )
         if key not in self._programs:
-            tape = record(self._net, call, inputs, [torch.Size(s.shape) for s in spreads])
-            self._programs[key] = planned(
-                tape, spreads, replace(self.here, fewest=fewest), self._options
-            )
+            here = replace(self.here, fewest=fewest)
+            tape = self._recorded(call, inputs, spreads)
+            # Judged by as many samples as the smallest replica has: larger ones must not choose otherwise.
+            even = [
+                _with_rows(s, fewest) if s.shape[:1] == spreads[0].shape[:1] else s for s in spreads
+            ]
+            alike = even == spreads or fewest < self.grid.size
+            judged = tape if alike else self._recorded(call, inputs, even)
+            thinnest = cheapest_thinnest(judged, even, here, self._options)
+            self._programs[key] = planned(tape, spreads, here, self._options, thinnest)
         return self._programs[key]
+
+    def _recorded(self, call: Callable[..., Any], inputs: Any, spreads: list[Spread]) -> Tape:
+        return record(self._net, call, inputs, [torch.Size(s.shape) for s in spreads])
 
     def _noted(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:
         """An output of which it can be told which part of the whole batch's it is."""

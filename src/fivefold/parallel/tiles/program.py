@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
 from fivefold.parallel.tiles.margins import with_margins
@@ -21,6 +23,7 @@ from fivefold.parallel.tiles.placing import Placement, place
 from fivefold.parallel.tiles.rule import (
     Here,
     Local,
+    Moment,
     Operation,
     Wants,
     as_held,
@@ -29,8 +32,9 @@ from fivefold.parallel.tiles.rule import (
 )
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.tape import Node, Ref, Tape, Value
+from fivefold.parallel.trees import map_tensors
 
-__all__ = ["Compute", "Move", "Program", "planned"]
+__all__ = ["Compute", "Move", "Program", "cheapest_thinnest", "planned"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,30 +99,41 @@ _THINNEST = (1, 2, 4, 8, 16)
 
 
 def planned(
-    tape: Tape, inputs: Sequence[Spread], here: Here, options: Options | None = None
+    tape: Tape,
+    inputs: Sequence[Spread],
+    here: Here,
+    options: Options | None = None,
+    thinnest: int | None = None,
 ) -> Program:
     """Make the plan of `here.rank`. Every tile rank makes its own, from the same tape.
 
-    Tiles turn into samples where that costs least. Raises `UsageError` with `strict` where an operation
-    would have to gather a tiled value.
+    Tiles of fewer than `thinnest` pixels turn into samples; without it, where that costs least. Raises
+    `UsageError` with `strict` where an operation would have to gather a tiled value.
     """
     options = options or Options()
-    placed = place(tape, inputs, here, strict=options.strict)
-    if here.fewest >= here.grid.size:
-        # All ranks have to choose alike, so all of them judge by the plan of the one in the middle.
-        middle, never = replace(here, rank=here.grid.size // 2), replace(options, fuse="never")
-        tried: list[tuple[float, int]] = []
-        for thinnest in _THINNEST:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                draft = place(tape, inputs, here, thinnest=thinnest)
-            program = _lowered(tape, draft, middle, never)
-            tried.append((program.seconds(middle, options.costs), thinnest))
-        best = min(tried)[1]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            placed = place(tape, inputs, here, strict=options.strict, thinnest=best)
+    if thinnest is None:
+        thinnest = cheapest_thinnest(tape, inputs, here, options)
+    placed = place(tape, inputs, here, strict=options.strict, thinnest=thinnest)
     return _lowered(tape, placed, here, options)
+
+
+def cheapest_thinnest(tape: Tape, inputs: Sequence[Spread], here: Here, options: Options) -> int:
+    """Below which size tiles are best turned into samples, for `tape` of `here.fewest` samples.
+
+    All ranks have to choose alike, so all of them judge by the same number of samples, and by the plan of the
+    rank in the middle.
+    """
+    if here.fewest < here.grid.size:
+        return 1
+    middle, never = replace(here, rank=here.grid.size // 2), replace(options, fuse="never")
+    tried: list[tuple[float, int]] = []
+    for thinnest in _THINNEST:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plan that is taken will tell
+            placed = place(tape, inputs, here, thinnest=thinnest)
+        seconds = _lowered(tape, placed, middle, never).seconds(middle, options.costs)
+        tried.append((seconds, thinnest))
+    return min(tried)[1]
 
 
 def _lowered(tape: Tape, placed: Placement, here: Here, options: Options) -> Program:
@@ -189,12 +204,10 @@ class _Lowering:
 def _on_the_whole(node: Node, made: Sequence[Spread], here: Here) -> Local:
     """Gather the operands and compute everything on every rank; keep one's own part."""
     compute = call(node)
-    boxes = [spread.held(here.grid, here.rank) for spread in made]
+    boxes = [tuple(slice(*r) for r in spread.held(here.grid, here.rank)) for spread in made]
 
-    def run(moment: Any, operands: Any) -> Any:
-        result = compute(moment, operands)
-        if len(boxes) == 1 and hasattr(result, "shape"):
-            return result[tuple(slice(*r) for r in boxes[0])] if not made[0].is_whole else result
-        return result
+    def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
+        mine = iter(boxes)
+        return map_tensors(lambda whole: whole[next(mine)], compute(moment, operands))
 
     return Local(tuple(everything(shape) for shape in node.shapes), run)

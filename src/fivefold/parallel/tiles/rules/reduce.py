@@ -9,6 +9,7 @@ mean over height and width, 2 x 2 tiles
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Over:
     """the other arguments, by name"""
 
 
-class Reduction:
+class Reduction(ABC):
     """A reduction, given the names of its arguments and how ranks combine what they have."""
 
     names: tuple[str, ...] = ("input", "dim", "keepdim")
@@ -62,9 +63,9 @@ class Reduction:
         """Whether this can be done in parts with these options."""
         return True
 
+    @abstractmethod
     def combine(self, x: Tensor, over: Over, group: dist.ProcessGroup) -> Any:
         """The result, from this rank's own pixels `x`. Collective over `group`."""
-        raise NotImplementedError
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """Whole along the dims that are reduced, otherwise as the operand."""
@@ -271,3 +272,7 @@ class Gathered(Reduction):
     def combines(self, over: Over) -> bool:  # noqa: ARG002 - see `Reduction`
         """Never."""
         return False
+
+    def combine(self, x: Tensor, over: Over, group: dist.ProcessGroup) -> Any:  # noqa: ARG002
+        """Nobody asks for this, see `combines`."""
+        raise AssertionError(over)
