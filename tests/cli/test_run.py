@@ -119,6 +119,13 @@ def test_scripts_modules_and_executables(folder: Path, command: list[str]) -> No
     assert (done.returncode, done.stdout) == (0, "[0] hello from 0 of 1\n"), done.stderr
 
 
+def test_the_python_of_a_virtual_environment_stays_that(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    done = fivefold("run", "-n", 1, python, "-c", "import sys; print(sys.prefix)", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"[0] {tmp_path / 'venv'}\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

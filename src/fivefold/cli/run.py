@@ -127,7 +127,8 @@ def _resolve(command: Sequence[str]) -> list[str]:
         if path.suffix == ".py":
             return [sys.executable, script, *arguments]
         if os.access(path, os.X_OK):
-            return [str(path.resolve()), *arguments]
+            # Not resolved: a virtual environment's python is a link, and finds its packages by its own place.
+            return [str(path.absolute()), *arguments]
         raise UsageError(f"{script} is neither a .py file nor executable; chmod +x {script}")
     if path.is_dir():
         raise UsageError(f"{script} is a folder, not a script")
