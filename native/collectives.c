@@ -1,0 +1,282 @@
+/* Collectives that compute: all-reduce, reduce, reduce-scatter; and how any collective is run. */
+#include "internal.h"
+
+#include <string.h>
+
+/* Up to here every rank adds everything, in one round; above, each adds a slice, and they are shared. */
+static const size_t WHOLE_BYTES = 8 * 1024;
+/* What is added at a time of tensors that all ranks see, so that it is still cached when it is copied. */
+static const size_t PIECE_BYTES = 16 * 1024;
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t share(size_t bytes, size_t parts, size_t unit)
+{
+    return (bytes + parts * unit - 1) / (parts * unit) * unit;
+}
+
+static ff_reduce reduction(const struct run *run)
+{
+    return ff_reduction_of(run->call->dtype, run->call->reduction);
+}
+
+/* If the ranks disagree, that is what they are told. */
+static int cannot_reduce(struct run *run)
+{
+    int status = ff_turn(run);
+    return status ? status : FF_UNSUPPORTED;
+}
+
+static bool wants_result(const struct run *run)
+{
+    return run->call->kind != FF_REDUCE || run->call->root == run->group->rank;
+}
+
+static int reduce_inlined(struct run *run, size_t bytes)
+{
+    ff_group *group = run->group;
+    uint32_t round = group->round;
+    const void *sources[FF_MAX_RANKS];
+    memcpy(ff_posted(group, group->rank, round)->inlined, run->call->in, bytes);
+    int status = ff_turn(run);
+    if (status || !wants_result(run))
+        return status;
+    for (int q = 0; q < group->ranks; q++)
+        sources[q] = ff_posted(group, q, round)->inlined;
+    reduction(run)(run->call->out, sources, group->ranks, run->call->count);
+    return FF_OK;
+}
+
+static int reduce_whole(struct run *run, size_t bytes)
+{
+    ff_group *group = run->group;
+    uint32_t round = group->round;
+    const void *sources[FF_MAX_RANKS];
+    memcpy(ff_staging(group, group->rank, round), run->call->in, bytes);
+    int status = ff_turn(run);
+    if (status || !wants_result(run))
+        return status;
+    for (int q = 0; q < group->ranks; q++)
+        sources[q] = q == group->rank ? run->call->in : ff_staging(group, q, round);
+    reduction(run)(run->call->out, sources, group->ranks, run->call->count);
+    return FF_OK;
+}
+
+/* Where the slices of a message lie: slice q of chunk k, `slice` bytes or what is left of them.
+ *
+ *     in one piece   | 0.0 | 0.1 | 0.2 | 1.0 | 1.1 | 1.2 |       chunk.slice, three ranks
+ *     in blocks      | 0.0 | 1.0 |  | 0.1 | 1.1 |  | 0.2 | 1.2 |
+ */
+struct slices {
+    size_t total;                 /* bytes of the message, or of one block */
+    size_t slice, chunks;
+    bool in_blocks;
+};
+
+static struct slices slices_of(const ff_group *group, size_t total, bool in_blocks)
+{
+    size_t ranks = in_blocks ? 1 : (size_t)group->ranks;
+    size_t room = group->staging_bytes / (size_t)group->ranks / 64 * 64;
+    struct slices of = {.total = total, .in_blocks = in_blocks};
+    of.chunks = (total + ranks * room - 1) / (ranks * room);
+    of.slice = of.chunks ? least(share(total, of.chunks * ranks, 64), room) : 0;
+    return of;
+}
+
+static size_t slice_at(const struct slices *of, const ff_group *group, size_t chunk, int rank)
+{
+    size_t at = of->in_blocks ? chunk : chunk * (size_t)group->ranks + (size_t)rank;
+    return least(at * of->slice, of->total);
+}
+
+static size_t slice_bytes(const struct slices *of, const ff_group *group, size_t chunk, int rank)
+{
+    size_t at = slice_at(of, group, chunk, rank);
+    return least(of->slice, of->total - at);
+}
+
+static const char *block_in(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * call->count * run->size;
+}
+
+static const char *slice_in(const struct run *run, const struct slices *of, size_t chunk, int rank)
+{
+    const char *base = of->in_blocks ? block_in(run, rank) : run->call->in;
+    return base + slice_at(of, run->group, chunk, rank);
+}
+
+static void put_slices(struct run *run, const struct slices *of, size_t chunk)
+{
+    ff_group *group = run->group;
+    char *own = ff_staging(group, group->rank, group->round);
+    for (int i = 1; i < group->ranks; i++) {
+        int q = (group->rank + i) % group->ranks;
+        memcpy(own + (size_t)q * of->slice, slice_in(run, of, chunk, q),
+               slice_bytes(of, group, chunk, q));
+    }
+}
+
+/* Add this rank's slice of a chunk out of everybody's staging of `round`. */
+static void add_slice(struct run *run, const struct slices *of, size_t chunk, uint32_t round, void *out)
+{
+    ff_group *group = run->group;
+    const void *sources[FF_MAX_RANKS];
+    for (int q = 0; q < group->ranks; q++)
+        sources[q] = ff_staging(group, q, round) + (size_t)group->rank * of->slice;
+    sources[group->rank] = slice_in(run, of, chunk, group->rank);
+    reduction(run)(out, sources, group->ranks, slice_bytes(of, group, chunk, group->rank) / run->size);
+}
+
+static void get_slices(struct run *run, const struct slices *of, size_t chunk, uint32_t round)
+{
+    ff_group *group = run->group;
+    for (int i = 1; i < group->ranks; i++) {
+        int q = (group->rank + i) % group->ranks;
+        memcpy((char *)run->call->out + slice_at(of, group, chunk, q),
+               ff_staging(group, q, round) + (size_t)q * of->slice, slice_bytes(of, group, chunk, q));
+    }
+}
+
+/* Rank r adds slice r of every chunk. Its staging holds the others' slices of chunk k, and in the place of
+ * its own the sum of chunk k - 1, so that one round serves both:
+ *
+ *     round k    put the others' slices of chunk k; turn; add own slice of k; get the sums of k - 1
+ */
+static int reduce_slices(struct run *run, size_t bytes)
+{
+    ff_group *group = run->group;
+    const struct slices of = slices_of(group, bytes, false);
+    char *out = run->call->out;
+    for (size_t k = 0; k <= of.chunks; k++) {
+        uint32_t round = group->round;
+        if (k < of.chunks)
+            put_slices(run, &of, k);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        if (k < of.chunks) {
+            char *next = ff_staging(group, group->rank, round + 1) + (size_t)group->rank * of.slice;
+            size_t own = slice_bytes(&of, group, k, group->rank);
+            if (wants_result(run)) {
+                char *to = out + slice_at(&of, group, k, group->rank);
+                add_slice(run, &of, k, round, to);
+                memcpy(next, to, own);
+            } else {
+                add_slice(run, &of, k, round, next);
+            }
+        }
+        if (k > 0 && wants_result(run))
+            get_slices(run, &of, k - 1, round);
+    }
+    return FF_OK;
+}
+
+/* Every rank's tensor, if all of them lie in arenas that are mapped here. */
+static bool see_tensors(const struct run *run, uint32_t round, size_t bytes, char **tensors)
+{
+    ff_group *group = run->group;
+    for (int q = 0; q < group->ranks; q++) {
+        uint64_t place = ff_posted(group, q, round)->place;
+        if (!place)
+            return false;
+        tensors[q] = q == group->rank ? (char *)run->call->in : group->peers[q].arena + place - 1;
+    }
+    return bytes > 0;
+}
+
+/* All tensors are shared: rank r adds slice r where it lies and writes the sum to all of them. */
+static int reduce_in_place(struct run *run, size_t bytes, char **tensors)
+{
+    ff_group *group = run->group;
+    size_t slice = share(bytes, (size_t)group->ranks, 64);
+    size_t end = least(((size_t)group->rank + 1) * slice, bytes);
+    const void *sources[FF_MAX_RANKS];
+    for (size_t at = (size_t)group->rank * slice; at < end; at += PIECE_BYTES) {
+        size_t piece = least(PIECE_BYTES, end - at);
+        char *sum = tensors[group->rank] + at;
+        for (int q = 0; q < group->ranks; q++)
+            sources[q] = tensors[q] + at;
+        reduction(run)(sum, sources, group->ranks, piece / run->size);
+        for (int q = 0; q < group->ranks; q++)
+            if (q != group->rank)
+                memcpy(tensors[q] + at, sum, piece);
+    }
+    return ff_turn(run);
+}
+
+static uint64_t place_in_arena(const struct run *run, size_t bytes)
+{
+    const struct peer *own = &run->group->peers[run->group->rank];
+    const char *data = run->call->in;
+    bool inside = own->arena && data >= own->arena && data + bytes <= own->arena + own->arena_bytes;
+    return inside && data == run->call->out ? (uint64_t)(data - own->arena) + 1 : 0;
+}
+
+int ff_run_all_reduce(struct run *run)
+{
+    size_t bytes = run->call->count * run->size;
+    if (!reduction(run))
+        return cannot_reduce(run);
+    if (bytes <= INLINED)
+        return reduce_inlined(run, bytes);
+    if (bytes <= least(WHOLE_BYTES, run->group->staging_bytes))
+        return reduce_whole(run, bytes);
+    if (run->call->kind == FF_ALLREDUCE) {
+        /* A rank outside of an arena cannot know where the others are: they all tell in a round. */
+        char *tensors[FF_MAX_RANKS];
+        uint32_t round = run->group->round;
+        run->place = place_in_arena(run, bytes);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        if (see_tensors(run, round, bytes, tensors))
+            return reduce_in_place(run, bytes, tensors);
+        run->place = 0;
+    }
+    return reduce_slices(run, bytes);
+}
+
+int ff_run_reduce_scatter(struct run *run)
+{
+    ff_group *group = run->group;
+    const struct slices of = slices_of(group, run->call->count * run->size, true);
+    if (!reduction(run))
+        return cannot_reduce(run);
+    if (!of.chunks)
+        return ff_turn(run);
+    for (size_t k = 0; k < of.chunks; k++) {
+        uint32_t round = group->round;
+        put_slices(run, &of, k);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        add_slice(run, &of, k, round,
+                  (char *)run->call->out + slice_at(&of, group, k, group->rank));
+    }
+    return FF_OK;
+}
+
+int ff_execute(struct run *run)
+{
+    static int (*const kinds[FF_KINDS])(struct run *) = {
+        [FF_ALLREDUCE] = ff_run_all_reduce,   [FF_REDUCE] = ff_run_all_reduce,
+        [FF_BROADCAST] = ff_run_broadcast,    [FF_ALLGATHER] = ff_run_all_gather,
+        [FF_GATHER] = ff_run_gather,          [FF_SCATTER] = ff_run_scatter,
+        [FF_ALLTOALL] = ff_run_all_to_all,    [FF_ALLTOALLV] = ff_run_all_to_all,
+        [FF_BARRIER] = ff_run_barrier,        [FF_REDUCE_SCATTER] = ff_run_reduce_scatter,
+    };
+    ff_group *group = run->group;
+    run->report->kind = run->call->kind;
+    run->report->sequence = group->sequence++;
+    if (ff_is_broken(group, run->report))
+        return FF_BROKEN;
+    run->size = ff_dtype_bytes(run->call->dtype);
+    int status = kinds[run->call->kind](run);
+    run->report->status = (uint32_t)status;
+    return status;
+}

@@ -1,0 +1,45 @@
+/* Which build of the reductions this processor can run. */
+#include "reduce.h"
+
+static ff_reductions *chosen(const char **name)
+{
+#ifdef FF_HAS_AVX512
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+        *name = "avx512";
+        return &ff_reduce_avx512;
+    }
+#endif
+#ifdef FF_HAS_AVX2
+    if (__builtin_cpu_supports("avx2")) {
+        *name = "avx2";
+        return &ff_reduce_avx2;
+    }
+#endif
+    *name = "plain";
+    return &ff_reduce_plain;
+}
+
+const char *ff_instructions(void)
+{
+    const char *name;
+    chosen(&name);
+    return name;
+}
+
+ff_reduce ff_reduction_of(uint32_t dtype, uint32_t reduction)
+{
+    const char *name;
+    if (dtype >= FF_DTYPES || reduction >= FF_REDUCTIONS)
+        return NULL;
+    return (*chosen(&name))[dtype][reduction];
+}
+
+size_t ff_dtype_bytes(uint32_t dtype)
+{
+    static const size_t bytes[FF_DTYPES] = {
+        [FF_U8] = 1, [FF_I8] = 1, [FF_BOOL] = 1, [FF_U16] = 2, [FF_I16] = 2, [FF_F16] = 2, [FF_BF16] = 2,
+        [FF_U32] = 4, [FF_I32] = 4, [FF_F32] = 4, [FF_U64] = 8, [FF_I64] = 8, [FF_F64] = 8,
+    };
+    return dtype < FF_DTYPES ? bytes[dtype] : 0;
+}

@@ -1,0 +1,284 @@
+/* Every operation of the core, with threads as ranks, against a serial reference. Built with the thread or
+ * the address sanitizer by `make sanitize`; without, it runs in a second.
+ *
+ *     driver [ranks [rounds [seed]]]
+ */
+#define _GNU_SOURCE
+#include "fivefold.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
+
+static int ranks = 4, rounds = 150;
+static unsigned seed = 1;
+static void *memory, *arenas[FF_MAX_RANKS];
+static size_t arena_bytes = MOST * 8;
+static void *slots;
+
+#define CHECK(condition, ...)                                                                       \
+    do {                                                                                            \
+        if (!(condition)) {                                                                         \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);                         \
+            fprintf(stderr, __VA_ARGS__);                                                           \
+            fputc('\n', stderr);                                                                    \
+            abort();                                                                                \
+        }                                                                                           \
+    } while (0)
+
+static void *zeroed(size_t bytes)
+{
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED, "no memory");
+    return at;
+}
+
+/* All ranks draw the same numbers. */
+static unsigned draw(unsigned *state, unsigned below)
+{
+    *state = *state * 1664525u + 1013904223u;
+    return (*state >> 8) % below;
+}
+
+/* Element i of what rank r contributes to block q in round k: small, so that float sums are exact. */
+static float value(int k, int r, int q, size_t i)
+{
+    return (float)((k * 7 + r * 31 + q * 13 + (int)(i % 1009)) % 97 - 48);
+}
+
+static float expected_sum(int k, int q, size_t i)
+{
+    float sum = 0;
+    for (int r = 0; r < ranks; r++)
+        sum += value(k, r, q, i);
+    return sum;
+}
+
+struct rank {
+    int rank;
+    ff_group *group;
+    float *in, *out;
+    uint64_t in_counts[FF_MAX_RANKS], out_counts[FF_MAX_RANKS];
+};
+
+static void fill(struct rank *own, int k, size_t count, int blocks)
+{
+    for (int q = 0; q < blocks; q++)
+        for (size_t i = 0; i < count; i++)
+            own->in[(size_t)q * count + i] = value(k, own->rank, q, i);
+}
+
+/* Element i of block q of the result of this rank. */
+static float expected(const ff_call *call, int rank, int k, int q, size_t i)
+{
+    switch (call->kind) {
+    case FF_ALLREDUCE:
+    case FF_REDUCE: return expected_sum(k, 0, i);
+    case FF_REDUCE_SCATTER: return expected_sum(k, rank, i);
+    case FF_BROADCAST: return value(k, call->root, 0, i);
+    case FF_SCATTER: return value(k, call->root, rank, i);
+    case FF_ALLGATHER:
+    case FF_GATHER: return value(k, q, 0, i);
+    default: return value(k, q, rank, i);
+    }
+}
+
+static bool has_blocks_in(unsigned kind)
+{
+    return kind == FF_SCATTER || kind == FF_REDUCE_SCATTER || kind == FF_ALLTOALL;
+}
+
+static bool has_blocks_out(unsigned kind)
+{
+    return kind == FF_ALLGATHER || kind == FF_GATHER || kind == FF_ALLTOALL;
+}
+
+static void verify(const struct rank *own, const ff_call *call, int k)
+{
+    bool rooted = call->kind == FF_REDUCE || call->kind == FF_GATHER;
+    if (call->kind == FF_BARRIER || (rooted && call->root != own->rank))
+        return;
+    if (call->kind == FF_BROADCAST && call->root == own->rank)
+        return;
+    const float *out = call->out;
+    for (int q = 0; q < (has_blocks_out(call->kind) ? ranks : 1); q++)
+        for (size_t i = 0; i < call->count; i++)
+            CHECK(out[(size_t)q * call->count + i] == expected(call, own->rank, k, q, i),
+                  "kind %u count %llu rank %d block %d element %zu", call->kind,
+                  (unsigned long long)call->count, own->rank, q, i);
+}
+
+static ff_call drawn(struct rank *own, unsigned *state)
+{
+    static const unsigned sizes[] = {1, 22, 100, 2048, 5000, MOST};
+    unsigned size = sizes[draw(state, 6)];
+    ff_call call = {.kind = draw(state, FF_BARRIER + 1), .dtype = FF_F32, .reduction = FF_SUM};
+    if (call.kind == FF_ALLTOALLV)
+        call.kind = FF_ALLTOALL;
+    call.root = (int)draw(state, (unsigned)ranks);
+    call.count = draw(state, size + 1);
+    bool in_arena = draw(state, 2) && call.kind == FF_ALLREDUCE;
+    call.in = in_arena ? arenas[own->rank] : own->in;
+    call.out = in_arena ? arenas[own->rank] : own->out;
+    call.timeout_s = 60;
+    return call;
+}
+
+static void collectives(struct rank *own)
+{
+    unsigned state = seed;
+    for (int k = 0; k < rounds; k++) {
+        ff_call call = drawn(own, &state);
+        ff_report report = {0};
+        unsigned later = draw(&state, 2);
+        fill(own, k, call.count, has_blocks_in(call.kind) ? ranks : 1);
+        if (call.in == arenas[own->rank])
+            memcpy(arenas[own->rank], own->in, call.count * sizeof(float));
+        if (later) {
+            ff_op *op = ff_post(own->group, &call);
+            if (draw(&state, 2))
+                while (!ff_op_done(op)) ;
+            ff_wait(own->group, op, -1, &report);
+            ff_op_free(own->group, op);
+        } else {
+            ff_run(own->group, &call, &report);
+        }
+        CHECK(report.status == FF_OK, "kind %u: status %u", call.kind, report.status);
+        verify(own, &call, k);
+    }
+}
+
+/* Uneven blocks; then blocks that two ranks disagree about. */
+static void uneven(struct rank *own)
+{
+    ff_report report = {0};
+    uint64_t at = 0;
+    for (int q = 0; q < ranks; q++) {
+        own->in_counts[q] = (uint64_t)(own->rank * 100 + q * 1500);
+        own->out_counts[q] = (uint64_t)(q * 100 + own->rank * 1500);
+        for (uint64_t i = 0; i < own->in_counts[q]; i++)
+            own->in[at++] = value(0, own->rank, q, i);
+    }
+    ff_call call = {.kind = FF_ALLTOALLV, .dtype = FF_F32, .in = own->in, .out = own->out,
+                    .in_counts = own->in_counts, .out_counts = own->out_counts, .timeout_s = 60};
+    CHECK(ff_run(own->group, &call, &report) == FF_OK, "status %u", report.status);
+    at = 0;
+    for (int q = 0; q < ranks; q++)
+        for (uint64_t i = 0; i < own->out_counts[q]; i++)
+            CHECK(own->out[at++] == value(0, q, own->rank, i), "from %d", q);
+    own->out_counts[0] += own->rank == 1;
+    CHECK(ff_run(own->group, &call, &report) == FF_MISMATCH, "status %u", report.status);
+}
+
+static void mismatch(struct rank *own)
+{
+    ff_report report = {0};
+    ff_call call = {.kind = own->rank == 1 ? FF_BROADCAST : FF_ALLREDUCE, .dtype = FF_F32,
+                    .count = 10, .in = own->in, .out = own->out, .timeout_s = 60};
+    CHECK(ff_run(own->group, &call, &report) == FF_MISMATCH, "status %u", report.status);
+    CHECK(report.other >= 0 && report.other_kind != call.kind, "other %d", report.other);
+}
+
+/* To everyone else, several sizes, received in the opposite order of tags, one of them from anyone. */
+static void messages(struct rank *own)
+{
+    static const size_t counts[] = {0, 5, 3000, MOST / 2};
+    enum { TAGS = 4 };
+    ff_message *sent[FF_MAX_RANKS][TAGS];
+    ff_report report = {0};
+    for (size_t i = 0; i < MOST; i++)
+        own->in[i] = value(1, own->rank, 0, i);
+    for (int q = 0; q < ranks; q++)
+        for (int tag = 0; tag < TAGS; tag++)
+            sent[q][tag] = ff_send(own->group, q, tag, own->in, counts[tag] * sizeof(float), 60);
+    for (int tag = TAGS - 1; tag >= 0; tag--)
+        for (int q = 0; q < ranks; q++) {
+            ff_message *got = ff_receive(own->group, tag == 1 ? -1 : q, tag, own->out,
+                                         counts[tag] * sizeof(float), 60);
+            CHECK(ff_message_wait(own->group, got, -1, &report) == FF_OK, "status %u", report.status);
+            int from = ff_message_peer(got);
+            for (size_t i = 0; i < counts[tag]; i++)
+                CHECK(own->out[i] == value(1, from, 0, i), "from %d tag %d element %zu", from, tag, i);
+            ff_message_free(own->group, got);
+        }
+    for (int q = 0; q < ranks; q++)
+        for (int tag = 0; tag < TAGS; tag++) {
+            CHECK(ff_message_wait(own->group, sent[q][tag], -1, &report) == FF_OK, "sent to %d", q);
+            ff_message_free(own->group, sent[q][tag]);
+        }
+}
+
+static void share_slots(struct rank *own)
+{
+    int holder = ff_slots_join(slots, (uint32_t)own->rank + 1);
+    CHECK(holder >= 0, "no holder");
+    for (int i = 0; i < 200; i++) {
+        int slot = ff_slot_take(slots, holder, 60);
+        CHECK(slot >= 0 && ff_slot_holders(slots, slot) == UINT64_C(1) << holder, "slot %d", slot);
+        CHECK(ff_slot_hold(slots, slot, holder), "just taken");
+        if (i % 7)
+            ff_slot_drop(slots, slot, holder);
+        else
+            ff_slots_leave(slots, holder), holder = ff_slots_join(slots, (uint32_t)own->rank + 1);
+    }
+    ff_slots_leave(slots, holder);
+}
+
+/* One leaves; the others notice at once, though the time limit is far. */
+static void leave(struct rank *own)
+{
+    ff_report report = {0};
+    ff_call call = {.kind = FF_BARRIER, .timeout_s = 600};
+    if (own->rank != ranks - 1) {
+        int status = ff_run(own->group, &call, &report);
+        CHECK(status == FF_LEFT || status == FF_BROKEN, "status %d", status);
+        CHECK(report.missing[0] >> (ranks - 1) & 1, "missing %llx", (unsigned long long)report.missing[0]);
+    }
+    ff_group_close(own->group);
+}
+
+static void *rank_main(void *argument)
+{
+    struct rank own = {.rank = (int)(intptr_t)argument};
+    own.group = ff_group_open(memory, own.rank, 1);
+    own.in = malloc(MOST * sizeof(float) * (size_t)ranks);
+    own.out = malloc(MOST * sizeof(float) * (size_t)ranks);
+    CHECK(own.group && own.in && own.out, "no memory");
+    for (int q = 0; q < ranks; q++)
+        ff_group_peer(own.group, q, -1, arenas[q], arena_bytes);
+    collectives(&own);
+    uneven(&own);
+    mismatch(&own);
+    messages(&own);
+    share_slots(&own);
+    leave(&own);
+    free(own.in);
+    free(own.out);
+    return NULL;
+}
+
+int main(int count, char **words)
+{
+    pthread_t threads[FF_MAX_RANKS];
+    ranks = count > 1 ? atoi(words[1]) : ranks;
+    rounds = count > 2 ? atoi(words[2]) : rounds;
+    seed = count > 3 ? (unsigned)atoi(words[3]) : seed;
+    CHECK(ranks >= 2 && ranks <= 16, "2 to 16 ranks");
+    memory = zeroed(ff_group_bytes(ranks, STAGING, RING));
+    CHECK(ff_group_set_up(memory, ranks, STAGING, RING) == 0, "set up");
+    slots = zeroed(ff_slots_bytes(SLOTS));
+    ff_slots_set_up(slots, SLOTS);
+    for (int q = 0; q < ranks; q++)
+        arenas[q] = zeroed(arena_bytes);
+    for (int q = 0; q < ranks; q++)
+        CHECK(pthread_create(&threads[q], NULL, rank_main, (void *)(intptr_t)q) == 0, "thread");
+    for (int q = 0; q < ranks; q++)
+        pthread_join(threads[q], NULL);
+    printf("%d ranks, %d collectives, %s: all as expected\n", ranks, rounds, ff_instructions());
+    return 0;
+}

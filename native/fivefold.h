@@ -1,0 +1,142 @@
+/* The C core of Fivefold: collectives and messages between processes of one node, through memory that
+ * they share.
+ *
+ * Plain C11 without torch or Python: fivefold.arena loads the library with ctypes, one build serves every
+ * version of both. All functions may be called from several threads, except those that open and close.
+ *
+ *     a group's memory, one segment that every rank maps
+ *     +--------+-------------------+-----------------------+-----------------------------+
+ *     | header | posts: 2 per rank | staging: 2 per rank   | rings: one per ordered pair |
+ *     +--------+-------------------+-----------------------+-----------------------------+
+ */
+#ifndef FIVEFOLD_H
+#define FIVEFOLD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FF_API __attribute__((visibility("default")))
+#define FF_ABI 1          /* raised when anything in this file changes; Python compares it */
+#define FF_MAX_RANKS 256
+
+enum ff_kind {
+    FF_ALLREDUCE, FF_REDUCE, FF_BROADCAST, FF_ALLGATHER, FF_GATHER, FF_SCATTER, FF_REDUCE_SCATTER,
+    FF_ALLTOALL, FF_ALLTOALLV, FF_BARRIER, FF_KINDS
+};
+enum ff_dtype {
+    FF_U8, FF_I8, FF_U16, FF_I16, FF_U32, FF_I32, FF_U64, FF_I64, FF_BOOL, FF_F16, FF_BF16, FF_F32,
+    FF_F64, FF_DTYPES
+};
+enum ff_reduction { FF_SUM, FF_AVG, FF_PROD, FF_MIN, FF_MAX, FF_BAND, FF_BOR, FF_BXOR, FF_REDUCTIONS };
+
+enum ff_status {
+    FF_OK,
+    FF_TIMEOUT,      /* `missing` did not come in time */
+    FF_DIED,         /* the process of `missing` has ended */
+    FF_LEFT,         /* `missing` has closed the group */
+    FF_BROKEN,       /* rank `other` gave up before: `other_status`, `missing` */
+    FF_MISMATCH,     /* rank `other` asked for something else: `other_*` */
+    FF_TOO_LONG,     /* rank `other` sent `other_count` bytes, more than the buffer holds */
+    FF_TOO_SHORT,    /* rank `other` sent `other_count` bytes, fewer than the buffer holds */
+    FF_UNSUPPORTED,  /* this dtype has no such reduction */
+    FF_NO_MEMORY,
+    FF_CLOSED        /* this rank closed the group meanwhile */
+};
+
+/* What went wrong, and who is missing (one bit per rank). */
+typedef struct ff_report {
+    uint32_t status;
+    int32_t other;
+    uint32_t other_kind, other_dtype, other_reduction;
+    int32_t other_root;
+    uint64_t other_count;
+    uint32_t other_status;
+    uint32_t kind;
+    uint64_t sequence;          /* number of the operation in its group, from 0 */
+    uint64_t missing[FF_MAX_RANKS / 64];
+} ff_report;
+
+/* One collective. A block is what one rank contributes or receives: `count` elements.
+ *
+ * kind            in                        out
+ * ALLREDUCE       one block                 one block, may be `in`
+ * REDUCE          one block                 one block at the root, may be `in`; else ignored
+ * BROADCAST       one block, at the root    one block; at the root ignored
+ * ALLGATHER       one block                 a block per rank
+ * GATHER          one block                 a block per rank at the root
+ * SCATTER         a block per rank at root  one block
+ * REDUCE_SCATTER  a block per rank          one block
+ * ALLTOALL        a block per rank          a block per rank
+ * ALLTOALLV       a block per rank          a block per rank, of in_counts[q] and out_counts[q] elements
+ *
+ * "A block per rank" lies in one piece behind `in` or `out`, or block q behind ins[q] or outs[q].
+ */
+typedef struct ff_call {
+    uint32_t kind, dtype, reduction;
+    int32_t root;
+    uint64_t count;
+    const void *in;
+    void *out;
+    const void *const *ins;
+    void *const *outs;
+    const uint64_t *in_counts, *out_counts;
+    double timeout_s;
+} ff_call;
+
+typedef struct ff_group ff_group;
+typedef struct ff_op ff_op;
+typedef struct ff_message ff_message;
+
+FF_API uint32_t ff_abi(void);
+FF_API const char *ff_instructions(void);  /* which build of the reductions runs: "avx512", ... */
+FF_API size_t ff_dtype_bytes(uint32_t dtype);
+
+/* Groups. `memory` has ff_group_bytes(...) zeroed bytes; one rank sets it up before the others open it. */
+FF_API size_t ff_group_bytes(int ranks, size_t staging, size_t ring);
+FF_API int ff_group_set_up(void *memory, int ranks, size_t staging, size_t ring);
+/* `crowded`: more ranks than cores, so waiting must not keep a core. Returns NULL without memory. */
+FF_API ff_group *ff_group_open(void *memory, int rank, int crowded);
+/* How to notice the end of a peer (pidfd, or -1), and where its arena is mapped here (or NULL). */
+FF_API void ff_group_peer(ff_group *group, int rank, int pidfd, void *arena, size_t arena_bytes);
+FF_API void ff_group_break(ff_group *group);  /* every rank that waits gives up */
+FF_API void ff_group_close(ff_group *group);
+
+/* Collectives: run one now, or post it and wait later. All ranks start them in one order. */
+FF_API int ff_run(ff_group *group, const ff_call *call, ff_report *report);
+FF_API int ff_all_reduce(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
+                         double timeout_s, ff_report *report);
+FF_API ff_op *ff_post(ff_group *group, const ff_call *call);
+FF_API int ff_op_done(ff_op *op);
+FF_API int ff_wait(ff_group *group, ff_op *op, double timeout_s, ff_report *report);
+FF_API void ff_op_free(ff_group *group, ff_op *op);
+
+/* Messages between two ranks, matched by tag in the order in which they are posted; peer -1 receives from
+ * anyone. A message must be waited for, or done, before it is freed. */
+FF_API ff_message *ff_send(ff_group *group, int peer, int32_t tag, const void *data, uint64_t bytes,
+                           double timeout_s);
+FF_API ff_message *ff_receive(ff_group *group, int peer, int32_t tag, void *data, uint64_t bytes,
+                              double timeout_s);
+FF_API int ff_message_done(ff_group *group, ff_message *message);
+FF_API int ff_message_wait(ff_group *group, ff_message *message, double timeout_s, ff_report *report);
+FF_API int ff_message_peer(const ff_message *message);
+FF_API void ff_message_free(ff_group *group, ff_message *message);
+
+/* Slots: pieces of equal size whose holders are known, so that the references of a dead one can be
+ * dropped. `memory` has ff_slots_bytes(slots) zeroed bytes in a shared segment. */
+FF_API size_t ff_slots_bytes(uint32_t slots);
+FF_API int ff_slots_set_up(void *memory, uint32_t slots);
+FF_API int ff_slots_join(void *memory, uint32_t pid);    /* a holder's number, or -1: all 64 are taken */
+FF_API void ff_slots_leave(void *memory, int holder);    /* drops all that it holds; for the dead, too */
+FF_API uint32_t ff_slots_holder(void *memory, int holder);  /* pid, or 0 */
+FF_API int ff_slot_take(void *memory, int holder, double timeout_s);  /* a free slot, or -1 */
+FF_API int ff_slot_hold(void *memory, int slot, int holder);          /* 0 if nobody held it any more */
+FF_API void ff_slot_drop(void *memory, int slot, int holder);
+FF_API uint64_t ff_slot_holders(void *memory, int slot);
+
+/* Words in shared memory that one side sets and others wait for. */
+FF_API uint32_t ff_word_read(void *word);
+FF_API void ff_word_set(void *word, uint32_t value);    /* and wakes who waits */
+/* Waits while the word is `value`; 0 when it changed, FF_TIMEOUT otherwise. */
+FF_API int ff_word_wait(void *word, uint32_t value, double timeout_s);
+
+#endif

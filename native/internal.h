@@ -1,0 +1,143 @@
+/* What the files of the core share with each other. */
+#ifndef FIVEFOLD_INTERNAL_H
+#define FIVEFOLD_INTERNAL_H
+
+#include "fivefold.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#define LINE 128       /* two cache lines: neighbours are fetched in pairs */
+#define INLINED 88     /* bytes that travel in a post itself */
+#define MAGIC UINT64_C(0x46495645464f4c44)
+
+/* A rank posts round k in posts[k % 2]: what it asks for, and that its staging of that round is filled.
+ *
+ *     round k    fill staging k % 2; post; wait until all have posted; read the others' staging k % 2
+ *
+ * Whoever posts round k + 1 has read round k. So when all have posted k + 1, staging k % 2 is free again,
+ * and that is known before round k + 2 fills it: two suffice, and no rank ever needs to say "done".
+ */
+struct post {
+    _Alignas(LINE) _Atomic uint32_t flag;   /* k + 1 once round k is posted */
+    _Atomic uint32_t sleepers;
+    uint32_t what;                          /* kind, dtype, reduction */
+    int32_t root;
+    uint64_t count;
+    uint64_t place;                         /* of the tensor in the rank's arena, + 1; 0: elsewhere */
+    uint64_t bytes;                         /* of that piece of the arena */
+    unsigned char inlined[INLINED];
+};
+
+struct bell {                               /* rung by others when a rank's messages may go on */
+    _Alignas(LINE) _Atomic uint32_t rung;
+    _Atomic uint32_t sleepers;
+    _Atomic uint32_t left;                  /* the rank has closed the group */
+};
+
+struct ring {                               /* messages from one rank to one other */
+    _Alignas(LINE) _Atomic uint64_t written;
+    _Alignas(LINE) _Atomic uint64_t taken;
+};
+
+struct shared {
+    uint64_t magic;
+    uint32_t abi, ranks;
+    uint64_t staging_bytes, ring_bytes;
+    _Atomic uint64_t broken;                /* 0, or who gave up and why: see group.c */
+};
+
+struct peer {
+    int pidfd;
+    char *arena;
+    size_t arena_bytes;
+};
+
+struct messages;
+
+struct ff_group {
+    struct shared *shared;
+    struct post *posts;
+    struct bell *bells;
+    struct ring *rings;
+    char *staging, *ring_data;
+    int rank, ranks;
+    size_t staging_bytes, ring_bytes;
+    bool crowded;
+    struct peer peers[FF_MAX_RANKS];
+
+    uint32_t round;                         /* belongs to whoever runs an operation */
+    uint64_t sequence;
+
+    pthread_mutex_t lock;                   /* of all below */
+    pthread_cond_t work, done;
+    ff_op *first, *last;
+    bool busy, stopping, has_thread, thread_waits;
+    int waiters;
+    pthread_t thread;
+    struct messages *messages;
+};
+
+/* How long to wait, and in which manner. */
+struct patience {
+    uint64_t deadline_ns;
+    int spins, yields;
+};
+
+/* One collective as it runs. */
+struct run {
+    ff_group *group;
+    const ff_call *call;
+    size_t size;                            /* bytes of an element */
+    struct patience patience;
+    ff_report *report;
+    bool checked;                           /* that all ranks ask for the same */
+    uint64_t place;
+};
+
+/* waiting.c */
+uint64_t ff_now_ns(void);
+uint64_t ff_deadline_ns(double timeout_s);
+struct patience ff_patience(const ff_group *group, double timeout_s, bool background);
+void ff_pause(void);
+void ff_futex_wake(_Atomic uint32_t *word);
+void ff_futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t ns);
+
+/* group.c */
+bool ff_has_ended(const ff_group *group, int rank);
+int ff_give_up(ff_group *group, ff_report *report, int status);
+bool ff_is_broken(ff_group *group, ff_report *report);
+void ff_miss(ff_report *report, int rank);
+
+/* rounds.c */
+char *ff_staging(const ff_group *group, int rank, uint32_t round);
+struct post *ff_posted(const ff_group *group, int rank, uint32_t round);
+int ff_turn(struct run *run);
+
+/* collectives.c, transfers.c */
+int ff_execute(struct run *run);
+int ff_run_all_reduce(struct run *run);
+int ff_run_reduce_scatter(struct run *run);
+int ff_run_broadcast(struct run *run);
+int ff_run_all_gather(struct run *run);
+int ff_run_gather(struct run *run);
+int ff_run_scatter(struct run *run);
+int ff_run_all_to_all(struct run *run);
+int ff_run_barrier(struct run *run);
+
+/* queue.c */
+int ff_queue_open(ff_group *group);
+void ff_queue_close(ff_group *group);
+
+/* messages.c */
+int ff_messages_open(ff_group *group);
+void ff_messages_close(ff_group *group);
+
+/* reduce.c, built once per set of instructions. Sums `sources` in order; `out` may be one of them.
+ *
+ * 16-bit floats are summed in float and rounded once. */
+typedef void (*ff_reduce)(void *out, const void *const *sources, int ranks, size_t count);
+ff_reduce ff_reduction_of(uint32_t dtype, uint32_t reduction);
+
+#endif

@@ -1,0 +1,291 @@
+/* Messages: through one ring per ordered pair of ranks, matched by tag.
+ *
+ *     rank 0                      ring 0 -> 1                      rank 1
+ *     send A (tag 1)   ->   | head A | A A A | head B | B |   ->   receive tag 2: B; A waits as a stray
+ *     send B (tag 2)                                              receive tag 1: A
+ *
+ * Whoever waits moves all messages of the rank, in both directions; while nobody waits, a thread does.
+ */
+#define _GNU_SOURCE
+#include "messages.h"
+
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const uint64_t LOOK_NS = 50 * 1000 * 1000;
+
+int ff_messages_open(ff_group *group)
+{
+    struct messages *all = calloc(1, sizeof *all);
+    if (!all)
+        return -1;
+    pthread_mutex_init(&all->lock, NULL);
+    pthread_cond_init(&all->work, NULL);
+    group->messages = all;
+    return 0;
+}
+
+void ff_messages_settle(struct messages *all, ff_message *message, int status)
+{
+    message->report.status = (uint32_t)status;
+    all->pending--;
+    if (message->forgotten)
+        free(message);
+    else
+        atomic_store_explicit(&message->done, 1, memory_order_release);
+}
+
+static void unlink_from(ff_message **list, ff_message *message)
+{
+    while (*list && *list != message)
+        list = &(*list)->next;
+    if (*list)
+        *list = message->next;
+    message->next = NULL;
+}
+
+static void append_to(ff_message **list, ff_message *message)
+{
+    while (*list)
+        list = &(*list)->next;
+    *list = message;
+}
+
+/* Take a message that will not come to its end out of all lists. */
+static void drop(ff_group *group, ff_message *message, int status)
+{
+    struct messages *all = group->messages;
+    unlink_from(message->sends ? &all->sends[message->peer] : &all->receives, message);
+    for (int q = 0; q < group->ranks; q++)
+        if (all->coming[q].message == message)
+            all->coming[q].message = NULL;
+    for (struct stray *stray = all->strays; stray; stray = stray->next)
+        if (stray->taker == message)
+            stray->taker = NULL;
+    ff_messages_settle(all, message, status);
+}
+
+static bool has_gone(ff_group *group, int rank)
+{
+    return ff_has_ended(group, rank) || atomic_load(&group->bells[rank].left);
+}
+
+/* FF_OK while the message may still come to its end. */
+static int outlook(ff_group *group, ff_message *message)
+{
+    ff_report *report = &message->report;
+    if (ff_is_broken(group, report))
+        return FF_BROKEN;
+    int gone = 0;
+    for (int q = 0; q < group->ranks; q++)
+        if ((message->peer < 0 ? q != group->rank : q == message->peer) && has_gone(group, q))
+            ff_miss(report, q), gone++;
+    if (gone == (message->peer < 0 ? group->ranks - 1 : 1))
+        return ff_give_up(group, report, FF_DIED);
+    memset(report->missing, 0, sizeof report->missing);
+    if (ff_now_ns() < message->deadline_ns)
+        return FF_OK;
+    if (message->peer >= 0)
+        ff_miss(report, message->peer);
+    return ff_give_up(group, report, FF_TIMEOUT);
+}
+
+static void drop_hopeless(ff_group *group)
+{
+    struct messages *all = group->messages;
+    for (int q = -1; q < group->ranks; q++) {
+        ff_message *next, *message = q < 0 ? all->receives : all->sends[q];
+        for (; message; message = next) {
+            next = message->next;
+            int status = outlook(group, message);
+            if (status)
+                drop(group, message, status);
+        }
+    }
+}
+
+/* One look at the rings, then sleep until something may have changed. The lock is held outside. */
+static void sleep_on_bell(ff_group *group, uint32_t seen)
+{
+    struct bell *bell = &group->bells[group->rank];
+    struct messages *all = group->messages;
+    pthread_mutex_unlock(&all->lock);
+    atomic_fetch_add(&bell->sleepers, 1);
+    if (atomic_load(&bell->rung) == seen)
+        ff_futex_wait(&bell->rung, seen, LOOK_NS);
+    atomic_fetch_sub(&bell->sleepers, 1);
+    pthread_mutex_lock(&all->lock);
+    if (!ff_messages_move(group))
+        drop_hopeless(group);
+}
+
+static void *thread_main(void *argument)
+{
+    ff_group *group = argument;
+    struct messages *all = group->messages;
+    pthread_mutex_lock(&all->lock);
+    while (!all->stopping) {
+        if (!all->pending || all->waiters) {
+            pthread_cond_wait(&all->work, &all->lock);
+            continue;
+        }
+        uint32_t seen = atomic_load(&group->bells[group->rank].rung);
+        if (!ff_messages_move(group))
+            sleep_on_bell(group, seen);
+    }
+    pthread_mutex_unlock(&all->lock);
+    return NULL;
+}
+
+static void start_thread(ff_group *group)
+{
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    group->messages->has_thread =
+        pthread_create(&group->messages->thread, NULL, thread_main, group) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static ff_message *post(ff_group *group, ff_message message, double timeout_s)
+{
+    struct messages *all = group->messages;
+    ff_message *own = malloc(sizeof *own);
+    if (!own)
+        return NULL;
+    *own = message;
+    own->report.other = -1;
+    own->deadline_ns = ff_deadline_ns(timeout_s);
+    pthread_mutex_lock(&all->lock);
+    own->report.sequence = all->posted++;
+    all->pending++;
+    if (own->sends)
+        append_to(&all->sends[own->peer], own);
+    else if (!ff_messages_take_stray(group, own))
+        append_to(&all->receives, own);
+    ff_messages_move(group);
+    if (!atomic_load(&own->done)) {
+        if (!all->has_thread)
+            start_thread(group);
+        else if (!all->waiters)
+            pthread_cond_signal(&all->work);
+    }
+    pthread_mutex_unlock(&all->lock);
+    return own;
+}
+
+ff_message *ff_send(ff_group *group, int peer, int32_t tag, const void *data, uint64_t bytes,
+                    double timeout_s)
+{
+    ff_message message = {.sends = true, .peer = peer, .tag = tag, .data = (char *)data, .bytes = bytes};
+    return post(group, message, timeout_s);
+}
+
+ff_message *ff_receive(ff_group *group, int peer, int32_t tag, void *data, uint64_t bytes,
+                       double timeout_s)
+{
+    ff_message message = {.peer = peer, .tag = tag, .data = data, .bytes = bytes};
+    return post(group, message, timeout_s);
+}
+
+int ff_message_done(ff_group *group, ff_message *message)
+{
+    struct messages *all = group->messages;
+    if (!atomic_load_explicit(&message->done, memory_order_acquire)) {
+        pthread_mutex_lock(&all->lock);
+        ff_messages_move(group);
+        pthread_mutex_unlock(&all->lock);
+    }
+    return (int)atomic_load_explicit(&message->done, memory_order_acquire);
+}
+
+/* The lock is held. Spins and yields let it go, so that another thread may post. */
+static void wait_until_done(ff_group *group, ff_message *message, uint64_t deadline_ns)
+{
+    struct messages *all = group->messages;
+    struct patience patience = ff_patience(group, -1, false);
+    int idle = 0;
+    while (!atomic_load(&message->done)) {
+        uint32_t seen = atomic_load(&group->bells[group->rank].rung);
+        if (ff_messages_move(group)) {
+            idle = 0;
+            continue;
+        }
+        if (idle >= patience.spins + patience.yields) {
+            sleep_on_bell(group, seen);
+            if (ff_now_ns() >= deadline_ns)
+                return;
+            continue;
+        }
+        pthread_mutex_unlock(&all->lock);
+        idle < patience.spins ? ff_pause() : (void)sched_yield();
+        idle++;
+        pthread_mutex_lock(&all->lock);
+    }
+}
+
+int ff_message_wait(ff_group *group, ff_message *message, double timeout_s, ff_report *report)
+{
+    struct messages *all = group->messages;
+    if (!atomic_load_explicit(&message->done, memory_order_acquire)) {
+        pthread_mutex_lock(&all->lock);
+        all->waiters++;
+        wait_until_done(group, message, ff_deadline_ns(timeout_s));
+        all->waiters--;
+        if (all->pending && all->has_thread && !all->waiters)
+            pthread_cond_signal(&all->work);
+        pthread_mutex_unlock(&all->lock);
+    }
+    if (!atomic_load_explicit(&message->done, memory_order_acquire)) {
+        if (message->peer >= 0)
+            ff_miss(report, message->peer);
+        return (int)(report->status = FF_TIMEOUT);
+    }
+    *report = message->report;
+    return (int)report->status;
+}
+
+int ff_message_peer(const ff_message *message)
+{
+    return message->peer;
+}
+
+void ff_message_free(ff_group *group, ff_message *message)
+{
+    struct messages *all = group->messages;
+    pthread_mutex_lock(&all->lock);
+    if (atomic_load(&message->done))
+        free(message);
+    else
+        message->forgotten = true;
+    pthread_mutex_unlock(&all->lock);
+}
+
+void ff_messages_close(ff_group *group)
+{
+    struct messages *all = group->messages;
+    pthread_mutex_lock(&all->lock);
+    all->stopping = true;
+    if (all->pending) {
+        ff_report nobody = {0};
+        ff_give_up(group, &nobody, FF_CLOSED);
+        drop_hopeless(group);
+    }
+    pthread_cond_broadcast(&all->work);
+    atomic_fetch_add(&group->bells[group->rank].rung, 1);
+    ff_futex_wake(&group->bells[group->rank].rung);
+    pthread_mutex_unlock(&all->lock);
+    if (all->has_thread)
+        pthread_join(all->thread, NULL);
+    while (all->strays) {
+        struct stray *stray = all->strays;
+        all->strays = stray->next;
+        free(stray->data);
+        free(stray);
+    }
+    pthread_cond_destroy(&all->work);
+    pthread_mutex_destroy(&all->lock);
+    free(all);
+}

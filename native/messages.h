@@ -1,0 +1,56 @@
+/* What is under way between one rank and the others. */
+#ifndef FIVEFOLD_MESSAGES_H
+#define FIVEFOLD_MESSAGES_H
+
+#include "internal.h"
+
+struct ff_message {
+    bool sends, begun, forgotten;
+    int peer;                   /* -1: anyone, until a message has come */
+    int32_t tag;
+    char *data;
+    uint64_t bytes, at;         /* at: how much has been moved */
+    uint64_t deadline_ns;
+    ff_report report;
+    _Atomic uint32_t done;
+    ff_message *next;
+};
+
+/* A message that came before it was asked for, while another from the same rank was. */
+struct stray {
+    int peer;
+    int32_t tag;
+    char *data;
+    uint64_t bytes;
+    bool complete;
+    ff_message *taker;
+    struct stray *next;
+};
+
+/* What is being read out of the ring of a peer. */
+struct coming {
+    bool active;
+    uint64_t bytes, at;
+    ff_message *message;        /* its reader, or */
+    struct stray *stray;
+};
+
+struct messages {
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    ff_message *sends[FF_MAX_RANKS];    /* to each peer, the first of them being written */
+    ff_message *receives;               /* in the order in which they were posted */
+    struct stray *strays;               /* in the order in which they came */
+    struct coming coming[FF_MAX_RANKS];
+    uint64_t posted;
+    int pending, waiters;
+    bool stopping, has_thread;
+    pthread_t thread;
+};
+
+/* rings.c; the lock is held */
+bool ff_messages_move(ff_group *group);                              /* whether anything moved */
+bool ff_messages_take_stray(ff_group *group, ff_message *message);
+void ff_messages_settle(struct messages *all, ff_message *message, int status);
+
+#endif

@@ -1,0 +1,211 @@
+/* Collectives that only move bytes. */
+#include "internal.h"
+
+#include <string.h>
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t block_bytes(const struct run *run)
+{
+    return run->call->count * run->size;
+}
+
+static const char *block_in(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * block_bytes(run);
+}
+
+static char *block_out(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->outs ? call->outs[rank] : (char *)call->out + (size_t)rank * block_bytes(run);
+}
+
+static void copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes && to != from)
+        memcpy(to, from, bytes);
+}
+
+int ff_run_barrier(struct run *run)
+{
+    return ff_turn(run);
+}
+
+/* The others post as soon as they have read what came before, so the root fills a staging while they read
+ * the other one. */
+int ff_run_broadcast(struct run *run)
+{
+    ff_group *group = run->group;
+    size_t total = block_bytes(run), step = group->staging_bytes;
+    bool root = group->rank == run->call->root;
+    size_t at = 0;
+    do {
+        size_t bytes = least(step, total - at);
+        uint32_t round = group->round;
+        if (root)
+            copy(ff_staging(group, group->rank, round), (const char *)run->call->in + at, bytes);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        if (!root)
+            copy((char *)run->call->out + at, ff_staging(group, run->call->root, round), bytes);
+        at += bytes;
+    } while (at < total);
+    return FF_OK;
+}
+
+/* Gather, at `root`, or everywhere. */
+static int gather(struct run *run, bool here)
+{
+    ff_group *group = run->group;
+    size_t total = block_bytes(run), step = group->staging_bytes, at = 0;
+    if (here)
+        copy(block_out(run, group->rank), run->call->in, total);
+    do {
+        size_t bytes = least(step, total - at);
+        uint32_t round = group->round;
+        copy(ff_staging(group, group->rank, round), (const char *)run->call->in + at, bytes);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        for (int i = 1; here && i < group->ranks; i++) {
+            int q = (group->rank + i) % group->ranks;
+            copy(block_out(run, q) + at, ff_staging(group, q, round), bytes);
+        }
+        at += bytes;
+    } while (at < total);
+    return FF_OK;
+}
+
+int ff_run_all_gather(struct run *run)
+{
+    return gather(run, true);
+}
+
+int ff_run_gather(struct run *run)
+{
+    return gather(run, run->group->rank == run->call->root);
+}
+
+/* Staging holds a piece for every rank. */
+static size_t room(const ff_group *group)
+{
+    return group->staging_bytes / (size_t)group->ranks / 64 * 64;
+}
+
+int ff_run_scatter(struct run *run)
+{
+    ff_group *group = run->group;
+    size_t total = block_bytes(run), step = room(group), at = 0;
+    bool root = group->rank == run->call->root;
+    if (root)
+        copy(run->call->out, block_in(run, group->rank), total);
+    do {
+        size_t bytes = least(step, total - at);
+        uint32_t round = group->round;
+        char *own = ff_staging(group, group->rank, round);
+        for (int q = 0; root && q < group->ranks; q++)
+            if (q != group->rank)
+                copy(own + (size_t)q * step, block_in(run, q) + at, bytes);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        if (!root)
+            copy((char *)run->call->out + at,
+                 ff_staging(group, run->call->root, round) + (size_t)group->rank * step, bytes);
+        at += bytes;
+    } while (at < total);
+    return FF_OK;
+}
+
+/* What goes from every rank to every other, in bytes, and where it lies here. */
+struct exchange {
+    size_t in_bytes[FF_MAX_RANKS], out_bytes[FF_MAX_RANKS];
+    const char *in[FF_MAX_RANKS];
+    char *out[FF_MAX_RANKS];
+    size_t most;            /* of all blocks of all ranks */
+};
+
+static void lay_out(const struct run *run, struct exchange *of)
+{
+    const ff_call *call = run->call;
+    const char *in = call->in;
+    char *out = call->out;
+    bool equal = call->kind == FF_ALLTOALL;
+    for (int q = 0; q < run->group->ranks; q++) {
+        of->in_bytes[q] = (equal ? call->count : call->in_counts[q]) * run->size;
+        of->out_bytes[q] = (equal ? call->count : call->out_counts[q]) * run->size;
+        of->in[q] = call->ins ? call->ins[q] : in;
+        of->out[q] = call->outs ? call->outs[q] : out;
+        in += call->ins ? 0 : of->in_bytes[q];
+        out += call->outs ? 0 : of->out_bytes[q];
+    }
+    of->most = block_bytes(run);
+}
+
+/* All ranks see the sizes that all ranks expect, and so either all go on or none does. */
+static int agree(struct run *run, struct exchange *of)
+{
+    ff_group *group = run->group;
+    uint32_t round = group->round;
+    uint64_t *own = (uint64_t *)ff_staging(group, group->rank, round);
+    for (int q = 0; q < group->ranks; q++) {
+        own[q] = of->in_bytes[q];
+        own[group->ranks + q] = of->out_bytes[q];
+    }
+    int status = ff_turn(run);
+    if (status)
+        return status;
+    of->most = 0;
+    for (int from = 0; from < group->ranks; from++) {
+        const uint64_t *sent = (const uint64_t *)ff_staging(group, from, round);
+        for (int to = 0; to < group->ranks; to++) {
+            const uint64_t *expected = (const uint64_t *)ff_staging(group, to, round) + group->ranks;
+            if (sent[to] > of->most)
+                of->most = sent[to];
+            if (sent[to] == expected[from])
+                continue;
+            run->report->other = from;
+            run->report->other_root = to;
+            run->report->other_kind = FF_ALLTOALLV;
+            run->report->other_count = sent[to];
+            return FF_MISMATCH;
+        }
+    }
+    return FF_OK;
+}
+
+int ff_run_all_to_all(struct run *run)
+{
+    ff_group *group = run->group;
+    size_t step = room(group), at = 0;
+    struct exchange of;
+    lay_out(run, &of);
+    int status = run->call->kind == FF_ALLTOALLV ? agree(run, &of) : FF_OK;
+    if (status)
+        return status;
+    copy(of.out[group->rank], of.in[group->rank], of.in_bytes[group->rank]);
+    do {
+        uint32_t round = group->round;
+        char *own = ff_staging(group, group->rank, round);
+        for (int i = 1; i < group->ranks; i++) {
+            int q = (group->rank + i) % group->ranks;
+            size_t bytes = of.in_bytes[q] > at ? least(step, of.in_bytes[q] - at) : 0;
+            copy(own + (size_t)q * step, of.in[q] + at, bytes);
+        }
+        if ((status = ff_turn(run)))
+            return status;
+        for (int i = 1; i < group->ranks; i++) {
+            int q = (group->rank + i) % group->ranks;
+            size_t bytes = of.out_bytes[q] > at ? least(step, of.out_bytes[q] - at) : 0;
+            copy(of.out[q] + at, ff_staging(group, q, round) + (size_t)group->rank * step, bytes);
+        }
+        at += step;
+    } while (at < of.most);
+    return FF_OK;
+}

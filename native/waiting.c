@@ -1,0 +1,83 @@
+/* Waiting for a word in shared memory: spin while a core is to spare, then yield it, then sleep. */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* A rank that is about to arrive does so within microseconds; waking a core that sleeps costs tens. */
+enum { SPINS = 2000, YIELDS = 100, YIELDS_CROWDED = 300, BACKGROUND_SPINS = 200, BACKGROUND_YIELDS = 4 };
+
+uint64_t ff_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
+uint64_t ff_deadline_ns(double timeout_s)
+{
+    if (timeout_s < 0 || timeout_s > 1e9)
+        return UINT64_MAX;
+    return ff_now_ns() + (uint64_t)(timeout_s * 1e9);
+}
+
+struct patience ff_patience(const ff_group *group, double timeout_s, bool background)
+{
+    struct patience patience = {.deadline_ns = ff_deadline_ns(timeout_s)};
+    if (group->crowded) {
+        patience.yields = YIELDS_CROWDED;
+    } else {
+        patience.spins = background ? BACKGROUND_SPINS : SPINS;
+        patience.yields = background ? BACKGROUND_YIELDS : YIELDS;
+    }
+    return patience;
+}
+
+void ff_pause(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");   /* `yield` does nothing on most cores */
+#endif
+}
+
+void ff_futex_wake(_Atomic uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void ff_futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t ns)
+{
+    struct timespec time = {.tv_sec = (time_t)(ns / UINT64_C(1000000000)),
+                            .tv_nsec = (long)(ns % UINT64_C(1000000000))};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, &time, NULL, 0);
+}
+
+uint32_t ff_word_read(void *word)
+{
+    return atomic_load_explicit((_Atomic uint32_t *)word, memory_order_acquire);
+}
+
+void ff_word_set(void *word, uint32_t value)
+{
+    atomic_store_explicit((_Atomic uint32_t *)word, value, memory_order_release);
+    ff_futex_wake(word);
+}
+
+int ff_word_wait(void *word, uint32_t value, double timeout_s)
+{
+    uint64_t deadline_ns = ff_deadline_ns(timeout_s);
+    while (ff_word_read(word) == value) {
+        uint64_t now_ns = ff_now_ns();
+        if (now_ns >= deadline_ns)
+            return FF_TIMEOUT;
+        ff_futex_wait(word, value, deadline_ns - now_ns);
+    }
+    return FF_OK;
+}
