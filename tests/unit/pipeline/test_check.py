@@ -58,7 +58,7 @@ def test_two_chains_run_against_each_other() -> None:
 def test_ranks_with_several_stages() -> None:
     both = Schedule("mine", ranks=2, stages=4, micro_batches=1, rows=((), ()))
     assert both.held(1) == ((0, 1), (0, 3))
-    assert both.wires([(0, 3)]) == {(0, 1), (1, 2), (2, 3), (0, 3)}
+    assert both.wires(skip for skip in [(0, 3)]) == {(0, 1), (1, 2), (2, 3), (0, 3)}
     assert both.peers(1, skips=[(1, 3)]) == {0}
 
 
@@ -127,6 +127,7 @@ def test_mistakes_between_two_chains_are_named(right: str, wrong: str, message: 
     ("schedule", "message"),
     [
         (Schedule("mine", 2, 2, 1, ((),)), "1 rows for 2 ranks"),
+        (Schedule("mine", 0, 2, 1, ()), "2 stages cannot be shared evenly by 0 ranks"),
         (Schedule("mine", 2, 3, 1, ((), ())), "3 stages cannot be shared evenly by 2 ranks"),
         (Schedule("mine", 1, 2, 2, ((),), chains=2), "2 chains of 2 stages on 1 ranks; valid"),
     ],

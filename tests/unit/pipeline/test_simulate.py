@@ -93,7 +93,7 @@ def test_sums_of_gems_overlap_the_other_direction(s: int, pairs: int) -> None:
 
 @given(ranks, many, st.integers(1, 3), st.integers(0, 3))
 def test_chimera_idles_less(s: int, more: int, f: int, longer: int) -> None:
-    m = 2 * ((s + more) // 2 + 1)
+    m = 2 * ((s + more) // 2)
     b = f + longer
     timeline = timed(make("chimera", s, m), f, b)
     least = (s - 2 if s % 2 == 0 else s - 1) * b

@@ -38,7 +38,7 @@ def _check_shape(schedule: Schedule) -> None:
     ranks, stages, chains = schedule.ranks, schedule.stages, schedule.chains
     if len(schedule.rows) != ranks:
         raise _wrong(schedule, f"{len(schedule.rows)} rows for {ranks} ranks; each rank needs one")
-    if stages < 1 or stages % ranks:
+    if ranks < 1 or stages < 1 or stages % ranks:
         raise _wrong(schedule, f"{stages} stages cannot be shared evenly by {ranks} ranks")
     if chains not in (1, 2) or (chains == 2 and stages != ranks):
         raise _wrong(
@@ -98,7 +98,8 @@ def _check_forwards(schedule: Schedule) -> None:
 
 def _check_messages(schedule: Schedule) -> None:
     # Between neighbouring stages. All stages of a chain then have the same order of backwards, one after
-    # the other, so what skip connections carry from any stage to any other is in order as well.
+    # the other, so what a skip connection carries from one stage to another is in order as well. Skip
+    # connections of different stages may end on the same rank in any order: they have to be told apart.
     sent = {a.result: place for row in schedule.rows for place, a in enumerate(row)}
     awaited: defaultdict[tuple[int, int, int, Op], list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.rows):

@@ -32,14 +32,16 @@ def gems(ranks: int, micro_batches: int) -> Schedule:
 
 
 def gems_overlap(ranks: int, micro_batches: int) -> Schedule:
-    """As gems, but a stage is summed while other stages still compute. Source: as gems, there named MASTER.
+    """As gems, but a stage is summed while other stages still compute.
 
-    rank 0 |F0............B0--f1b1--............|
-    sums   |........................r2--....R0--|
-    rank 1 |..F0......B0--f1........b1--........|
-    sums   |............................r1--....|
-    rank 2 |....F0B0--f1................b1--....|
-    sums   |........................R2--....r0--|
+        rank 0 |F0............B0--f1b1--............|
+        sums   |........................r2--....R0--|
+        rank 1 |..F0......B0--f1........b1--........|
+        sums   |............................r1--....|
+        rank 2 |....F0B0--f1................b1--....|
+        sums   |........................R2--....r0--|
+
+    Source: Jain et al., GEMS (SC 2020), where it is part of MASTER.
     """
     return _both("gems-overlap", micro_batches, map(sum_early, _in_turn(ranks, micro_batches)))
 

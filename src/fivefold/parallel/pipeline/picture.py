@@ -99,7 +99,7 @@ def _legend(schedule: Schedule, *, sums: bool) -> str:
     told = {
         action.op for row in schedule.rows for action in row if sums or action.op is not Op.REDUCE
     }
-    parts = [f"{_label(schedule, schedule.rows[0][0])} forward of {of}"]
+    parts = [f"{_label(schedule, Action(0, 0, Op.FORWARD, 0))} forward of {of}"]
     parts += [f"{op} {meaning}" for op, meaning in _MEANINGS.items() if op in told]
     parts += ["lower case: the second chain"] if schedule.chains > 1 else []
     return ", ".join([*parts, ". idle"])

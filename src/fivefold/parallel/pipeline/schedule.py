@@ -133,16 +133,18 @@ class Schedule:
 
     def wires(self, skips: Iterable[Wire] = ()) -> frozenset[Wire]:
         """Every stage to its next one, and the skip connections. Raises `PlanError` for an impossible one."""
+        found = {(stage, stage + 1) for stage in range(self.stages - 1)}
         for source, target in skips:
             if not 0 <= source < target < self.stages:
                 raise PlanError(
                     f"a skip from stage {source} to stage {target} is impossible: "
                     f"it leads to a later one of the {self.stages} stages"
                 )
-        return frozenset({(s, s + 1) for s in range(self.stages - 1)} | set(skips))
+            found.add((source, target))
+        return frozenset(found)
 
     def peers(self, rank: int, skips: Iterable[Wire] = ()) -> frozenset[int]:
-        """The other ranks that a rank exchanges activations and gradients with."""
+        """The other ranks that a rank exchanges activations and their gradients with."""
         found: set[int] = set()
         for source, target in self.wires(skips):
             for chain in range(self.chains):

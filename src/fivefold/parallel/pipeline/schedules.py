@@ -15,6 +15,7 @@ from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.sums import sum_early
 
 __all__ = [
+    "PAIRED",
     "SCHEDULES",
     "chimera",
     "gems",
@@ -71,10 +72,12 @@ _SEVERAL: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
-PAIRED = {"gems", "gems-overlap", "chimera"}
 
 SCHEDULES = (*_ONE_STAGE, *_SEVERAL)
 """names that `make` knows"""
+
+PAIRED = ("gems", "gems-overlap", "chimera")
+"""those that run in two directions: every rank holds two stages, of two replicas of the model"""
 
 
 def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:

@@ -106,6 +106,7 @@ class Timeline:
 
     def peak_bytes(self, stage_bytes: Sequence[int]) -> tuple[int, ...]:
         """The most bytes alive at once on each rank, given what one micro-batch keeps in each stage."""
+        assert len(stage_bytes) == self.schedule.stages, "one number per stage"
         return tuple(self._peak(rank, stage_bytes) for rank in range(self.schedule.ranks))
 
     def _peak(self, rank: int, stage_bytes: Sequence[int]) -> int:

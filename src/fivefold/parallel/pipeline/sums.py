@@ -1,7 +1,8 @@
 """Where a row starts the sums of gradients over replicas.
 
 Ranks that share a sum have to start their sums in the same order. Backward finishes the last stage first,
-on every chain, so all ranks sum their stages from the last to the first.
+on every chain, so all ranks sum their stages from the last to the first. A rank in the middle that holds the
+same stage of two replicas starts two sums, which are one: it is due with the second.
 """
 
 from __future__ import annotations
