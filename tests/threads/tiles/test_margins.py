@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.parallel.tiles.costs import Costs, Options
-from fivefold.parallel.tiles.program import Move, Program, planned
+from fivefold.parallel.tiles.program import Program, exchange_of, planned
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.tape import record
 from fivefold.parallel.trees import call_with
@@ -46,7 +46,7 @@ def plan(
 
 
 def messages(program: Program) -> int:
-    return sum(s.exchange.messages() for s in program.steps if isinstance(s, Move))
+    return sum(m[1].messages() for s in program.steps if (m := exchange_of(s)) is not None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from fivefold import comm
 from fivefold.parallel.tiles.tape import Node
@@ -28,10 +30,23 @@ class Costs:
     """of a message of no size"""
     bytes_per_s: float = 1e9
     flops_per_s: float = 5e10
+    copied_bytes_per_s: float = 5e9
 
     def exchange_s(self, messages: int, size_bytes: int) -> float:
         """One exchange: its messages travel at once, but each has to be posted."""
         return self.latency_s * (1 + 0.25 * max(messages - 1, 0)) + size_bytes / self.bytes_per_s
+
+    def together_s(self, messages: int, sent_bytes: int, held_bytes: int) -> float:
+        """An exchange and its adjoint, where what is held and what is received are put together.
+
+        Tensors are copied to that end forward, once more in backward, and their gradient is cut.
+        """
+        return 2 * self.exchange_s(messages, sent_bytes) + 3 * held_bytes / self.copied_bytes_per_s
+
+    def apart_s(self, messages: int, sent_bytes: int, compute_s: float) -> float:
+        """An exchange and its adjoint that travel while a tile is computed, which takes `compute_s`."""
+        each = self.exchange_s(messages, sent_bytes)
+        return max(each - compute_s, 0.0) + max(each - 2 * compute_s, 0.0)
 
     def compute_s(self, flops: float) -> float:
         """Some floating-point operations."""
@@ -84,21 +99,32 @@ def measured(group: dist.ProcessGroup, everyone: dist.ProcessGroup, device: torc
             taken.append(time.perf_counter() - begin)
         times[size] = min(taken)
     x, weight = torch.zeros(1, 32, 64, 64, device=device), torch.zeros(32, 32, 3, 3, device=device)
-    taken = []
-    with torch.no_grad():
-        for _ in range(4):
-            begin = time.perf_counter()
-            float(F.conv2d(x, weight).sum())
-            taken.append(time.perf_counter() - begin)
     flops = 2 * 32 * 32 * 9 * 62 * 62
+    # More than a cache holds, and twice the same memory: what is touched first is slow once.
+    source = torch.ones(1 << 23, device=device)
+    target = torch.ones_like(source)
+    with torch.no_grad():
+        convolved_s = _fastest(lambda: F.conv2d(x, weight).sum())
+        copied_s = _fastest(lambda: target.copy_(source))
     found = torch.tensor(
         [
             times[small],
             4 * (large - small) / max(times[large] - times[small], 1e-6),
-            flops / max(min(taken), 1e-9),
+            flops / convolved_s,
+            4 * source.numel() / copied_s,
         ],
         dtype=torch.float64,
     )
     found = found.to(device)
     comm.broadcast_all([found], everyone, Tag.CONTROL)
     return Costs(*(2.0 ** round(math.log2(value)) for value in found.tolist()))
+
+
+def _fastest(run: Callable[[], Tensor]) -> float:
+    """Seconds of the fastest of a few runs; the results are waited for."""
+    taken: list[float] = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        float(run().flatten()[0])
+        taken.append(time.perf_counter() - begin)
+    return max(min(taken), 1e-9)

@@ -29,11 +29,17 @@ from fivefold import comm
 from fivefold.parallel.tiles.spread import Box, Grid, Range, Spread
 from fivefold.trace import Tag
 
-__all__ = ["Exchange", "Kept", "Segments", "Want", "exchange"]
+__all__ = [
+    "Exchange", "Kept", "Pieces", "Segments", "Slices", "Want", "exchange", "split", "start", "start_packed",
+    "unpack",
+]  # fmt: skip
 
 Segments = tuple[Range, ...]
 """ranges that are laid one after the other; they may lie outside [0, n), which means fill"""
-_Slices = tuple[slice, ...]
+Slices = tuple[slice, ...]
+"""one slice for every dim"""
+Pieces = tuple[tuple[int, tuple[Slices, ...]], ...]
+"""by tile rank: which pieces of a tensor"""
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,14 @@ class Exchange:
     """of what this rank has"""
     result: tuple[int, ...]
     """of what it gets"""
-    own: tuple[tuple[_Slices, _Slices], ...]
+    own: tuple[tuple[Slices, Slices], ...]
     """pieces it has already: where they lie, where they go"""
-    sends: tuple[tuple[int, tuple[_Slices, ...]], ...]
-    """tile rank, pieces of what this rank has"""
-    receives: tuple[tuple[int, tuple[_Slices, ...]], ...]
-    """tile rank, pieces of what this rank gets"""
+    sends: Pieces
+    """of what this rank has"""
+    receives: Pieces
+    """of what this rank gets"""
     fill: float
-    gaps: tuple[_Slices, ...]
+    gaps: tuple[Slices, ...]
     """what of the result lies outside the tensor"""
     moves: bool
     """whether any rank sends anything"""
@@ -164,7 +170,7 @@ def _assemble(x: Tensor, plan: Exchange, received: Mapping[int, Tensor]) -> Tens
     for source, to in plan.own:
         out[to] = x[source]
     for peer, pieces in plan.receives:
-        _unpack(received[peer], pieces, out, add=False)
+        unpack(received[peer], pieces, out, add=False)
     return out
 
 
@@ -191,7 +197,7 @@ class _RangeExchange(torch.autograd.Function):
         ctx: Any, x: Tensor, plan: Exchange, group: dist.ProcessGroup, kept: tuple[Kept, Kept]
     ) -> Tensor:
         ctx.plan, ctx.group = plan, group
-        received = _start(x, plan.sends, plan.receives, group).wait()
+        received = start(x, plan.sends, plan.receives, group).wait()
         into, source = kept
         origin = source.again or _constant(x.detach())
         into.again = functools.partial(_assembled_again, origin, plan, received)
@@ -204,15 +210,12 @@ class _RangeExchange(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         plan: Exchange = ctx.plan
-        pending = _start(grad, plan.receives, plan.sends, ctx.group)
+        pending = start(grad, plan.receives, plan.sends, ctx.group)
         dx = _own_gradient(grad, plan)
         received = pending.wait()
         for peer, pieces in plan.sends:
-            _unpack(received[peer], pieces, dx, add=True)
+            unpack(received[peer], pieces, dx, add=True)
         return dx, None, None, None
-
-
-_Messages = tuple[tuple[int, tuple[_Slices, ...]], ...]
 
 
 def _own_gradient(grad: Tensor, plan: Exchange) -> Tensor:
@@ -227,21 +230,37 @@ def _own_gradient(grad: Tensor, plan: Exchange) -> Tensor:
     return dx
 
 
-def _start(
-    x: Tensor, sends: _Messages, receives: _Messages, group: dist.ProcessGroup
-) -> comm.Messages:
+def start(x: Tensor, sends: Pieces, receives: Pieces, group: dist.ProcessGroup) -> comm.Messages:
+    """Begin to send pieces of `x`, and to receive others of its dtype; one flat message for every rank."""
     sent = {peer: torch.cat([x[piece].reshape(-1) for piece in pieces]) for peer, pieces in sends}
-    buffers = {peer: x.new_empty(sum(map(_size, pieces))) for peer, pieces in receives}
+    return start_packed(sent, x, receives, group)
+
+
+def start_packed(
+    sent: Mapping[int, Tensor], like: Tensor, receives: Pieces, group: dist.ProcessGroup
+) -> comm.Messages:
+    """Begin to send messages, and to receive `receives` of the dtype of `like`."""
+    buffers = {peer: like.new_empty(sum(map(_size, pieces))) for peer, pieces in receives}
     return comm.start_messages(sent, buffers, group, Tag.HALO)
 
 
-def _unpack(buffer: Tensor, pieces: tuple[_Slices, ...], into: Tensor, add: bool) -> None:
-    for part, piece in zip(buffer.split([_size(p) for p in pieces]), pieces, strict=True):
+def unpack(buffer: Tensor, pieces: Sequence[Slices], into: Tensor, add: bool) -> None:
+    """Write, or add, the pieces that a message brought to where they belong."""
+    for part, piece in zip(split(buffer, pieces), pieces, strict=True):
         view = into[piece]
-        view.add_(part.view(view.shape)) if add else view.copy_(part.view(view.shape))
+        view.add_(part) if add else view.copy_(part)
 
 
-def _size(piece: _Slices) -> int:
+def split(buffer: Tensor, pieces: Sequence[Slices]) -> list[Tensor]:
+    """The pieces that a message brought, as views of it."""
+    parts = buffer.split([_size(piece) for piece in pieces])
+    return [
+        part.view([s.stop - s.start for s in piece])
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
+
+
+def _size(piece: Slices) -> int:
     return math.prod(s.stop - s.start for s in piece)
 
 
@@ -270,7 +289,7 @@ def _same_line(axes: tuple[int, ...], grid: Grid, one: int, other: int) -> bool:
     return all(a[i] == b[i] for i in range(len(grid.axes)) if i not in axes)
 
 
-def _pieces(wanted: tuple[Segments, ...], source: Box) -> tuple[tuple[_Slices, _Slices], ...]:
+def _pieces(wanted: tuple[Segments, ...], source: Box) -> tuple[tuple[Slices, Slices], ...]:
     """Where `source` holds what is wanted: slices in global coordinates, and in the result."""
     by_dim: list[list[tuple[slice, slice]]] = []
     for segments, (start, stop) in zip(wanted, source, strict=True):
@@ -289,9 +308,9 @@ def _pieces(wanted: tuple[Segments, ...], source: Box) -> tuple[tuple[_Slices, _
 
 def _gaps(
     wanted: tuple[Segments, ...], shape: tuple[int, ...], result: tuple[int, ...]
-) -> tuple[_Slices, ...]:
+) -> tuple[Slices, ...]:
     """Where in the result lies what is outside of the tensor along some dim."""
-    gaps: list[_Slices] = []
+    gaps: list[Slices] = []
     for dim, (segments, n) in enumerate(zip(wanted, shape, strict=True)):
         offset = 0
         for a, b in segments:
@@ -306,7 +325,7 @@ def _gaps(
     return tuple(gaps)
 
 
-def _shifted(piece: _Slices, held: Box) -> _Slices:
+def _shifted(piece: Slices, held: Box) -> Slices:
     return tuple(
         slice(s.start - start, s.stop - start) for s, (start, _) in zip(piece, held, strict=True)
     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from fivefold.parallel.tiles.costs import Options, flops_of
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Here, Local, Wants
-from fivefold.parallel.tiles.spread import Cut, Range, Spread
+from fivefold.parallel.tiles.spread import Cut, Grid, Range, Spread
 from fivefold.parallel.tiles.tape import Node, Tape, Value
 
 __all__ = ["Lower", "Margins", "with_margins"]
@@ -40,6 +40,8 @@ class _Asked:
     """how many layers behind it would be fused"""
     readers: int = 1
     """how many want more than what is owned"""
+    meanwhile_s: float | None = None
+    """what its one reader computes while messages travel; None: what travels is put together first"""
 
 
 @dataclass
@@ -145,6 +147,7 @@ class _Planner:
             if isinstance(ref, Value):
                 new = _asked_by(node, wants, self._spreads[ref.index], held, layers)
                 if new is not None:
+                    new.meanwhile_s = self._meanwhile(node, ref, self._lowered[key], held)
                     draft.asked[ref.index] = _both(draft.asked.get(ref.index), new)
         self._done.update(node.outputs)
         return draft
@@ -156,9 +159,22 @@ class _Planner:
             return
         grid = self._here.grid
         neighbours = math.prod(min(grid.sizes[axis], 3) for axis in wanted.spread.axes) - 1
-        size = 4 * self._margin(index, wanted.spread)
-        # Forward, and the gradient back.
-        draft.cost_s += 2 * self._options.costs.exchange_s(neighbours, size)
+        sent, costs = 4 * self._margin(index, wanted.spread), self._options.costs
+        if wanted.meanwhile_s is not None:
+            draft.cost_s += costs.apart_s(neighbours, sent, wanted.meanwhile_s)
+        else:
+            held = 4 * _most(wanted.spread, grid)
+            draft.cost_s += costs.together_s(neighbours, sent, held)
+
+    def _meanwhile(
+        self, node: Node, ref: Value, local: Local, held: dict[int, Spread]
+    ) -> float | None:
+        """Seconds for which a reader computes its own part before it needs what is received, if any."""
+        tight = all(spread == self._spreads[index] for index, spread in held.items())
+        if local.bordered is None or ref != node.operands[0] or not tight:
+            return None
+        elements = sum(_most(spread, self._here.grid) for spread in held.values())
+        return self._options.costs.compute_s(elements * flops_of(node))
 
     def _margin(self, index: int, spread: Spread) -> int:
         """The most elements that a rank holds beyond what it owns."""
@@ -185,6 +201,11 @@ class _Planner:
         """What a draft costs in the end at least: an open question takes one exchange."""
         still = any(index not in self._done for index in draft.asked)
         return draft.cost_s + (2 * self._options.costs.latency_s if still else 0.0)
+
+
+def _most(spread: Spread, grid: Grid) -> int:
+    """The most elements that a rank holds."""
+    return max(math.prod(spread.local_shape(grid, rank)) for rank in range(grid.size))
 
 
 def _alike(node: Node, held: dict[int, Spread]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fivefold.parallel.tiles.border import Border
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
 from fivefold.parallel.tiles.margins import with_margins
@@ -34,7 +35,7 @@ from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.tape import Node, Ref, Tape, Value
 from fivefold.parallel.trees import map_tensors
 
-__all__ = ["Compute", "Move", "Program", "cheapest_thinnest", "planned"]
+__all__ = ["Compute", "Move", "Program", "cheapest_thinnest", "exchange_of", "planned"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,17 @@ class Compute:
     node: Node
     operands: tuple[Ref, ...]
     local: Local
+    border: Border | None = None
+    """computed in two parts: the first operand lies as it is owned, and is exchanged meanwhile"""
+
+
+def exchange_of(step: Move | Compute) -> tuple[Ref, Exchange] | None:
+    """What a step sends and receives, if it moves anything between ranks."""
+    if isinstance(step, Move):
+        return (step.source, step.exchange) if step.exchange.moves else None
+    if step.border is None or not step.border.exchange.moves:
+        return None
+    return (step.operands[0], step.border.exchange)
 
 
 @dataclass
@@ -75,16 +87,25 @@ class Program:
         """What `here.rank` needs for a step, by `costs`: the backward pass is taken as twice the forward."""
         total = 0.0
         for step in self.steps:
+            compute_s = 0.0
             if isinstance(step, Compute):
                 elements = sum(
                     math.prod(self.spreads[index].local_shape(here.grid, here.rank))
                     for index in step.node.outputs
                 )
-                total += costs.compute_s(3 * elements * flops_of(step.node))
-            elif step.exchange.moves:
-                size = step.exchange.elements() * self.tape.element_bytes(step.source)
-                total += 2 * costs.exchange_s(step.exchange.messages(), size)
+                compute_s = costs.compute_s(elements * flops_of(step.node))
+            total += 3 * compute_s + self._moving_s(step, compute_s, costs)
         return total
+
+    def _moving_s(self, step: Move | Compute, compute_s: float, costs: Costs) -> float:
+        moved = exchange_of(step)
+        if moved is None:
+            return 0.0
+        source, plan = moved
+        each, messages = self.tape.element_bytes(source), plan.messages()
+        if isinstance(step, Compute):
+            return costs.apart_s(messages, plan.elements() * each, compute_s)
+        return costs.together_s(messages, plan.elements() * each, math.prod(plan.result) * each)
 
     def given(self, node: Node) -> tuple[Spread, ...]:
         """How the operands of a node lie; what is no value is whole on every rank."""
@@ -163,11 +184,23 @@ class _Lowering:
     def add(self, node: Node, local: Local) -> None:
         given = self._program.given(node)
         fills = (*local.fills, *(0.0,) * (len(given) - len(local.fills)))
+        border = self._border(node, given, local)
         operands = tuple(
-            self._as_wanted(*operand)
-            for operand in zip(node.operands, given, local.wants, fills, strict=True)
+            operand[0] if border is not None and number == 0 else self._as_wanted(*operand)
+            for number, operand in enumerate(
+                zip(node.operands, given, local.wants, fills, strict=True)
+            )
         )
-        self._program.steps.append(Compute(node, operands, local))
+        self._program.steps.append(Compute(node, operands, local, border))
+
+    def _border(self, node: Node, given: Sequence[Spread], local: Local) -> Border | None:
+        """How to compute in two parts, unless several readers share the exchange."""
+        if local.bordered is None or not isinstance(node.operands[0], Value):
+            return None
+        plan = Exchange.of(given[0], local.wants[0], self._here.grid, self._here.rank)
+        if plan.is_identity or (plan.moves and node.operands[0].index in self._shared):
+            return None
+        return local.bordered(plan)
 
     def _as_wanted(self, ref: Ref, spread: Spread, wants: Wants, fill: float) -> Ref:
         here = self._here

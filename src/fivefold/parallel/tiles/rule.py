@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.parallel.tiles.exchange import Want
+from fivefold.parallel.tiles.border import Border
+from fivefold.parallel.tiles.exchange import Exchange, Want
 from fivefold.parallel.tiles.names import base_name, is_in_place
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.tiles.tape import Node
@@ -92,6 +93,8 @@ class Local:
     """of each operand: what lies outside the tensor; zero where the tuple ends"""
     collective: str | None = None
     """what the ranks exchange while it runs, if they do: counted in the plan's table"""
+    bordered: Callable[[Exchange], Border | None] | None = None
+    """how it computes the first operand's own part and what an exchange brings apart, if it can"""
 
 
 @dataclass(frozen=True)

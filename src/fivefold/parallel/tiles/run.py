@@ -129,12 +129,17 @@ class _Running:
         with torch.set_grad_enabled(grad):
             if kept and grad:
                 with _remade_in_backward(kept):
-                    result = step.local.run(self._moment, operands)
+                    result = self._result(step, operands)
             else:
-                result = step.local.run(self._moment, operands)
+                result = self._result(step, operands)
         made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         self.values.update(zip(step.node.outputs, made, strict=True))
         return step.operands
+
+    def _result(self, step: Compute, operands: Sequence[Tensor]) -> Any:
+        if step.border is not None:
+            return step.border.run(operands, self._group)
+        return step.local.run(self._moment, operands)
 
 
 def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_hooks:

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from fivefold.parallel.tiles.costs import flops_of
-from fivefold.parallel.tiles.program import Compute, Move, Program
+from fivefold.parallel.tiles.exchange import Exchange
+from fivefold.parallel.tiles.program import Compute, Program, exchange_of
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.spread import Range, Spread
-from fivefold.parallel.tiles.tape import Node, Value
+from fivefold.parallel.tiles.tape import Node, Ref, Value
 
 __all__ = ["Totals", "table", "totals"]
 
@@ -33,14 +34,14 @@ class Totals:
 
 def totals(program: Program, here: Here) -> Totals:
     """Add up what `here.rank` does."""
-    moves = [s for s in program.steps if isinstance(s, Move) and s.exchange.moves]
+    moves = [moved for step in program.steps if (moved := exchange_of(step)) is not None]
     nodes = [s for s in program.steps if isinstance(s, Compute)]
     own = sum(_flops(program, step.node, here, held=False) for step in nodes)
     held = sum(_flops(program, step.node, here, held=True) for step in nodes)
     return Totals(
         exchanges=len(moves),
-        messages=sum(step.exchange.messages() for step in moves),
-        sent_bytes=sum(_bytes(program, step) for step in moves),
+        messages=sum(plan.messages() for _, plan in moves),
+        sent_bytes=sum(_bytes(program, *moved) for moved in moves),
         reductions=sum(step.local.collective is not None for step in nodes),
         flops=own,
         extra_flops=held / own - 1.0 if own else 0.0,
@@ -55,13 +56,12 @@ def table(program: Program, here: Here) -> str:
     """
     rows = [("node", "owned", "margin", "messages", "KiB", "extra FLOPs")]
     for step in program.steps:
-        if isinstance(step, Move):
-            if step.exchange.moves:
-                plan = step.exchange
-                size = f"{_bytes(program, step) / 1024:.1f}"
-                rows.append((f"  exchange {_name(step)}", "", "", str(plan.messages()), size, ""))
-            continue
-        rows.append(_row(program, step.node, here))
+        if (moved := exchange_of(step)) is not None:
+            source, plan = moved
+            size = f"{_bytes(program, source, plan) / 1024:.1f}"
+            rows.append((f"  exchange {_name(source)}", "", "", str(plan.messages()), size, ""))
+        if isinstance(step, Compute):
+            rows.append(_row(program, step.node, here))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -114,12 +114,12 @@ def _summary(program: Program, here: Here) -> str:
     )
 
 
-def _name(step: Move) -> str:
-    return f"of v{step.source.index}" if isinstance(step.source, Value) else "of a parameter"
+def _name(source: Ref) -> str:
+    return f"of v{source.index}" if isinstance(source, Value) else "of a parameter"
 
 
-def _bytes(program: Program, step: Move) -> int:
-    return step.exchange.elements() * program.tape.element_bytes(step.source)
+def _bytes(program: Program, source: Ref, plan: Exchange) -> int:
+    return plan.elements() * program.tape.element_bytes(source)
 
 
 def _flops(program: Program, node: Node, here: Here, *, held: bool) -> float:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.tiles.border import border
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, rule, want_of
 from fivefold.parallel.tiles.spread import Cut, Spread
@@ -104,13 +105,20 @@ class Convolution:
         explicit = [c is not None or u for c, u in zip(cuts, uneven, strict=True)]
         padding = tuple(0 if e else w.padding for e, w in zip(explicit, windows, strict=True))
         wants = wanted(op.node.shapes[0], op.made[0], windows, explicit)
+        outputs = op.made[0].local_shape(op.here.grid, op.here.rank)[2:]
 
-        def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+        def convolve(
+            operands: Sequence[Tensor], padding: tuple[int, ...], with_bias: bool
+        ) -> Tensor:
             args, kwargs = op.node.arguments(operands)
             a = {**dict(zip(_CONVOLUTION, args, strict=False)), **kwargs, "padding": padding}
-            return op.node.function(**a)
+            return op.node.function(**(a if with_bias else {**a, "bias": None}))
 
-        return Local((wants, *op.whole(1)), run)
+        return Local(
+            (wants, *op.whole(1)),
+            run=lambda _moment, operands: convolve(operands, padding, True),
+            bordered=lambda plan: border(plan, windows, explicit, outputs, convolve),
+        )
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d")
