@@ -20,10 +20,11 @@ from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options
 from fivefold.parallel.tiles.program import Program, planned
+from fivefold.parallel.tiles.record import record
 from fivefold.parallel.tiles.rule import Here, Moment
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Value, record
+from fivefold.parallel.tiles.tape import Value
 from fivefold.parallel.trees import call_with, leaves
 from fivefold.plan import Layout
 from ranks import run_ranks

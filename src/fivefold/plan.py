@@ -36,6 +36,7 @@ __all__ = [
     "Memory",
     "Numerics",
     "Parallel",
+    "Pipeline",
     "Plan",
     "Provenance",
     "Tiles",
@@ -129,6 +130,25 @@ class Tiles:
             raise PlanError(
                 f'tiles.fuse = {self.fuse!r} is none of "auto", "never", or a number of layers such as "4"'
             )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of the `pipe` axis work together. Batch norm sees one micro-batch at a time."""
+
+    schedule: Literal[
+        "layer", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-overlap", "chimera"
+    ] = "1f1b"
+    """who computes what when; `layer` is the whole batch at once"""
+    micro_batches: int = 0
+    """into how many parts a replica's samples are divided; 0: twice as many as stages, one with `layer`"""
+    stages_per_rank: int = 1
+    """more than one with `interleaved` only"""
+    cut: str = ""
+    """modules that begin a stage, such as "layer2, layer4.1"; empty: stages of about equal time"""
+
+    def __post_init__(self) -> None:
+        _at_least("pipeline", self, micro_batches=0, stages_per_rank=1)
 
 
 @dataclass(frozen=True)
@@ -229,6 +249,7 @@ class Plan:
     layout: Layout = field(default_factory=Layout)
     parallel: Parallel = field(default_factory=Parallel)
     tiles: Tiles = field(default_factory=Tiles)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     memory: Memory = field(default_factory=Memory)
     numerics: Numerics = field(default_factory=Numerics)
     train: Train = field(default_factory=Train)

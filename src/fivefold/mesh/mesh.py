@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -60,14 +61,34 @@ class Mesh:
     def own_group(self, *axes: str) -> dist.ProcessGroup:
         """A new group of the ranks of `group(*axes)`, for messages whose order among others is not fixed.
 
-        Collective: all ranks of the mesh call it, in the same order. Raises `PlanError` for an unknown axis.
+        Without axes, a group of this rank alone. Collective: all ranks of the mesh call it, in the same
+        order. Raises `PlanError` for an unknown axis.
         """
+        return _new_group(self._lines(axes).tolist())
+
+    def pair_group(self, *axes: str) -> dist.ProcessGroup:
+        """As `own_group`, but with the ranks at the mirrored position on the `pipe` axis as well.
+
+        The stages of two opposite chains meet there: position r of S with position S - 1 - r.
+        """
+        stages = self._lines(axes).view(self.layout.pipe, -1, self._lines(axes).shape[-1])
+        pairs = [
+            sorted({*stages[r, line].tolist(), *stages[-1 - r, line].tolist()})
+            for r in range((self.layout.pipe + 1) // 2)
+            for line in range(stages.shape[1])
+        ]
+        return _new_group(pairs)
+
+    def _lines(self, axes: tuple[str, ...]) -> torch.Tensor:
+        """Ranks that differ along `axes` only, a row each; rows ordered by the other axes, `pipe` first."""
         inner = sorted({AXES.index(_known(axis)) for axis in axes})
-        outer = [dim for dim in range(len(AXES)) if dim not in inner]
-        ranks = self.device_mesh.mesh.permute(*outer, *inner).flatten(len(outer)).flatten(0, -2)
-        mine, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-        assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
-        return mine
+        pipe = AXES.index("pipe")
+        outer = sorted(
+            (dim for dim in range(len(AXES)) if dim not in inner), key=lambda d: d != pipe
+        )
+        ranks = self.device_mesh.mesh
+        size = math.prod(ranks.shape[dim] for dim in inner)
+        return ranks.permute(*outer, *inner).reshape(-1, size)
 
     def share(self, n: int) -> range:
         """Which of the `n` samples of a global batch this rank's replica owns."""
@@ -91,6 +112,12 @@ class Mesh:
         where: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _new_group(enumerated: list[list[int]]) -> dist.ProcessGroup:
+    mine, _ = dist.new_subgroups_by_enumeration(enumerated)
+    assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
+    return mine
 
 
 def _known(axis: str) -> str:

@@ -23,19 +23,32 @@ from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
 from fivefold.parallel.tiles.exchange import Exchange, exchange
 from fivefold.parallel.tiles.program import Program, cheapest_thinnest, planned
+from fivefold.parallel.tiles.record import record
 from fivefold.parallel.tiles.rule import Here, Moment, as_held
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Tape, Value, record
+from fivefold.parallel.tiles.tape import Tape, Value
 from fivefold.parallel.trees import call_with, leaves, map_tensors
+from fivefold.plan import AXES
 
-__all__ = ["Outputs", "TiledNet", "grid_of"]
+__all__ = ["Outputs", "Prepared", "TiledNet", "grid_of"]
 
 
 def grid_of(mesh: Mesh) -> Grid:
     """The tile axes of a mesh that are larger than one."""
     axes = tuple(axis for axis in TILE_DIMS if getattr(mesh.layout, axis) > 1)
     return Grid(axes, tuple(int(getattr(mesh.layout, axis)) for axis in axes))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything to run a net on one batch."""
+
+    program: Program
+    inputs: tuple[Tensor, ...]
+    """this rank's parts, as the plan has them"""
+    moment: Moment
+    share: Share
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,9 @@ class TiledNet:
     """The user's net on the tile ranks of one replica. Creating it is collective: it makes groups."""
 
     def __init__(self, net: nn.Module, mesh: Mesh) -> None:
-        self._net = net
+        self._net, self._device = net, mesh.device
         self.grid = grid_of(mesh)
+        self._image_dims = 1 - min((TILE_DIMS[axis] for axis in self.grid.axes), default=0)
         self._groups = _groups(mesh, self.grid)
         self.group = self._groups[tuple(range(len(self.grid.axes))), False]
         """the tile ranks of this replica, in order"""
@@ -74,7 +88,7 @@ class TiledNet:
         Raises `UsageError` for an image with fewer pixels than tiles along some axis.
         """
         spread = Spread.whole(shape)
-        if len(shape) < 1 + channels - min(TILE_DIMS[axis] for axis in self.grid.axes):
+        if len(shape) < channels + self._image_dims:
             return spread
         for index, (axis, parts) in enumerate(zip(self.grid.axes, self.grid.sizes, strict=True)):
             dim = len(shape) + TILE_DIMS[axis]
@@ -102,7 +116,7 @@ class TiledNet:
         """
         part = part_of(leaf)
         if part is None:
-            if len(leaf.shape) < 2 - min(TILE_DIMS[axis] for axis in self.grid.axes):
+            if len(leaf.shape) < 1 + self._image_dims or not self.grid.axes:
                 return leaf, Spread.whole(leaf.shape)
             raise UsageError(
                 f"an input of shape {tuple(leaf.shape)} does not say which tile of which image it is: take "
@@ -124,10 +138,24 @@ class TiledNet:
 
     def run(self, call: Callable[..., Any], inputs: Any, share: Share) -> Outputs:
         """Compute this rank's part of what `call(net, inputs)` returns. Collective over the tile ranks."""
+        ready = self.prepare(call, inputs, share)
+        made = execute(ready.program, ready.inputs, self.state(), ready.moment, self.group)
+        return self.finish(ready, made)
+
+    def state(self) -> dict[str, Tensor]:
+        """The net's parameters and buffers by name."""
+        return {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+
+    def prepare(
+        self, call: Callable[..., Any], inputs: Any, share: Share, fewest: int | None = None
+    ) -> Prepared:
+        """Get ready to run on one batch, of which the smallest replica has `fewest` samples."""
         located = [self.lies(leaf) for leaf in leaves(inputs)]
         if not share.rows:
             located = [(_one_row(leaf), _with_rows(spread, 1)) for leaf, spread in located]
-        program = self._program(call, inputs, [spread for _, spread in located], share.total)
+        if fewest is None:
+            fewest = share.total // self.here.data
+        program = self._program(call, inputs, [spread for _, spread in located], fewest)
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
             rows=share.rows,
@@ -138,17 +166,21 @@ class TiledNet:
             recompute=self._recompute,
             here=self.here,
         )
-        state = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
-        made = execute(program, [leaf for leaf, _ in located], state, moment, self.group)
+        return Prepared(program, tuple(leaf for leaf, _ in located), moment, share)
 
-        def finish(ref: Value) -> Tensor:
-            spread, part = program.spreads[ref.index], made[ref.index]
+    def finish(self, ready: Prepared, made: Mapping[int, Tensor]) -> Outputs:
+        """What the net returns, given its values. Collective over the tile ranks."""
+        program = ready.program
+
+        def part(ref: Value) -> Tensor:
+            spread = program.spreads[ref.index]
             # A margin is of no use to anybody outside.
             own = Exchange.of(spread, as_held(spread.tight()), self.grid, self.here.rank)
-            return self._noted(exchange(part, own, self.group), spread.tight(), share)
+            leaf = exchange(made[ref.index], own, self.group)
+            return self._noted(leaf, spread.tight(), ready.share)
 
         return Outputs(
-            tree_map_only(Value, finish, program.tape.outputs),
+            tree_map_only(Value, part, program.tape.outputs),
             tree_map_only(
                 Value, lambda ref: program.spreads[ref.index].tight(), program.tape.outputs
             ),
@@ -163,18 +195,19 @@ class TiledNet:
 
         inputs = map_tensors(mine, example)
         spreads = [self.spread_of(tuple(leaf.shape)) for leaf in leaves(inputs)]
-        total = leaves(example)[0].shape[0]
-        return self._program(call_with, inputs, spreads, total)
+        return self._program(
+            call_with, inputs, spreads, leaves(example)[0].shape[0] // self.here.data
+        )
 
     def _program(
-        self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], total: int
+        self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], fewest: int
     ) -> Program:
-        fewest = total // self.here.data
         key = (
             tuple(spread.shape for spread in spreads),
             tuple(leaf.dtype for leaf in leaves(inputs)),
             tuple(module.training for module in self._net.modules()),
             fewest >= self.grid.size,
+            torch.is_autocast_enabled(self._device.type),
         )
         if key not in self._programs:
             here = replace(self.here, fewest=fewest)
@@ -190,7 +223,8 @@ class TiledNet:
         return self._programs[key]
 
     def _recorded(self, call: Callable[..., Any], inputs: Any, spreads: list[Spread]) -> Tape:
-        return record(self._net, call, inputs, [torch.Size(s.shape) for s in spreads])
+        shapes = [torch.Size(spread.shape) for spread in spreads]
+        return record(self._net, call, inputs, shapes, self._device)
 
     def _noted(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:
         """An output of which it can be told which part of the whole batch's it is."""
@@ -206,13 +240,18 @@ class TiledNet:
 def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dist.ProcessGroup]:
     """A group for every choice of tile axes, with the data axis and without."""
     found: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
+    alone = next((axis for axis in AXES if getattr(mesh.layout, axis) == 1), None)
     indices = range(len(grid.axes))
     for size in range(len(grid.axes) + 1):
         for axes in itertools.combinations(indices, size):
             names = [grid.axes[index] for index in axes]
             found[axes, True] = mesh.group("data", *names)
-            # An axis of size one stands for no axis: a group of this rank alone.
-            found[axes, False] = mesh.group(*names) if names else mesh.group("pipe")
+            if (
+                not names
+            ):  # a group of this rank alone: that of an axis of size one, if there is one
+                found[axes, False] = mesh.own_group() if alone is None else mesh.group(alone)
+            else:
+                found[axes, False] = mesh.group(*names)
     return found
 
 
@@ -238,6 +277,6 @@ def _check_hooks(net: nn.Module) -> None:
                 if not (type(hook).__module__ + ".").startswith(_KNOWN_HOOKS):
                     where = f"the module {name!r}" if name else "the net"
                     raise UsageError(
-                        f"{where} has a hook ({kind.strip('_').replace('_', ' ')}), which tiles would drop: "
-                        "remove it before parallelize, or use a layout without tile axes"
+                        f"{where} has a hook ({kind.strip('_').replace('_', ' ')}), which a recorded "
+                        "net would drop: remove it before parallelize, or use the data axis only"
                     )

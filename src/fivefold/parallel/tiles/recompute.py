@@ -40,20 +40,25 @@ class Segment:
 
 
 def divided(
-    program: Program, parts: int, wanted: set[int], sizes: Callable[[int], int]
+    program: Program,
+    parts: int,
+    wanted: set[int],
+    sizes: Callable[[int], int],
+    span: range | None = None,
 ) -> list[Segment]:
-    """Cut a program into `parts` segments whose values take about the same memory.
+    """Cut steps of a program, all by default, into `parts` segments whose values take about the same memory.
 
-    `wanted` are values that the net returns, `sizes` gives the bytes of a value.
+    `wanted` are values that are read by others in the end, `sizes` gives the bytes of a value.
     """
     made = [_made(step) for step in program.steps]
-    whole = sum(sizes(index) for indices in made for index in indices)
-    bounds, total = [0], 0
-    for number, indices in enumerate(made):
+    span = range(len(made)) if span is None else span
+    whole = sum(sizes(index) for number in span for index in made[number])
+    bounds, total = [span.start], 0
+    for number in span:
         if total >= whole * len(bounds) / parts and number > bounds[-1] and len(bounds) < parts:
             bounds.append(number)
-        total += sum(map(sizes, indices))
-    bounds.append(len(made))
+        total += sum(map(sizes, made[number]))
+    bounds.append(span.stop)
     return [
         _segment(program, made, wanted, first, stop)
         for first, stop in itertools.pairwise(bounds)

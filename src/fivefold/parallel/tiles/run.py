@@ -18,7 +18,11 @@ from fivefold.parallel.tiles.recompute import Segment, divided, recomputed
 from fivefold.parallel.tiles.rule import Moment
 from fivefold.parallel.tiles.tape import Ref, State, Value
 
-__all__ = ["execute"]
+__all__ = ["Defer", "carry_out", "execute", "returned"]
+
+
+Defer = Callable[[Compute, Callable[[Sequence[Tensor]], Any], Sequence[Tensor]], Any]
+"""how a step is computed, from what computes it and its operands: for those who want to add something"""
 
 
 def execute(
@@ -32,28 +36,49 @@ def execute(
 
     `group` holds the tile ranks of this replica in order. Collective.
     """
-    wanted = {
-        leaf.index
-        for leaf in tree_flatten(program.tape.outputs, is_leaf=lambda v: isinstance(v, Value))[0]
-        if isinstance(leaf, Value)
-    }
     values = dict(zip(program.tape.inputs, inputs, strict=True))
-    if moment.recompute and torch.is_grad_enabled():
-        sizes = _sizes(program, moment)
-        for segment in divided(program, moment.recompute, wanted, sizes):
+    wanted = returned(program)
+    made = carry_out(
+        program, values, range(len(program.steps)), wanted, state=state, moment=moment, group=group
+    )
+    return {index: made[index] for index in wanted}
 
-            def run(
-                taken: Mapping[int, Tensor], segment: Segment = segment
-            ) -> Mapping[int, Tensor]:
-                running = _Running(program, dict(taken), state, moment, group)
-                return running.steps(segment.first, segment.stop, set(segment.gives), remake=False)
 
-            buffers = [t for t in state.values() if not isinstance(t, nn.Parameter)]
-            values |= recomputed(run, segment, values, buffers)
-    else:
-        running = _Running(program, values, state, moment, group)
-        values = running.steps(0, len(program.steps), wanted, remake=True)
-    return {index: values[index] for index in wanted}
+def returned(program: Program) -> set[int]:
+    """The values that the net returns."""
+    flat, _ = tree_flatten(program.tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+    return {leaf.index for leaf in flat if isinstance(leaf, Value)}
+
+
+def carry_out(
+    program: Program,
+    values: dict[int, Tensor],
+    span: range,
+    keep: set[int],
+    *,
+    state: Mapping[str, Tensor],
+    moment: Moment,
+    group: dist.ProcessGroup,
+    defer: Defer | None = None,
+) -> dict[int, Tensor]:
+    """Carry out the steps of `span`, given the values that they read; what is in `keep` is returned.
+
+    `defer` is not asked where activations are recomputed.
+    """
+    if not (moment.recompute and torch.is_grad_enabled()):
+        running = _Running(program, values, state, moment, group, defer)
+        return running.steps(span, keep, remake=True)
+    sizes = _sizes(program, moment)
+    for segment in divided(program, moment.recompute, keep, sizes, span):
+
+        def run(taken: Mapping[int, Tensor], segment: Segment = segment) -> Mapping[int, Tensor]:
+            running = _Running(program, dict(taken), state, moment, group)
+            steps = range(segment.first, segment.stop)
+            return running.steps(steps, set(segment.gives), remake=False)
+
+        buffers = [t for t in state.values() if not isinstance(t, nn.Parameter) and not t.is_meta]
+        values |= recomputed(run, segment, values, buffers)
+    return values
 
 
 def _sizes(program: Program, moment: Moment) -> Callable[[int], int]:
@@ -72,27 +97,31 @@ def _sizes(program: Program, moment: Moment) -> Callable[[int], int]:
 
 
 class _Running:
-    def __init__(
+    """Some steps of a program under way, and the values that they have made."""
+
+    def __init__(  # noqa: PLR0917 - what `carry_out` was given
         self,
         program: Program,
         values: dict[int, Tensor],
         state: Mapping[str, Tensor],
         moment: Moment,
         group: dist.ProcessGroup,
+        defer: Defer | None = None,
     ) -> None:
         self.values = values
+        self._defer = defer
         self.kept: dict[int, Kept] = {}
         """what was moved -> how to make it again"""
         self._program, self._state, self._moment, self._group = program, state, moment, group
         self._remake = True
 
-    def steps(self, first: int, stop: int, keep: set[int], *, remake: bool) -> dict[int, Tensor]:
+    def steps(self, span: range, keep: set[int], *, remake: bool) -> dict[int, Tensor]:
         """Carry out some steps; values, of which those in `keep` are sure to be there.
 
         With `remake`, what was moved is made again in backward, from the owned part and strips.
         """
         self._remake = remake
-        for number in range(first, stop):
+        for number in span:
             step = self._program.steps[number]
             read = self.move(step) if isinstance(step, Move) else self.compute(step)
             last = {
@@ -137,9 +166,12 @@ class _Running:
         return step.operands
 
     def _result(self, step: Compute, operands: Sequence[Tensor]) -> Any:
-        if step.border is not None:
-            return step.border.run(operands, self._group)
-        return step.local.run(self._moment, operands)
+        def run(operands: Sequence[Tensor]) -> Any:
+            if step.border is not None:
+                return step.border.run(operands, self._group)
+            return step.local.run(self._moment, operands)
+
+        return run(operands) if self._defer is None else self._defer(step, run, operands)
 
 
 def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_hooks:
