@@ -1,4 +1,5 @@
-"""Communication over a torch ProcessGroup, every call with the tag that says what it is for."""
+"""Communication over a torch ProcessGroup, every call with the tag that says what it is for; and a backend
+of torch.distributed, "fivefold", which is known to torch once this package is imported."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from fivefold.comm.collectives import (
     start_all_reduce,
 )
 from fivefold.comm.messages import Messages, start_messages
+from fivefold.comm.registration import BACKEND, register
 from fivefold.comm.replay import Log
 
 __all__ = [
+    "BACKEND",
     "CommError",
     "Log",
     "Messages",
@@ -25,6 +28,9 @@ __all__ = [
     "broadcast_all",
     "broadcast_text",
     "reduce_scatter",
+    "register",
     "start_all_reduce",
     "start_messages",
 ]
+
+register()

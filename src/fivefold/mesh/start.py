@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fivefold.comm import register
 from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
@@ -135,6 +136,7 @@ def nobody_else_has(thing: str, store: dist.Store, ranks: int, timeout: timedelt
 
 
 def _join(place: Place, plan: Plan, device: torch.device) -> None:
+    register()  # comm.backend may be "fivefold"
     timeout = timedelta(seconds=read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s))
     try:
         store = _store(place, timeout)

@@ -1,0 +1,158 @@
+"""A group of the C core: its memory, its operations, and what their failures mean in words."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fivefold.arena import Segment
+from fivefold.arena.native import DTYPES, KINDS, REDUCTIONS, Call, Report, core
+
+__all__ = ["Core", "explain"]
+
+STAGING_BYTES = 256 << 10
+"""per rank, twice: small enough to stay in a core's own cache"""
+RING_BYTES = 256 << 10
+"""per ordered pair of ranks; takes memory once the pair exchanges messages"""
+
+(_TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED) = (
+    range(1, 11)
+)  # fmt: skip
+
+
+@dataclass
+class Core:
+    """This rank's part of a group. Everything it maps stays mapped until `close`."""
+
+    rank: int
+    size: int
+    memory: Segment
+    """the group's: posts, stagings, rings"""
+    arenas: Sequence[Segment]
+    """where the ranks' tensors may lie, one segment per rank; kept, not owned"""
+    watches: list[int]
+    """per rank, what tells of its end, or -1"""
+    crowded: bool
+    """whether there are more ranks than cores"""
+    name: str = ""
+    """of the group, for messages"""
+    pointer: int = field(init=False)
+    _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        library = core()
+        opened = library.ff_group_open(self.memory.address, self.rank, int(self.crowded))
+        assert opened, "the memory was set up by rank 0"
+        self.pointer = opened
+        for rank, (arena, watch) in enumerate(zip(self.arenas, self.watches, strict=True)):
+            library.ff_group_peer(opened, rank, watch, arena.address, arena.size_bytes)
+
+    @staticmethod
+    def memory_for(size: int) -> Segment:
+        """The memory of a new group, which one rank makes for all."""
+        library = core()
+        bytes_ = int(library.ff_group_bytes(size, STAGING_BYTES, RING_BYTES))
+        segment = Segment.create("group", bytes_, sparse=True)
+        done = library.ff_group_set_up(segment.address, size, STAGING_BYTES, RING_BYTES)
+        assert done == 0, "sizes are multiples of pages"
+        return segment
+
+    def run(self, call: Call) -> None:
+        """Run a collective and return when it is done. Raises `RuntimeError`."""
+        report = Report()
+        if core().ff_run(self.pointer, ctypes.byref(call), ctypes.byref(report)):
+            raise explain(self, report, call)
+
+    def close(self) -> None:
+        """Leave the group. Operations under way fail, here and on the others."""
+        with self._closing:
+            if self.pointer:
+                core().ff_group_close(self.pointer)
+                self.pointer = 0
+                self.memory.close()
+                for watch in self.watches:
+                    if watch >= 0:
+                        os.close(watch)
+
+
+def explain(
+    group: Core, report: Report, call: Call | None = None, peer: int | None = None
+) -> RuntimeError:
+    """The error of a failed operation: who, what, which, why, and what to do, in one line.
+
+    `call` is the collective; `peer` the other side of a message (-1: anyone).
+    """
+    from torch.distributed import DistBackendError
+
+    what = KINDS[report.kind] if call is not None else "message"
+    if peer is not None:
+        what = f"message with {'anyone' if peer < 0 else f'rank {peer}'}"
+    where = f"number {report.sequence} of group {group.name or '?'}"
+    return DistBackendError(
+        f"rank {group.rank} of {group.size}: {what} ({where}): {_reason(group, report, call)}"
+    )
+
+
+def _reason(group: Core, report: Report, call: Call | None) -> str:
+    status = int(report.status)
+    if status == _MISMATCH:
+        return _mismatch(report, call)
+    if status in (_TOO_LONG, _TOO_SHORT):
+        return (
+            f"rank {report.other} sent {report.other_count} bytes, "
+            f"{'more' if status == _TOO_LONG else 'fewer'} than the tensor holds that receives them"
+        )
+    if status == _BROKEN:
+        return (
+            f"rank {report.other} has given up: {_who_is_missing(group, report, int(report.other_status))}; "
+            "the group cannot be used any more"
+        )
+    if status == _UNSUPPORTED:
+        assert call is not None, "messages are not reduced"
+        return f"{REDUCTIONS[call.reduction]} of {DTYPES[call.dtype]} does not exist"
+    return _who_is_missing(group, report, status)
+
+
+def _who_is_missing(group: Core, report: Report, status: int) -> str:
+    who = _ranks([q for q in range(group.size) if report.missing[q // 64] >> (q % 64) & 1])
+    return {
+        _TIMEOUT: f"timed out waiting for {who}",
+        _DIED: f"the process of {who} has ended",
+        _LEFT: f"{who} has left the group",
+        _CLOSED: "it closed the group while this was under way",
+        _NO_MEMORY: "no memory",
+    }.get(status, f"status {status}")
+
+
+def _mismatch(report: Report, call: Call | None) -> str:
+    assert call is not None, "messages match by tag"
+    if KINDS[call.kind] == "all_to_all_v" and report.other_kind == call.kind:
+        return (
+            f"rank {report.other} sends {report.other_count} bytes to rank {report.other_root}, which "
+            "expects another number: make output_split_sizes match the input_split_sizes of the others"
+        )
+    other = Call(
+        kind=report.other_kind, dtype=report.other_dtype, reduction=report.other_reduction,
+        root=report.other_root, count=report.other_count,
+    )  # fmt: skip
+    return f"this rank asks for {_told(call)}, rank {report.other} for {_told(other)}"
+
+
+def _told(call: Call) -> str:
+    kind = KINDS[call.kind]
+    words = [kind]
+    if "reduce" in kind:
+        words.append(REDUCTIONS[call.reduction])
+    if kind in ("reduce", "broadcast", "gather", "scatter"):
+        words.append(f"root {call.root}")
+    if kind not in ("barrier", "all_to_all_v"):
+        words.append(f"of {call.count} {DTYPES[call.dtype]}")
+    return " ".join(words)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else "others"

@@ -1,0 +1,141 @@
+"""How the ranks of a group find out whether they share a node, and come by each other's memory.
+
+every rank   tells through the store: its node, its cores, and whether it can share memory at all
+rank 0       makes the group's memory and opens a gate
+the others   call there, and hand in their arena
+rank 0       passes the memory and all arenas to each
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fivefold.arena import ArenaError, Gate, Segment, connect, node_name, watch
+from fivefold.arena.native import problem
+from fivefold.comm.core import Core
+from fivefold.comm.own_arena import mapped, own_arena
+
+__all__ = ["Apart", "meet"]
+
+_MOST_RANKS = 240
+"""as many arenas fit into one message"""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Why the ranks of a group cannot share memory."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What a rank tells the others about itself."""
+
+    node: str
+    cores: list[int]
+    problem: str
+    gate: str = ""
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Core | Apart:
+    """Form the group. Collective; all ranks get a `Core`, or all learn why not.
+
+    Raises `ArenaError` when a rank does not come.
+    """
+    gate = Gate() if rank == 0 else None
+    try:
+        members = _members(store, rank, size, timeout, gate)
+        apart = _apart(members)
+        if apart is not None:
+            return apart
+        timeout_s = timeout.total_seconds()
+        if gate is not None:
+            fds, pids = _serve(gate, size, timeout_s)
+        else:
+            fds, pids = _call(members[0].gate, rank, timeout_s)
+    finally:
+        if gate is not None:
+            gate.close()
+    memory, arenas = Segment.attach(fds[0]), [mapped(fd) for fd in fds[1:]]
+    watches = [watch(pid) for pid in pids]
+    return Core(rank, size, memory, arenas, watches, _is_crowded(members), name)
+
+
+def _own_problem() -> str:
+    """Why this process cannot take part, or nothing."""
+    why = problem()
+    if why:
+        return why
+    try:
+        own_arena()
+    except ArenaError as trouble:
+        return str(trouble)
+    return ""
+
+
+def _members(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, gate: Gate | None
+) -> list[_Member]:
+    cores = sorted(os.sched_getaffinity(0))
+    own = _Member(node_name(), cores, _own_problem(), gate.address if gate else "")
+    store.set(f"member/{rank}", json.dumps(asdict(own)))
+    keys = [f"member/{other}" for other in range(size)]
+    store.wait(keys, timeout)
+    return [_Member(**json.loads(store.get(key))) for key in keys]
+
+
+def _apart(members: Sequence[_Member]) -> Apart | None:
+    for rank, member in enumerate(members):
+        if member.problem:
+            return Apart(f"rank {rank} cannot share memory: {member.problem}")
+        if member.node != members[0].node:
+            return Apart(
+                f"ranks 0 and {rank} share no node, or run as different users or containers"
+            )
+    if len(members) > _MOST_RANKS:
+        return Apart(f"{len(members)} ranks on one node; {_MOST_RANKS} is the most")
+    return None
+
+
+_largest = 0
+"""ranks of the largest group so far: what is crowded is the node, not a small group of it"""
+
+
+def _is_crowded(members: Sequence[_Member]) -> bool:
+    global _largest  # noqa: PLW0603 - a fact about the process
+    _largest = max(_largest, len(members))
+    return _largest > len({core for member in members for core in member.cores})
+
+
+def _serve(gate: Gate, size: int, timeout_s: float) -> tuple[list[int], list[int]]:
+    """As rank 0: collect the arenas, and give everyone everything. Returns file descriptors and pids."""
+    memory = Core.memory_for(size)
+    arenas, pids = {0: os.dup(own_arena().segment.fd)}, {0: os.getpid()}
+    lines = [gate.accept(timeout_s) for _ in range(size - 1)]
+    try:
+        for line in lines:
+            told, received = line.receive()
+            pids[int(told)], arenas[int(told)] = line.pid, received[0]
+        everyone = range(size)
+        fds = [os.dup(memory.fd), *(arenas[rank] for rank in everyone)]
+        for line in lines:
+            line.send(json.dumps([pids[rank] for rank in everyone]).encode(), fds)
+    finally:
+        for line in lines:
+            line.close()
+        memory.close()
+    return fds, [pids[rank] for rank in everyone]
+
+
+def _call(address: str, rank: int, timeout_s: float) -> tuple[list[int], list[int]]:
+    with connect(address, timeout_s) as line:
+        line.send(str(rank).encode(), [own_arena().segment.fd])
+        told, fds = line.receive()
+    return fds, json.loads(told)

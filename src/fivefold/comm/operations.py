@@ -1,0 +1,294 @@
+"""Collectives and messages of CPU tensors between ranks that share memory.
+
+Every method starts an operation and gives a work: it has ended unless `later` says that it may go on while
+the caller computes. Tensors need not be contiguous; results are then copied into them at the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.arena.native import DTYPES, KINDS, Call, Report, core
+from fivefold.comm.core import Core, explain
+from fivefold.comm.tensors import CODES, addresses, code_of, counts, reads, writes
+from fivefold.comm.works import Completer, Finished, MessageWork, OpWork
+from fivefold.errors import UsageError
+
+__all__ = ["Operations"]
+
+_KIND = {name: code for code, name in enumerate(KINDS)}
+_MANY = 64
+
+
+class Operations:
+    """What can be asked of a group."""
+
+    def __init__(self, group: Core, timeout_s: float) -> None:
+        self.group = group
+        self.timeout_s = timeout_s
+        """how long an operation may wait for a rank that does not come"""
+        self._completer, self._message_completer = Completer(), Completer()
+        self._collectives: deque[OpWork] = deque()
+        """under way; kept because memory that the core writes to must not go, even if the work is dropped"""
+        self._messages: list[MessageWork] = []
+        self._all_reduce_now = core().ff_all_reduce
+        self._report = Report()
+        self._report_at = ctypes.byref(self._report)
+
+    def all_reduce(self, tensor: Tensor, reduction: int, *, later: bool) -> dist.Work:
+        """Reduce `tensor` over the ranks, in place."""
+        if not later and tensor.is_contiguous():
+            code = CODES.get(tensor.dtype)
+            if code is not None:
+                return self._all_reduce_at_once(tensor, code, reduction)
+        real = _reducible(tensor, reduction)
+        targets, after = writes([real])
+        if after is not None:
+            targets[0].copy_(real)
+        return self._start("all_reduce", targets[0], [tensor], after, later=later, reduction=reduction,
+                           reads_from=targets[0], writes_to=targets[0])  # fmt: skip
+
+    def reduce(self, tensor: Tensor, reduction: int, root: int, *, later: bool) -> dist.Work:
+        """Reduce into the tensor of rank `root`; the others' stay as they are."""
+        real = _reducible(tensor, reduction)
+        targets, after = writes([real] if root == self.group.rank else [])
+        source = reads(real)
+        return self._start("reduce", source, [tensor], after, later=later, reduction=reduction, root=root,
+                           reads_from=source, writes_to=targets[0] if targets else None)  # fmt: skip
+
+    def broadcast(self, tensor: Tensor, root: int, *, later: bool) -> dist.Work:
+        """Overwrite `tensor` with that of rank `root`."""
+        if root == self.group.rank:
+            source = reads(tensor)
+            return self._start(
+                "broadcast", source, [tensor], later=later, root=root, reads_from=source
+            )
+        targets, after = writes([tensor])
+        return self._start("broadcast", targets[0], [tensor], after, later=later, root=root,
+                           writes_to=targets[0])  # fmt: skip
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, later: bool) -> dist.Work:
+        """Fill `outputs`, one per rank, with the ranks' tensors."""
+        self._one_per_rank(outputs, tensor, "all_gather")
+        targets, after = writes(outputs)
+        source = reads(tensor)
+        return self._start("all_gather", source, outputs, after, later=later, reads_from=source,
+                           all_to=targets)  # fmt: skip
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, *, later: bool) -> dist.Work:
+        """Fill `output` with the ranks' tensors, one after the other."""
+        self._fits(output, tensor, "all_gather")
+        targets, after = writes([output])
+        source = reads(tensor)
+        return self._start("all_gather", source, [output], after, later=later, reads_from=source,
+                           writes_to=targets[0])  # fmt: skip
+
+    def gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, *, later: bool
+    ) -> dist.Work:
+        """Fill `outputs` of rank `root`, one per rank, with the ranks' tensors."""
+        here = root == self.group.rank
+        if here:
+            self._one_per_rank(outputs, tensor, "gather")
+        targets, after = writes(outputs if here else [])
+        source = reads(tensor)
+        return self._start("gather", source, outputs if here else [tensor], after, later=later, root=root,
+                           reads_from=source, all_to=targets if here else None)  # fmt: skip
+
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, *, later: bool
+    ) -> dist.Work:
+        """Fill `tensor` with this rank's of `inputs`, of which rank `root` has one per rank."""
+        here = root == self.group.rank
+        if here:
+            self._one_per_rank(inputs, tensor, "scatter")
+        targets, after = writes([tensor])
+        sources = [*map(reads, inputs)] if here else None
+        return self._start("scatter", targets[0], [tensor], after, later=later, root=root,
+                           writes_to=targets[0], all_from=sources)  # fmt: skip
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], reduction: int, *, later: bool
+    ) -> dist.Work:
+        """Reduce `inputs`, one per rank, over the ranks; `output` is this rank's."""
+        self._one_per_rank(inputs, output, "reduce_scatter")
+        targets, after = writes([_reducible(output, reduction)])
+        sources = [reads(_reducible(tensor, reduction)) for tensor in inputs]
+        return self._start("reduce_scatter", targets[0], [output], after, later=later,
+                           reduction=reduction, writes_to=targets[0], all_from=sources)  # fmt: skip
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, reduction: int, *, later: bool
+    ) -> dist.Work:
+        """Reduce `tensor`, which holds a part per rank, over the ranks; `output` is this rank's part."""
+        self._fits(tensor, output, "reduce_scatter")
+        targets, after = writes([_reducible(output, reduction)])
+        source = reads(_reducible(tensor, reduction))
+        return self._start("reduce_scatter", targets[0], [output], after, later=later,
+                           reduction=reduction, reads_from=source, writes_to=targets[0])  # fmt: skip
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, later: bool
+    ) -> dist.Work:
+        """Send `inputs[q]` to rank q, receive `outputs[q]` from it; sizes may differ."""
+        for tensors in (outputs, inputs):
+            self._as_many_as_ranks(tensors, "all_to_all")
+        targets, after = writes(outputs)
+        sources = [*map(reads, inputs)]
+        return self._start("all_to_all_v", sources[0], outputs, after, later=later, all_from=sources,
+                           all_to=targets,
+                           sizes=([t.numel() for t in sources], [t.numel() for t in targets]))  # fmt: skip
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_rows: Sequence[int], input_rows: Sequence[int], *,
+        later: bool,
+    ) -> dist.Work:  # fmt: skip
+        """Send part q of `tensor` to rank q, receive part q of `output` from it.
+
+        Parts are so many rows, or equal where no rows are given.
+        """
+        sizes = self._parts(tensor, input_rows, "input"), self._parts(output, output_rows, "output")
+        targets, after = writes([output])
+        source = reads(tensor)
+        return self._start("all_to_all_v", source, [output], after, later=later, reads_from=source,
+                           writes_to=targets[0], sizes=sizes)  # fmt: skip
+
+    def barrier(self, *, later: bool, timeout_s: float | None = None) -> dist.Work:
+        """Wait for all ranks."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return self._start("barrier", nothing, [], later=later, timeout_s=timeout_s)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Send to rank `peer`."""
+        source = reads(tensor)
+        return self._message(source, peer, tag, None, sends=True)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Receive from rank `peer`, or from anyone (-1). The tensor has the size of what comes."""
+        targets, after = writes([tensor])
+        return self._message(targets[0], peer, tag, after, sends=False)
+
+    def close(self) -> None:
+        """End what is under way, with errors, and leave the group."""
+        works = [*self._collectives, *self._messages]
+        if sum(work.is_completed() for work in works) < len(works):
+            core().ff_group_break(self.group.pointer)
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError:
+                continue
+        self._completer.close()
+        self._message_completer.close()
+        self.group.close()
+
+    def _all_reduce_at_once(self, tensor: Tensor, dtype: int, reduction: int) -> dist.Work:
+        """The shortest way: most of the time of a small sum would else be spent on this side."""
+        count, data = tensor.numel(), tensor.data_ptr()
+        if self._all_reduce_now(
+            self.group.pointer, dtype, reduction, count, data, self.timeout_s, self._report_at
+        ):
+            call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
+            raise explain(self.group, self._report, call)
+        return Finished([tensor])
+
+    def _start(
+        self, kind: str, block: Tensor, results: Sequence[Tensor],
+        after: Callable[[], None] | None = None, *, later: bool, reduction: int = 0, root: int = 0,
+        reads_from: Tensor | None = None, writes_to: Tensor | None = None,
+        all_from: Sequence[Tensor] | None = None, all_to: Sequence[Tensor] | None = None,
+        sizes: tuple[Sequence[int], Sequence[int]] | None = None, timeout_s: float | None = None,
+    ) -> dist.Work:  # fmt: skip
+        """`block`: what one rank contributes or receives; the others as in `ff_call`."""
+        dtype, parts = code_of(block)
+        call = Call(kind=_KIND[kind], dtype=dtype, reduction=reduction, root=root)
+        call.count = 0 if sizes else block.numel() * parts
+        call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        arrays: list[object] = []
+        for name, tensor in (("input", reads_from), ("output", writes_to)):
+            if tensor is not None:
+                setattr(call, name, tensor.data_ptr())
+        for name, tensors in (("inputs", all_from), ("outputs", all_to)):
+            if tensors is not None:
+                arrays.append(addresses(tensors))
+                setattr(
+                    call, name, ctypes.addressof(cast(ctypes.Array[ctypes.c_void_p], arrays[-1]))
+                )
+        for name, numbers in zip(("input_counts", "output_counts"), sizes or (), strict=False):
+            arrays.append(counts([n * parts for n in numbers]))
+            setattr(call, name, ctypes.addressof(cast(ctypes.Array[ctypes.c_uint64], arrays[-1])))
+        if not later:
+            self.group.run(call)
+            if after is not None:
+                after()
+            return Finished(results)
+        kept = (arrays, reads_from, writes_to, all_from, all_to)
+        work = OpWork(
+            self.group, call, completer=self._completer, results=results, kept=kept, after=after
+        )
+        while self._collectives and self._collectives[0].is_completed():
+            self._collectives.popleft()
+        self._collectives.append(work)
+        return work
+
+    def _message(
+        self, tensor: Tensor, peer: int, tag: int, after: Callable[[], None] | None, *, sends: bool
+    ) -> MessageWork:
+        work = MessageWork(self.group, tensor, peer=peer, tag=tag, timeout_s=self.timeout_s, sends=sends,
+                           completer=self._message_completer, after=after)  # fmt: skip
+        if len(self._messages) >= _MANY:
+            self._messages = [other for other in self._messages if not other.is_completed()]
+        self._messages.append(work)
+        return work
+
+    def _parts(self, tensor: Tensor, rows: Sequence[int], which: str) -> list[int]:
+        size, dim = self.group.size, tensor.shape[0] if tensor.dim() else 1
+        if not rows:
+            if dim % size:
+                raise UsageError(
+                    f"all_to_all: {dim} rows of {which} for {size} ranks: give split sizes"
+                )
+            return [tensor.numel() // size] * size
+        if len(rows) != size or sum(rows) != dim:
+            raise UsageError(
+                f"all_to_all: {which} split sizes {list(rows)} for {dim} rows and {size} ranks: one per "
+                "rank is needed, and they have to sum to the rows"
+            )
+        row = tensor.numel() // dim if dim else 0
+        return [n * row for n in rows]
+
+    def _one_per_rank(self, tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
+        self._as_many_as_ranks(tensors, what)
+        for tensor in tensors:
+            if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+                raise UsageError(
+                    f"{what}: tensors of {tensor.numel()} {tensor.dtype} and {like.numel()} {like.dtype}; "
+                    "all need one size and dtype"
+                )
+
+    def _as_many_as_ranks(self, tensors: Sequence[Tensor], what: str) -> None:
+        if len(tensors) != self.group.size:
+            raise UsageError(f"{what}: {len(tensors)} tensors for {self.group.size} ranks")
+
+    def _fits(self, whole: Tensor, part: Tensor, what: str) -> None:
+        if whole.numel() != part.numel() * self.group.size or whole.dtype != part.dtype:
+            raise UsageError(
+                f"{what}: {whole.numel()} {whole.dtype} for {self.group.size} ranks with {part.numel()} "
+                f"{part.dtype} each"
+            )
+
+
+def _reducible(tensor: Tensor, reduction: int) -> Tensor:
+    """The tensor, complex numbers as pairs: they can be added. Raises `UsageError` for what cannot."""
+    if tensor.is_complex() and reduction <= 1:
+        return torch.view_as_real(tensor)
+    if tensor.dtype not in CODES:
+        raise UsageError(f"{tensor.dtype} cannot be reduced so; dtypes: {', '.join(DTYPES)}")
+    return tensor

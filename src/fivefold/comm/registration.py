@@ -1,0 +1,67 @@
+"""The backend "fivefold" of torch.distributed: who gets which group.
+
+all ranks on one node      SharedGroup: the C core, in memory that they share
+ranks on several nodes     torch's gloo, said in one line
+no C core, no memory       torch's gloo, said in one line
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.comm.meeting import Apart, meet
+from fivefold.comm.operations import Operations
+from fivefold.comm.shared_group import SharedGroup
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "fivefold"
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make the name "fivefold" known to torch.distributed. Calling it again does nothing."""
+    if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, _given: Any) -> Any:
+    """What torch calls when a group with this backend is made. Collective."""
+    timeout = _as_timedelta(options.timeout)
+    rank, size = int(options.group_rank), int(options.group_size)
+    store, name = options.store, str(options.group_id)
+    met = meet(dist.PrefixStore("fivefold", store), rank, size, timeout, name)
+    if isinstance(met, Apart):
+        if rank == 0:
+            _log.warning("group %s of %d ranks uses gloo: %s", name, size, met.reason)
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+
+    def elsewhere(device: torch.device) -> Any:
+        return _torchs_own(device, store, rank, size, timeout)
+
+    return SharedGroup(Operations(met, timeout.total_seconds()), elsewhere, name)
+
+
+def _torchs_own(
+    device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Any:
+    """NCCL where every rank has a GPU of its own, else gloo. Collective."""
+    inner = dist.PrefixStore(device.type, store)
+    if device.type == "cuda" and dist.is_nccl_available():
+        own = str(torch.cuda.get_device_properties(device).uuid)
+        inner.set(f"device/{rank}", own)
+        everyone = {inner.get(f"device/{other}") for other in range(size)}
+        if len(everyone) == size:
+            chosen = dist.ProcessGroupNCCL.Options()
+            chosen._timeout = timeout  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", inner), rank, size, chosen)
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", inner), rank, size, timeout)
+
+
+def _as_timedelta(value: Any) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=float(value))

@@ -1,0 +1,342 @@
+"""The process group of ranks that share a node, as torch.distributed calls it.
+
+torch 2.13 renamed some methods: both spellings are here. Each takes what the methods of torch's own groups
+take; tensors on GPUs are passed on to one of those.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.comm.operations import Operations
+from fivefold.comm.own_arena import own_arena
+from fivefold.comm.works import Completer, SeveralWorks
+
+__all__ = ["SharedGroup"]
+
+Work = dist.Work
+_ANYONE = -1
+
+
+def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
+    """Pass the call on to a group of torch's own if its tensors are elsewhere."""
+
+    @functools.wraps(method)
+    def here_or_there(self: SharedGroup, first: Any, *rest: Any, **named: Any) -> Work:
+        device = _device(first) or (_device(rest[0]) if rest else None)
+        if device is None or device.type == "cpu":
+            return method(self, first, *rest, **named)
+        return getattr(self.elsewhere(device), method.__name__)(first, *rest, **named)
+
+    return here_or_there
+
+
+def _device(tensors: Any) -> torch.device | None:
+    """Where the first of (lists of) tensors is."""
+    while isinstance(tensors, Sequence) and tensors:
+        tensors = tensors[0]
+    return tensors.device if isinstance(tensors, Tensor) else None
+
+
+def _op(opts: Any) -> int:
+    """The number of a reduction; the core's are torch's."""
+    return 0 if opts is None else int(opts.reduceOp.op)
+
+
+def _later(opts: Any) -> bool:
+    return opts is None or bool(getattr(opts, "asyncOp", True))
+
+
+class SharedGroup(dist.ProcessGroup):
+    """Ranks that share memory: what `init_process_group("fivefold")` gives on one node."""
+
+    def __init__(
+        self, operations: Operations, elsewhere: Callable[[torch.device], Any], name: str
+    ) -> None:
+        size = operations.group.size
+        super().__init__(operations.group.rank, size)  # pyright: ignore[reportCallIssue]
+        self._operations = operations
+        self.elsewhere = functools.cache(elsewhere)
+        """the group of torch's own for a device"""
+        self._name, self._desc = name, "undefined"
+        self._coalesced: list[Work] | None = None
+        self._completer = Completer()
+
+    # --- about itself --------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """As in `dist.get_backend`."""
+        return "fivefold"
+
+    def getRank(self) -> int:  # noqa: N802
+        """Of this process in the group."""
+        return self._operations.group.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Of the group."""
+        return self._operations.group.size
+
+    rank, size, name = getRank, getSize, getBackendName
+
+    # Without the following, DeviceMesh and functional collectives fail: "ProcessGroup name not set".
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """As torch set it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """As torch wants it."""
+        self._name = self._operations.group.name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """As torch set it."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """As torch wants it."""
+        self._desc = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)  # pyright: ignore[reportIncompatibleMethodOverride]
+    group_desc = property(getGroupDesc)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        where = torch.device(device)
+        return self if where.type == "cpu" else self.elsewhere(where)
+
+    def _get_backend_name(self) -> str:
+        return "fivefold"
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The core counts by itself."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    # --- memory that peers see, and the end -----------------------------------------------------
+
+    supports_tensor_alloc = True
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+    ) -> Tensor:
+        """An uninitialised tensor of `size` elements that is summed where it lies, without copies."""
+        where = torch.device(device)
+        if where.type != "cpu" or not size:
+            return torch.empty(size, dtype=dtype, device=where)
+        piece = own_arena().allocate(size * dtype.itemsize)
+        return torch.frombuffer(piece, dtype=dtype, count=size)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations wait for missing ranks from now on."""
+        self._operations.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._operations.close()
+        self._completer.close()
+
+    abort = shutdown
+
+    # --- coalescing: operations stay their own, a block only collects their works ----------------
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:  # noqa: ARG002
+        works, self._coalesced = self._coalesced or [], None
+        return self._together(works)
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _together(self, works: list[Any]) -> Work:
+        return SeveralWorks(works, self._completer)
+
+    # --- collectives ---------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reduce over the ranks, in place."""
+        tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
+        if not tensor.is_cpu:
+            return self.elsewhere(tensor.device).allreduce(tensors, opts)
+        if isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            chosen, opts = opts, dist.AllreduceOptions()
+            opts.reduceOp = chosen
+        if isinstance(tensors, list) and len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        return self._noted(self._operations.all_reduce(tensor, _op(opts), later=_later(opts)))
+
+    @_of_cpus
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Reduce each of the tensors over the ranks, in place."""
+        reduction, later = _op(opts), _later(opts)
+        works = [self._operations.all_reduce(t, reduction, later=later) for t in tensors]
+        return self._noted(self._together(works))
+
+    @_of_cpus
+    def reduce(self, tensors: Any, opts: Any = None) -> Work:
+        """Reduce into the tensor of the root rank."""
+        opts = opts or dist.ReduceOptions()
+        return self._noted(
+            self._operations.reduce(
+                _one(tensors), _op(opts), int(opts.rootRank), later=_later(opts)
+            )
+        )
+
+    @_of_cpus
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:  # noqa: ARG002
+        """Overwrite with the tensor of the root rank."""
+        root = opts if isinstance(opts, int) else int(opts.rootRank) if opts else 0
+        return self._noted(self._operations.broadcast(_one(tensors), root, later=_later(opts)))
+
+    @_of_cpus
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """A list of the ranks' tensors."""
+        lists = outputs[0] if isinstance(outputs[0], list) else outputs
+        return self._noted(self._operations.all_gather(lists, _one(inputs), later=_later(opts)))
+
+    @_of_cpus
+    def allgather_coalesced(
+        self, output_lists: Any, inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """For each input, the ranks' tensors: `output_lists[rank][number]`."""
+        works = [
+            self._operations.all_gather(
+                [row[n] for row in output_lists], tensor, later=_later(opts)
+            )
+            for n, tensor in enumerate(inputs)
+        ]
+        return self._noted(self._together(works))
+
+    @_of_cpus
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+        """The ranks' tensors, one after the other."""
+        return self._noted(self._operations.all_gather_single(output, input, later=_later(opts)))
+
+    @_of_cpus
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """`all_gather_single` of each pair."""
+        works = [
+            self._operations.all_gather_single(output, tensor, later=_later(opts))
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._noted(self._together(works))
+
+    @_of_cpus
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """A list of the ranks' tensors at the root rank."""
+        opts = opts or dist.GatherOptions()
+        lists = outputs[0] if outputs and isinstance(outputs[0], list) else outputs
+        return self._noted(
+            self._operations.gather(lists, _one(inputs), int(opts.rootRank), later=_later(opts))
+        )
+
+    @_of_cpus
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """This rank's of the tensors that the root rank has."""
+        opts = opts or dist.ScatterOptions()
+        lists = inputs[0] if inputs and isinstance(inputs[0], list) else inputs
+        return self._noted(
+            self._operations.scatter(_one(outputs), lists, int(opts.rootRank), later=_later(opts))
+        )
+
+    @_of_cpus
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """This rank's of the tensors, reduced over the ranks."""
+        lists = inputs[0] if isinstance(inputs[0], list) else inputs
+        return self._noted(
+            self._operations.reduce_scatter(_one(outputs), lists, _op(opts), later=_later(opts))
+        )
+
+    @_of_cpus
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+        """This rank's part of the tensor, reduced over the ranks."""
+        return self._noted(
+            self._operations.reduce_scatter_single(output, input, _op(opts), later=_later(opts))
+        )
+
+    @_of_cpus
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """`reduce_scatter_single` of each pair."""
+        works = [
+            self._operations.reduce_scatter_single(output, tensor, _op(opts), later=_later(opts))
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._noted(self._together(works))
+
+    @_of_cpus
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_rows: Any, input_rows: Any, opts: Any = None  # noqa: A002
+    ) -> Work:  # fmt: skip
+        """Part q of `input` to rank q, part q of `output` from it."""
+        return self._noted(
+            self._operations.all_to_all_single(
+                output, input, output_rows, input_rows, later=_later(opts)
+            )
+        )
+
+    @_of_cpus
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """`inputs[q]` to rank q, `outputs[q]` from it."""
+        return self._noted(self._operations.all_to_all(outputs, inputs, later=_later(opts)))
+
+    def barrier(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
+        """Wait for all ranks."""
+        device = getattr(opts, "device", None)
+        if device is not None and device.type != "cpu":
+            return self.elsewhere(device).barrier(opts)
+        limit = timeout or getattr(opts, "timeout", timedelta(milliseconds=-1))
+        limit_s = limit.total_seconds() if limit > timedelta(0) else None
+        return self._noted(self._operations.barrier(later=_later(opts), timeout_s=limit_s))
+
+    # --- messages ------------------------------------------------------------------------------
+
+    @_of_cpus
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> Work:
+        """To one rank."""
+        return self._noted(self._operations.send(_one(tensors), dst_rank, tag))
+
+    @_of_cpus
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> Work:
+        """From one rank."""
+        return self._noted(self._operations.receive(_one(tensors), src_rank, tag))
+
+    @_of_cpus
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """From whoever sends first."""
+        return self._noted(self._operations.receive(_one(tensors), _ANYONE, tag))
+
+    # --- what torch 2.12 and older say -----------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _one(tensors: Any) -> Tensor:
+    """The tensor of what torch mostly gives as a list of one."""
+    return tensors if isinstance(tensors, Tensor) else tensors[0]

@@ -1,0 +1,58 @@
+"""Tensors as the C core sees them: a type, a number of elements, and an address."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.arena.native import DTYPES
+
+__all__ = ["CODES", "addresses", "counts", "reads", "writes"]
+
+CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
+}
+"""what the core can reduce"""
+_BYTES = DTYPES.index("uint8")
+
+
+def code_of(tensor: Tensor) -> tuple[int, int]:
+    """Code of the type, and how many of it an element is: what cannot be reduced travels as bytes."""
+    code = CODES.get(tensor.dtype)
+    return (_BYTES, tensor.element_size()) if code is None else (code, 1)
+
+
+def reads(tensor: Tensor) -> Tensor:
+    """What is read from: the tensor, or a copy in one piece."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
+    """Where results go: the tensors, or copies in one piece; and what copies those back, if any."""
+    targets = [
+        t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in tensors
+    ]
+    apart = [(own, to) for own, to in zip(targets, tensors, strict=True) if own is not to]
+    if not apart:
+        return targets, None
+
+    def copy_back() -> None:
+        with torch.no_grad():
+            for own, to in apart:
+                to.copy_(own)
+
+    return targets, copy_back
+
+
+def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Where each begins."""
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def counts(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """Numbers of elements."""
+    return (ctypes.c_uint64 * len(numbers))(*numbers)

@@ -1,0 +1,279 @@
+"""Operations under way, as torch.distributed knows them."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.arena.native import Call, Report, core
+from fivefold.comm.core import Core, explain
+
+__all__ = ["Completer", "Finished", "MessageWork", "OpWork", "SeveralWorks"]
+
+_FOREVER_S = -1.0
+
+
+class Completer:
+    """Sets the futures of works, in the order in which they were asked for, in a thread of its own.
+
+    Only works whose future is asked for pass through here: waiting needs no thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[_Work, torch.futures.Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def future_of(self, work: _Work) -> torch.futures.Future[Any]:
+        """A future that is set when `work` is done."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fivefold-futures", daemon=True)
+            self._thread.start()
+        self._waiting.put((work, future))
+        return future
+
+    def close(self) -> None:
+        """Wait until all futures are set."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            work, future = item
+            try:
+                work.wait()
+            except Exception as problem:  # noqa: BLE001 - belongs to whoever waits for the future
+                future.set_exception(problem)
+            else:
+                future.set_result(work.result())
+            del item, work, future
+
+
+class _Work(dist.Work):
+    """What all works have: results, and a future where one is asked for."""
+
+    def __init__(self, results: Sequence[Tensor], completer: Completer | None) -> None:
+        super().__init__()
+        self._results = list(results)
+        self._completer = completer
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        raise NotImplementedError
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result."""
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the result, set by a thread."""
+        if self._future is None:
+            if self._completer is None:
+                self._future = torch.futures.Future()
+                self._future.set_result(self._results)
+            else:
+                self._future = self._completer.future_of(self)
+        return self._future
+
+    def synchronize(self) -> None:
+        """The same as `wait`, on CPUs."""
+        self.wait()
+
+
+class Finished(_Work):
+    """A work that was done before its caller saw it."""
+
+    def __init__(self, results: Sequence[Tensor] = ()) -> None:
+        super().__init__(results, None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Yes."""
+        return True
+
+    def is_success(self) -> bool:
+        """Yes."""
+        return True
+
+    def exception(self) -> None:
+        """None."""
+
+
+class _Pending(_Work):
+    """A work of the core that ends later. `kept` must live until then; `after` runs once it has ended."""
+
+    def __init__(
+        self,
+        group: Core,
+        handle: int,
+        *,
+        completer: Completer,
+        results: Sequence[Tensor],
+        kept: object,
+        after: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(results, completer)
+        self._group, self._handle = group, handle
+        self._kept, self._after = kept, after
+        self._error: Exception | None = None
+        self._ending = threading.Lock()
+        self._ended = False
+
+    def _core_wait(self, timeout_s: float, report: Report) -> int:
+        raise NotImplementedError
+
+    def _core_done(self) -> bool:
+        raise NotImplementedError
+
+    def _core_free(self) -> None:
+        raise NotImplementedError
+
+    def _explained(self, report: Report) -> Exception:
+        raise NotImplementedError
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until done; a `timeout` above 0 bounds this wait alone. Raises `RuntimeError`."""
+        if not self._ended:
+            limit_s = timeout.total_seconds()
+            with self._ending:
+                if not self._ended:
+                    self._end(limit_s if limit_s > 0 else _FOREVER_S)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result, or an error, is there."""
+        if not self._ended and self._core_done():
+            with self._ending:
+                if not self._ended:
+                    self._end(_FOREVER_S)
+        return self._ended
+
+    def is_success(self) -> bool:
+        """Whether the result is there."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """What went wrong, if something did."""
+        return self._error
+
+    def _end(self, timeout_s: float) -> None:
+        report = Report()
+        status = self._core_wait(timeout_s, report)
+        if status and not self._core_done():  # only this wait has ended
+            raise self._explained(report)
+        self._core_free()
+        if status:
+            self._error = self._explained(report)
+        elif self._after is not None:
+            self._after()
+        self._kept = self._after = None
+        self._ended = True
+
+
+class OpWork(_Pending):
+    """A collective under way."""
+
+    def __init__(
+        self, group: Core, call: Call, *, completer: Completer, results: Sequence[Tensor], kept: object,
+        after: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        handle = core().ff_post(group.pointer, ctypes.byref(call))
+        if not handle:
+            raise MemoryError("no memory for a collective")
+        self._call = call
+        super().__init__(
+            group, handle, completer=completer, results=results, kept=kept, after=after
+        )
+
+    def _core_wait(self, timeout_s: float, report: Report) -> int:
+        return int(
+            core().ff_wait(self._group.pointer, self._handle, timeout_s, ctypes.byref(report))
+        )
+
+    def _core_done(self) -> bool:
+        return bool(core().ff_op_done(self._handle))
+
+    def _core_free(self) -> None:
+        core().ff_op_free(self._group.pointer, self._handle)
+
+    def _explained(self, report: Report) -> Exception:
+        return explain(self._group, report, self._call)
+
+
+class MessageWork(_Pending):
+    """A message under way. `peer` -1 receives from anyone."""
+
+    def __init__(
+        self, group: Core, tensor: Tensor, *, peer: int, tag: int, timeout_s: float, sends: bool,
+        completer: Completer, after: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        start = core().ff_send if sends else core().ff_receive
+        size_bytes = tensor.numel() * tensor.element_size()
+        handle = start(group.pointer, peer, tag, tensor.data_ptr(), size_bytes, timeout_s)
+        if not handle:
+            raise MemoryError("no memory for a message")
+        self._peer = peer
+        super().__init__(
+            group, handle, completer=completer, results=[tensor], kept=tensor, after=after
+        )
+
+    def _source_rank(self) -> int:
+        """Who sent it."""
+        return self._peer
+
+    def _core_wait(self, timeout_s: float, report: Report) -> int:
+        status = core().ff_message_wait(
+            self._group.pointer, self._handle, timeout_s, ctypes.byref(report)
+        )
+        return int(status)
+
+    def _core_done(self) -> bool:
+        return bool(core().ff_message_done(self._group.pointer, self._handle))
+
+    def _core_free(self) -> None:
+        self._peer = int(core().ff_message_peer(self._handle))
+        core().ff_message_free(self._group.pointer, self._handle)
+
+    def _explained(self, report: Report) -> Exception:
+        return explain(self._group, report, peer=self._peer)
+
+
+class SeveralWorks(_Work):
+    """Works that are waited for together."""
+
+    def __init__(self, works: Sequence[_Work], completer: Completer) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()], completer)
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for each. Raises `RuntimeError`."""
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have results."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        """The first of their errors."""
+        return next(filter(None, (work.exception() for work in self._works)), None)

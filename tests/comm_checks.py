@@ -1,0 +1,340 @@
+"""What ranks of the tests of communication do. Each runs within a default group."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
+}  # fmt: skip
+
+
+# torch 2.13 renamed both.
+_all_gather_single: Any = vars(dist).get("all_gather_single", vars(dist)["all_gather_into_tensor"])
+_reduce_scatter_single: Any = vars(dist).get(
+    "reduce_scatter_single", vars(dist)["reduce_scatter_tensor"]
+)
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bits of a tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def suits(name: str, dtype: torch.dtype) -> bool:
+    if dtype.is_complex:
+        return name == "sum"
+    if dtype.is_floating_point:
+        return name in ("sum", "avg", "prod", "min", "max")
+    return name not in ("avg", "prod") if dtype == torch.bool else name != "avg"
+
+
+def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, so that all sums and products are exact in every dtype."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) + rank) % 3 + 1).reshape(shape).to(dtype)
+
+
+def done(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+class _Operations:
+    """Each method starts one operation with fresh tensors and gives its results."""
+
+    def __init__(self, dtype: torch.dtype, count: int, later: bool) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.last, self.later, self.count = self.size - 1, later, count
+        self.own = mine(self.rank, (count,), dtype)
+        self.whole = mine(self.rank, (self.size * count,), dtype)
+
+    def many(self) -> list[Tensor]:
+        return [torch.zeros_like(self.own) for _ in range(self.size)]
+
+    def all_reduce(self, op: Any = dist.ReduceOp.SUM) -> list[Tensor]:
+        tensor = self.own.clone()
+        done(dist.all_reduce(tensor, op=op, async_op=self.later))
+        return [tensor]
+
+    def reduce(self) -> list[Tensor]:
+        tensor = self.own.clone()
+        done(dist.reduce(tensor, self.last, async_op=self.later))
+        return [tensor] if self.rank == self.last else []
+
+    def broadcast(self) -> list[Tensor]:
+        tensor = self.own.clone()
+        done(dist.broadcast(tensor, self.last, async_op=self.later))
+        return [tensor]
+
+    def all_gather(self) -> list[Tensor]:
+        tensors = self.many()
+        done(dist.all_gather(tensors, self.own, async_op=self.later))
+        return tensors
+
+    def all_gather_single(self) -> list[Tensor]:
+        output = torch.zeros_like(self.whole)
+        done(_all_gather_single(output, self.own, async_op=self.later))
+        return [output]
+
+    def gather(self) -> list[Tensor]:
+        tensors = self.many() if self.rank == self.last else None
+        done(dist.gather(self.own, tensors, self.last, async_op=self.later))
+        return tensors or []
+
+    def scatter(self) -> list[Tensor]:
+        output = torch.zeros_like(self.own)
+        parts = [part.clone() for part in self.whole.view(self.size, self.count).unbind()]
+        given = parts if self.rank == self.last else None
+        done(dist.scatter(output, given, self.last, async_op=self.later))
+        return [output]
+
+    def reduce_scatter(self) -> list[Tensor]:
+        output = torch.zeros_like(self.own)
+        parts = list(self.whole.view(self.size, self.count).unbind())
+        done(dist.reduce_scatter(output, parts, async_op=self.later))
+        return [output]
+
+    def reduce_scatter_single(self) -> list[Tensor]:
+        output = torch.zeros_like(self.own)
+        done(_reduce_scatter_single(output, self.whole, async_op=self.later))
+        return [output]
+
+    def all_to_all_single(self) -> list[Tensor]:
+        output = torch.zeros_like(self.whole)
+        done(dist.all_to_all_single(output, self.whole, async_op=self.later))
+        return [output]
+
+    def all_to_all_uneven(self) -> list[Tensor]:
+        sends = [self.count + q for q in range(self.size)]
+        takes = [self.count + self.rank] * self.size
+        tensor = mine(self.rank, (sum(sends), 2), self.own.dtype)
+        output = torch.zeros(sum(takes), 2, dtype=self.own.dtype)
+        done(dist.all_to_all_single(output, tensor, takes, sends, async_op=self.later))
+        return [output]
+
+    def coalesced(self) -> list[Tensor]:
+        tensors = [self.own.clone(), self.whole.clone()]
+        with _coalescing_manager(async_ops=self.later) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        if self.later:
+            manager.wait()
+        return tensors
+
+
+def every_operation(dtype_name: str, count: int, later: bool) -> dict[str, list[bytes] | str]:
+    """The results of all operations, by name; the error where one is not offered."""
+    dtype = getattr(torch, dtype_name)
+    all_ = _Operations(dtype, count, later)
+    moving = (all_.broadcast, all_.all_gather, all_.all_gather_single, all_.gather, all_.scatter,
+              all_.all_to_all_single, all_.all_to_all_uneven)  # fmt: skip
+    adding = (all_.reduce, all_.reduce_scatter, all_.reduce_scatter_single, all_.coalesced)
+    runs = {run.__name__: run for run in (moving if dtype == torch.bool else moving + adding)}
+    for name, op in REDUCTIONS.items():
+        if suits(name, dtype):
+            runs[f"all_reduce {name}"] = functools.partial(all_.all_reduce, op)
+    found: dict[str, list[bytes] | str] = {}
+    for name, run in runs.items():
+        try:
+            found[name] = [raw(tensor) for tensor in run()]
+        except (RuntimeError, ValueError, TypeError) as problem:
+            found[name] = f"{type(problem).__name__}: {problem}"
+    return found
+
+
+def every_message(count: int) -> list[bytes]:
+    """Round a ring, tags out of order, and from anyone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    own, got = mine(rank, (count,), torch.float32), torch.zeros(count)
+    found: list[bytes] = []
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, own, right), dist.P2POp(dist.irecv, got, left)]
+    )
+    for work in works:
+        work.wait()
+    found.append(raw(got))
+    first, second = torch.zeros(count), torch.zeros(count)
+    sends = [dist.isend(own, right, tag=1), dist.isend(own * 2, right, tag=2)]
+    takes = [dist.irecv(second, left, tag=2), dist.irecv(first, left, tag=1)]
+    for work in [*takes, *sends]:
+        assert work is not None
+        work.wait()
+    found += [raw(first), raw(second)]
+    if rank == 0:
+        seen: dict[int, bytes] = {}
+        for _ in range(size - 1):
+            source = dist.recv(got)
+            seen[source] = raw(got)
+        found += [seen[source] for source in sorted(seen)]
+    else:
+        dist.send(own, 0)
+    dist.barrier()
+    return found
+
+
+def every_object() -> list[Any]:
+    """Collectives of objects: shapes differ from rank to rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, {"rank": rank, "text": "x" * rank * 100})
+    told: list[Any] = [rank, "told"] if rank == 0 else [None, None]
+    dist.broadcast_object_list(told, 0)
+    parts: list[Any] = [None]
+    dist.scatter_object_list(parts, [f"for {q}" for q in range(size)] if rank == 0 else None, 0)
+    at_root: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(rank * 2, at_root, 0)
+    return [everyone, told, parts, at_root]
+
+
+# --- random operations against a serial reference -------------------------------------------------
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8,
+          torch.int64, torch.int8, torch.int16]  # fmt: skip
+
+
+def draw(number: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(number * 1000 + rank)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(-100 if dtype.is_signed else 0, 100, (count,), generator=generator).to(
+        dtype
+    )
+
+
+def reference(name: str, tensors: list[Tensor]) -> Tensor:
+    """In the order of ranks, one after the other; 16-bit floats in float32, rounded once."""
+    dtype = tensors[0].dtype
+    half = dtype in (torch.bfloat16, torch.float16)
+    acting = [t.float() for t in tensors] if half else tensors
+    act = {"sum": torch.add, "avg": torch.add, "prod": torch.mul, "min": torch.minimum,
+           "max": torch.maximum, "band": torch.bitwise_and, "bor": torch.bitwise_or,
+           "bxor": torch.bitwise_xor}[name]  # fmt: skip
+    result = acting[0]
+    for tensor in acting[1:]:
+        result = act(result, tensor)
+    if name == "avg":
+        result = result / len(tensors)
+    return result.to(dtype)
+
+
+def laid_out(tensor: Tensor, how: str) -> Tensor:
+    """The same numbers, contiguous, with gaps, in an arena, or not beginning at an aligned address."""
+    if how == "gaps":
+        return tensor.new_zeros(tensor.numel(), 2)[:, 0].copy_(tensor)
+    if how == "offset":
+        return tensor.new_zeros(tensor.numel() + 1)[1:].copy_(tensor)
+    if how == "arena":
+        allocate: Any = dist.group.WORLD
+        return allocate.allocate_tensor(tensor.numel(), dtype=tensor.dtype).copy_(tensor)
+    return tensor.clone()
+
+
+def random_operations(seed: int, rounds: int, most_bytes: int) -> int:
+    """Random reductions in the world and in halves of it, several at once; how many were checked."""
+    choose = random.Random(seed)  # alike on all ranks
+    rank, size = dist.get_rank(), dist.get_world_size()
+    halves = [list(range(0, size, 2)), list(range(1, size, 2))]
+    groups = [dist.new_group(half) if half else None for half in halves]
+    checked = 0
+    for number in range(rounds):
+        pending: list[tuple[Any, Tensor, Tensor]] = []
+        for part in range(choose.randint(1, 4)):
+            dtype, small = choose.choice(DTYPES), choose.random() < 0.7
+            name = choose.choice([n for n in REDUCTIONS if suits(n, dtype) and n != "prod"])
+            most = min(most_bytes, 5000 if small else most_bytes) // dtype.itemsize
+            count, world = choose.randint(0, most), choose.random() < 0.5
+            hows = [choose.choice(["plain", "gaps", "offset", "arena"]) for _ in range(size)]
+            if choose.random() < 0.3:
+                hows = ["arena"] * size
+            members = list(range(size)) if world else halves[rank % 2]
+            group = None if world else groups[rank % 2]
+            key = number * 10 + part
+            expected = reference(name, [draw(key, q, count, dtype) for q in members])
+            tensor = laid_out(draw(key, rank, count, dtype), hows[rank])
+            work = dist.all_reduce(tensor, REDUCTIONS[name], group, async_op=choose.random() < 0.6)
+            pending.append((work, tensor, expected))
+        for work, tensor, expected in pending:
+            done(work)
+            assert raw(tensor) == raw(expected), (number, tensor, expected)
+            checked += 1
+    return checked
+
+
+# --- what fails -----------------------------------------------------------------------------------
+
+
+def mismatch() -> str:
+    """Rank 1 sums something else; afterwards the group works on."""
+    dtype = torch.float64 if dist.get_rank() == 1 else torch.float32
+    text = ""
+    try:
+        dist.all_reduce(torch.ones(3, dtype=dtype))
+    except RuntimeError as problem:
+        text = str(problem)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 2
+    return text
+
+
+def lateness() -> tuple[float, str]:
+    """Rank 1 does not come; seconds until the others give up, and what they say."""
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+    start = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1000))
+    except RuntimeError as problem:
+        return time.monotonic() - start, str(problem)
+    return time.monotonic() - start, ""
+
+
+def killed(later: bool) -> tuple[float, str]:
+    """Rank 1 dies in the middle of a stream of sums; seconds until this rank knew, and what it was told."""
+    tensor = torch.ones(1 << 20)
+    until = time.monotonic() + 0.3
+    try:
+        while True:
+            if dist.get_rank() == 1 and time.monotonic() > until:
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+            done(dist.all_reduce(tensor, async_op=later))
+    except RuntimeError as problem:
+        return time.monotonic() - start, str(problem)
+
+
+def wrong_length() -> str:
+    """A message that is longer than the tensor that takes it."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(10), 1)
+        return ""
+    if dist.get_rank() > 1:
+        return ""
+    try:
+        dist.recv(torch.ones(5), 0)
+    except RuntimeError as problem:
+        return str(problem)
+    return "nothing"
+
+
+def dropped_works() -> list[float]:
+    """Works that nobody waits for, tensors that nobody holds; the last sum is right all the same."""
+    for _ in range(20):
+        dist.all_reduce(torch.ones(100_000), async_op=True)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    return tensor.tolist()

@@ -1,0 +1,73 @@
+"""The backend "fivefold" against gloo, operation by operation, and against a serial reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import comm_checks
+from fivefold.arena.native import problem
+from pool import Pool
+
+pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "int32", "bool", "complex64"],
+)
+def test_every_operation_does_what_gloo_does(pool: Pool, dtype: str, later: bool) -> None:
+    for size, count in ((2, 5), (3, 3001)):
+        ours = pool.run("fivefold", comm_checks.every_operation, dtype, count, later, size=size)
+        theirs = pool.run("gloo", comm_checks.every_operation, dtype, count, later, size=size)
+        for rank in range(size):
+            for name, result in ours[rank].items():
+                assert isinstance(result, list), f"{name} on rank {rank}: {result}"
+                expected = theirs[rank][name]
+                if dtype == "bool":  # gloo adds them as numbers: true + true is 2
+                    expected = [bytes(map(bool, bits)) for bits in expected]
+                if isinstance(expected, list):
+                    assert result == expected, f"{name} on rank {rank} of {size}"
+
+
+def test_nothing_is_sent_where_nothing_is_given(pool: Pool) -> None:
+    found = pool.run("fivefold", comm_checks.every_operation, "float32", 0, False, size=2)
+    assert all(isinstance(result, list) for ranks in found for result in ranks.values()), found
+    assert pool.run("fivefold", comm_checks.every_message, 0, size=2) == [[b""] * 4, [b""] * 3]
+
+
+@pytest.mark.parametrize("count", [1, 100, 200_000])
+def test_messages_arrive_as_over_gloo(pool: Pool, count: int) -> None:
+    ours = pool.run("fivefold", comm_checks.every_message, count, size=3)
+    assert ours == pool.run("gloo", comm_checks.every_message, count, size=3)
+
+
+def test_objects_travel_as_over_gloo(pool: Pool) -> None:
+    ours = pool.run("fivefold", comm_checks.every_object, size=3)
+    assert ours == pool.run("gloo", comm_checks.every_object, size=3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_random_sums_are_those_of_one_process_bit_by_bit(pool: Pool, size: int) -> None:
+    checked = pool.run("fivefold", comm_checks.random_operations, size, 30, 1 << 20, size=size)
+    assert len(set(checked)) == 1 and checked[0] >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_random_sums_of_all_sizes_and_eight_ranks(seed: int) -> None:
+    with Pool(8) as pool:
+        pool.run("fivefold", comm_checks.random_operations, seed, 30, 1 << 20)
+        pool.run("fivefold", comm_checks.random_operations, seed + 100, 10, 64 << 20, size=2)
+
+
+def test_works_that_nobody_waits_for_do_no_harm(pool: Pool) -> None:
+    assert pool.run("fivefold", comm_checks.dropped_works, size=2) == [[2.0, 2.0]] * 2
