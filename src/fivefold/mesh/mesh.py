@@ -64,7 +64,7 @@ class Mesh:
         Without axes, a group of this rank alone. Collective: all ranks of the mesh call it, in the same
         order. Raises `PlanError` for an unknown axis.
         """
-        return _new_group(self._lines(axes).tolist())
+        return self._new_group(self._lines(axes).tolist())
 
     def pair_group(self, *axes: str) -> dist.ProcessGroup:
         """As `own_group`, but with the ranks at the mirrored position on the `pipe` axis as well.
@@ -77,7 +77,7 @@ class Mesh:
             for r in range((self.layout.pipe + 1) // 2)
             for line in range(stages.shape[1])
         ]
-        return _new_group(pairs)
+        return self._new_group(pairs)
 
     def _lines(self, axes: tuple[str, ...]) -> torch.Tensor:
         """Ranks that differ along `axes` only, a row each; rows ordered by the other axes, `pipe` first."""
@@ -89,6 +89,12 @@ class Mesh:
         ranks = self.device_mesh.mesh
         size = math.prod(ranks.shape[dim] for dim in inner)
         return ranks.permute(*outer, *inner).reshape(-1, size)
+
+    def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
+        """The one of some groups, which together hold all ranks, that this rank is in."""
+        mine, _ = dist.new_subgroups_by_enumeration(enumerated)
+        assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
+        return mine
 
     def share(self, n: int) -> range:
         """Which of the `n` samples of a global batch this rank's replica owns."""
@@ -112,12 +118,6 @@ class Mesh:
         where: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def _new_group(enumerated: list[list[int]]) -> dist.ProcessGroup:
-    mine, _ = dist.new_subgroups_by_enumeration(enumerated)
-    assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
-    return mine
 
 
 def _known(axis: str) -> str:

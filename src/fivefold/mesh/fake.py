@@ -1,0 +1,89 @@
+"""A mesh without other ranks: to find out what a rank would do, or how much memory it would need.
+
+    with fake_mesh(Plan(layout=Layout(height=8, width=8)), rank=27) as mesh:
+        ...                                          # rank 27 of 64, alone in this process
+
+Its groups take everything and bring nothing: a collective returns at once and leaves its tensors as they are.
+Torch's default group is neither needed nor touched, so a fake mesh may stand beside a real one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import fake_pg
+
+from fivefold.errors import PlanError
+from fivefold.mesh.mesh import Mesh
+from fivefold.plan import AXES, Plan
+
+__all__ = ["fake_mesh"]
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def fake_mesh(plan: Plan, rank: int, device: str | torch.device = "cpu") -> Generator[Mesh]:
+    """The mesh that rank `rank` of `plan.layout` would have. Its groups end with the block.
+
+    Raises `PlanError` for a rank that the layout does not have.
+    """
+    layout, where = plan.layout, torch.device(device)
+    if not 0 <= rank < layout.size:
+        raise PlanError(
+            f"the layout {layout} has no rank {rank}: choose one of 0 to {layout.size - 1}"
+        )
+    ranks = torch.arange(layout.size, dtype=torch.int).view(layout.sizes)
+    named = DeviceMesh(where.type, ranks, mesh_dim_names=AXES, _init_backend=False, _rank=rank)
+    mesh = _FakeMesh(plan, layout, rank, layout.size, where, named, owns_world=False)
+    try:
+        yield mesh
+    finally:
+        for group in mesh.made:
+            del _world().pg_group_ranks[group]
+
+
+@dataclass
+class _FakeMesh(Mesh):
+    made: list[dist.ProcessGroup] = field(default_factory=list[dist.ProcessGroup], repr=False)
+
+    def coordinate(self, axis: str) -> int:
+        inner = self.layout.sizes[AXES.index(axis) :]
+        return self.rank % math.prod(inner) // math.prod(inner[1:])
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        wanted = tuple(axis for axis in AXES if axis in axes)
+        if wanted not in self._joint:
+            self._joint[wanted] = self.own_group(*wanted)
+        return self._joint[wanted]
+
+    def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
+        mine = next(ranks for ranks in enumerated if self.rank in ranks)
+        group = _fake_group(mine.index(self.rank), len(mine))
+        # Messages look up there which rank of the job a rank of a group is.
+        _world().pg_group_ranks[group] = {rank: place for place, rank in enumerate(mine)}
+        self.made.append(group)
+        return group
+
+
+def _fake_group(rank: int, size: int) -> dist.ProcessGroup:
+    """Rank `rank` of a group over torch's backend "fake"; every private name that this takes stands here."""
+    group: Any = dist.ProcessGroup(dist.HashStore(), rank, size)
+    backend = fake_pg.FakeProcessGroup._create_internal(rank, size)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)  # noqa: SLF001
+    group._set_group_name(f"fake {next(_numbers)}")  # noqa: SLF001
+    return cast(dist.ProcessGroup, group)
+
+
+def _world() -> Any:
+    return c10d._world  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
