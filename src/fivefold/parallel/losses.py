@@ -36,7 +36,8 @@ class SharedLoss:
     def __init__(
         self, loss: Callable[..., Any], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._loss = loss
+        self.loss = loss
+        """what the user gave"""
         self.split = split_loss(loss)
         """a loss of torch's, taken apart; None if it is another callable"""
         self._group = group
@@ -74,14 +75,14 @@ class SharedLoss:
         if self.split is not None:
             summed = None if weight is None else weight.wait()
             return self.split.share(outputs, targets, summed, rows, total, per_sample=per_sample)
-        custom = getattr(self._loss, "share", None)
+        custom = getattr(self.loss, "share", None)
         if custom is not None:
             numerator, denominator = custom(outputs, targets)
             whole = torch.as_tensor(denominator, device=self._device).detach().double()
             comm.all_reduce(whole, self._group, Tag.LOSS)
             return numerator / whole.to(numerator.dtype)
         if self._group.size() == 1:
-            return self._loss(outputs, targets)
+            return self.loss(outputs, targets)
         return self._gathered(outputs, targets, rows)
 
     def _gathered(self, outputs: Any, targets: Any, rows: int) -> Tensor:
@@ -97,13 +98,13 @@ class SharedLoss:
             return gather_rows(leaf, counts, self._group, Tag.LOSS)
 
         # Computed alike on every rank, so each contributes its part of one loss.
-        return self._loss(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
+        return self.loss(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
 
     def _warn(self) -> None:
         if self._warned:
             return
         self._warned = True
-        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        name = getattr(self.loss, "__name__", type(self.loss).__name__)
         warnings.warn(
             f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all ranks "
             "are gathered for it: exact, at the cost of that traffic in every step. Give it a method "

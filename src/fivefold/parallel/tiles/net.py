@@ -60,9 +60,12 @@ class Outputs:
 
 
 class TiledNet:
-    """The user's net on the tile ranks of one replica. Creating it is collective: it makes groups."""
+    """The user's net on the tile ranks of one replica. Creating it is collective: it makes groups.
 
-    def __init__(self, net: nn.Module, mesh: Mesh) -> None:
+    Costs that plans go by are measured if need be, unless they are given.
+    """
+
+    def __init__(self, net: nn.Module, mesh: Mesh, costs: Costs | None = None) -> None:
         self._net, self._device = net, mesh.device
         self.grid = grid_of(mesh)
         self._image_dims = 1 - min((TILE_DIMS[axis] for axis in self.grid.axes), default=0)
@@ -73,7 +76,9 @@ class TiledNet:
         tiles, self._recompute = mesh.plan.tiles, mesh.plan.memory.recompute
         fuse = int(tiles.fuse) if tiles.fuse.isdecimal() else tiles.fuse
         everyone = self._groups[tuple(range(len(self.grid.axes))), True]
-        costs = measured(self.group, everyone, mesh.device) if fuse == "auto" else Costs()
+        if costs is None:
+            costs = measured(self.group, everyone, mesh.device) if fuse == "auto" else Costs()
+        self.costs = costs
         self._options = Options(fuse, tiles.strict, costs)
         self._programs: dict[Any, Program] = {}
         _check_hooks(net)
