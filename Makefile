@@ -17,10 +17,11 @@ JOBS ?= 3
 
 BIN := .venv/bin
 INSTALL_FLAGS := install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 INSTALL := $(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs clean
+.PHONY: help demo test check format docs native sanitize clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -47,6 +48,17 @@ format: .venv/.develop  ## rewrite the sources as `make check` wants them
 docs: .venv/.develop  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
+native:  ## test the C core alone, with threads as ranks
+	cmake -S native -B build/native -DFIVEFOLD_DRIVER=ON >/dev/null
+	cmake --build build/native
+	for ranks in 2 3 5; do build/native/driver $$ranks 300 || exit 1; done
+
+sanitize:  ## the same under the thread and the address sanitizer of the C compiler
+	for kind in thread address; do \
+	  cmake -S native -B build/$$kind -DFIVEFOLD_DRIVER=ON -DFIVEFOLD_SANITIZE=$$kind >/dev/null && \
+	  cmake --build build/$$kind && build/$$kind/driver 2 100 && build/$$kind/driver 4 100 || exit 1; \
+	done
+
 clean:  ## remove what make has made: the environment, caches and built files
 	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -64,12 +76,12 @@ clean:  ## remove what make has made: the environment, caches and built files
 	$(INSTALL) --no-deps --retries 1 --timeout 10 $(TORCH_INDEX:%=--extra-index-url %) torch
 	@touch $@
 
-.venv/.run: .venv/.torch pyproject.toml constraints.txt
+.venv/.run: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
 	@echo "installing Fivefold into .venv"
 	$(INSTALL) -e '.[recipes]'
 	@touch $@
 
-.venv/.develop: .venv/.torch pyproject.toml constraints.txt
+.venv/.develop: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
 	@echo "installing Fivefold and its tools into .venv"
 	$(INSTALL) -e '.[recipes,images,mpi,vision,docs,dev]'
 	@# MPICH, which the tests start as well, apart: its programs are called like those of Open MPI.

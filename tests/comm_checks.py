@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
+
+from fivefold.comm import meeting
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
@@ -338,3 +341,23 @@ def dropped_works() -> list[float]:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def on_two_nodes() -> tuple[list[str], float, list[str]]:
+    """Rank 2 says that it is elsewhere: kinds of a group with it and one without, a sum, lines logged."""
+    rank, lines = dist.get_rank(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fivefold").addHandler(handler)
+    true_name, meeting.node_name = meeting.node_name, lambda: "elsewhere" if rank == 2 else "here"
+    try:
+        groups = [dist.new_group(), dist.new_group([0, 1])]
+    finally:
+        meeting.node_name = true_name
+        logging.getLogger("fivefold").removeHandler(handler)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=groups[0])
+    kinds = [
+        type(group).__name__ if isinstance(group, dist.ProcessGroup) else "" for group in groups
+    ]
+    return kinds, tensor.item(), lines

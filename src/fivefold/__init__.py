@@ -66,3 +66,25 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _known_to_torch() -> None:  # pyright: ignore[reportUnusedFunction]
+    """Tell torch that there is a backend "fivefold". Torch calls this whenever it is imported.
+
+    It must not fail, or no program of this environment could import torch, and has to be quick: what the
+    backend needs is imported when a group is made.
+    """
+    import logging
+
+    try:
+        from torch.distributed import Backend
+
+        Backend.register_backend("fivefold", _group, extended_api=True, devices=["cpu", "cuda"])
+    except Exception as problem:  # noqa: BLE001
+        logging.getLogger(__name__).warning("torch does not know the backend fivefold: %r", problem)
+
+
+def _group(options: object, given: object) -> object:
+    from fivefold.comm.registration import create
+
+    return create(options, given)

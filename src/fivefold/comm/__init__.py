@@ -1,5 +1,6 @@
 """Communication over a torch ProcessGroup, every call with the tag that says what it is for; and a backend
-of torch.distributed, "fivefold", which is known to torch once this package is imported."""
+of torch.distributed, "fivefold", which torch knows once this package is imported.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fivefold.comm.meeting import Apart, meet
 from fivefold.comm.operations import Operations
 from fivefold.comm.shared_group import SharedGroup
 
-__all__ = ["BACKEND", "register"]
+__all__ = ["BACKEND", "create", "register"]
 
 BACKEND = "fivefold"
 _log = logging.getLogger(__name__)
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Make the name "fivefold" known to torch.distributed. Calling it again does nothing."""
     if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, _given: Any) -> Any:
-    """What torch calls when a group with this backend is made. Collective."""
+def create(options: Any, _given: Any) -> Any:
+    """Make a group: what torch calls when one with this backend is asked for. Collective."""
     timeout = _as_timedelta(options.timeout)
     rank, size = int(options.group_rank), int(options.group_size)
     store, name = options.store, str(options.group_id)

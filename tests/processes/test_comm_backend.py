@@ -1,0 +1,76 @@
+"""How scripts come by the backend "fivefold", and by which group: shared memory, or gloo with a reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import comm_checks
+from fivefold.arena.native import problem
+from pool import Pool
+
+ONE = """
+import logging, sys, torch
+import torch.distributed as dist
+logging.basicConfig(format="%(message)s")
+{before}
+dist.init_process_group("fivefold", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print(type(dist.group.WORLD).__name__, dist.get_backend(), tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+def run(before: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE.format(before=before)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import fivefold.comm",
+        # What torch calls by itself where Fivefold is installed; nothing else of ours is imported then.
+        "import fivefold; fivefold._known_to_torch(); assert 'fivefold.comm' not in sys.modules",
+    ],
+)
+def test_a_script_only_names_the_backend(before: str) -> None:
+    assert run(before).stdout == "SharedGroup fivefold [1.0, 1.0, 1.0]\n"
+
+
+def test_without_the_core_a_group_is_gloo_and_says_why() -> None:
+    done = run(
+        "import fivefold.comm, fivefold.arena.native as native; native.LIBRARY = 'missing.so'"
+    )
+    assert done.stdout == "ProcessGroup fivefold [1.0, 1.0, 1.0]\n"
+    assert "uses gloo: rank 0 cannot share memory: Fivefold was installed without" in done.stderr
+
+
+@pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+def test_ranks_that_share_no_node_get_gloo_and_one_line() -> None:
+    with Pool(3) as pool:
+        found = pool.run("fivefold", comm_checks.on_two_nodes)
+    both = ["ProcessGroup", "SharedGroup"]
+    assert [kinds for kinds, _, _ in found] == [both, both, ["ProcessGroup", ""]]
+    assert all(total == 3 for _, total, _ in found)
+    first, *others = (lines for _, _, lines in found)
+    assert len(first) == 1 and "3 ranks uses gloo: ranks 0 and 2 share no node" in first[0]
+    assert not any(others)
+
+
+def test_a_hook_that_fails_does_not_break_torch() -> None:
+    before = """
+import fivefold, fivefold.comm
+from unittest import mock
+with mock.patch.object(dist.Backend, "register_backend", side_effect=OSError("broken")):
+    fivefold._known_to_torch()
+"""
+    assert "torch does not know the backend fivefold: OSError('broken')" in run(before).stderr
