@@ -14,19 +14,26 @@ from __future__ import annotations
 from fivefold.arena.budget import available_bytes, limit_bytes
 from fivefold.arena.gate import Connection, Gate, connect
 from fivefold.arena.heap import Heap
+from fivefold.arena.keeper import Keeper, fetch, give, withdraw
 from fivefold.arena.locality import node_name, watch
 from fivefold.arena.native import ArenaError
 from fivefold.arena.segment import Segment
+from fivefold.arena.slots import Slots
 
 __all__ = [
     "ArenaError",
     "Connection",
     "Gate",
     "Heap",
+    "Keeper",
     "Segment",
+    "Slots",
     "available_bytes",
     "connect",
+    "fetch",
+    "give",
     "limit_bytes",
     "node_name",
     "watch",
+    "withdraw",
 ]

@@ -173,7 +173,7 @@ class SharedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce over the ranks, in place."""
         tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
-        if not tensor.is_cpu:
+        if not tensor.is_cpu or tensor.is_sparse:
             return self.elsewhere(tensor.device).allreduce(tensors, opts)
         if isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
             chosen, opts = opts, dist.AllreduceOptions()
