@@ -112,6 +112,7 @@ class Segment:
             BufferError
         ):  # a view is held: the last one takes the mapping along
             self.memory.close()
+        del self.memory
 
     def __del__(self) -> None:
         self.close()
