@@ -207,8 +207,8 @@ def test_mistakes(folder: Path, words: str) -> None:
 
 
 def test_mistakes_that_only_a_rank_can_see_are_told_once(folder: Path) -> None:
-    done = verify(folder, "resnet20 --layout pipe=2 --input 3x8x8")
-    assert_one_line(done, "this version of Fivefold parallelises along the data and tile axes")
+    done = verify(folder, "resnet20 --layout pipe=2 --set pipeline.cut=layer9 --input 3x8x8")
+    assert_one_line(done, "pipeline.cut names 'layer9', of which no call was seen")
     assert not logs(folder)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fivefold as ff
-from fivefold.errors import PlanError, UsageError
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, Part, part_of
 from fivefold.plan import Layout, Parallel, Plan
 from fivefold.trace import Phase, Tag, recording
@@ -287,9 +287,9 @@ def test_nets_that_would_be_computed_wrongly_are_refused(wrong: Any, says: str) 
         ff.parallelize(wrong(), mesh)
 
 
-def test_axes_without_an_engine_are_refused() -> None:
+def test_a_pipe_axis_needs_an_example() -> None:
     def check(mesh: Mesh) -> None:
-        with pytest.raises(PlanError, match=r"the layout has pipe=2"):
+        with pytest.raises(UsageError, match=r"a layout with a pipe axis needs .*example=x"):
             ff.parallelize(copy.deepcopy(NET), mesh)
 
     run_ranks(Layout(pipe=2), check)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import PlanError, UsageError
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel
 from fivefold.plan import Layout, Parallel, Plan
@@ -249,11 +249,3 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> 
             verify(nn.Linear(1, 1), mesh, loss=nn.MSELoss(), batch=lambda _: (), **options)
 
     run_ranks(1, check)
-
-
-def test_axes_that_are_not_there_yet() -> None:
-    def check(mesh: Mesh) -> None:
-        with pytest.raises(PlanError, match="the layout has pipe=2"):
-            verify(nn.Linear(1, 1), mesh, loss=nn.MSELoss(), batch=lambda _: ())
-
-    run_ranks(Layout(pipe=2), check)

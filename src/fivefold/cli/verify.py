@@ -18,7 +18,7 @@ from fivefold.errors import UsageError, suggest
 from fivefold.launch.environment import launched, locate
 from fivefold.launch.job import RankFailure
 from fivefold.launch.relaunch import launch_self
-from fivefold.plan import AXES, Layout, Plan, Provenance
+from fivefold.plan import AXES, Layout, Plan, Provenance, parse_setting
 
 if TYPE_CHECKING:
     from fivefold.mesh import Mesh
@@ -83,6 +83,11 @@ class Verify:
     """of weights, data and random masks"""
     batch_norm: Annotated[str, _option("NAME")] = "global"
     """global, or replica (each rank its own statistics: not exact)"""
+    settings: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        _option("KEY=VALUE", name="set", hint="(repeatable)"),
+    ] = ()
+    """any value of the plan, such as pipeline.schedule=gems"""
     json: Annotated[Path | None, _option("FILE", hint="")] = None
     """write all figures to this file as well"""
     words: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -123,7 +128,10 @@ class Verify:
         plan = plan.replace(
             {"parallel.batch_norm": self.batch_norm}, Provenance("user", "--batch-norm")
         )
-        return plan.replace({"numerics.seed": self.seed}, Provenance("user", "--seed"))
+        plan = plan.replace({"numerics.seed": self.seed}, Provenance("user", "--seed"))
+        for setting in self.settings:
+            plan = plan.replace(dict([parse_setting(setting)]), Provenance("user", "--set"))
+        return plan
 
     def _launch(self, processes: int) -> int:
         logs = Path(tempfile.mkdtemp(prefix="fivefold-verify-"))

@@ -126,14 +126,16 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.dev
     return bytes(buffer.tolist()).decode()
 
 
-def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, tag: Tag) -> None:
-    """Overwrite `tensors` with those of the first rank of `group`; one message per dtype and device."""
+def broadcast_all(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, tag: Tag, *, source: int = 0
+) -> None:
+    """Overwrite `tensors` with those of one rank of `group`; one message per dtype and device."""
     if group.size() == 1 or not tensors:
         return
     sent = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     with named("broadcast", group, tag):
         # What DistributedDataParallel uses: packing dozens of small tensors from Python takes 2 ms.
-        dist._broadcast_coalesced(group, sent, _MESSAGE_BYTES, 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        dist._broadcast_coalesced(group, sent, _MESSAGE_BYTES, source)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Bucket:
         self.missing = set(range(len(sizes)))
 
     @torch.no_grad()
-    def launch(self, group: dist.ProcessGroup) -> None:
+    def launch(self, group: dist.ProcessGroup, *, average: bool = True) -> None:
         """Send what has come. Parameters that are still missing count as unused on this rank."""
         grads = [parameter.grad for parameter in self.parameters]
         dense = [g for g in grads if g is not None and not g.is_sparse]
@@ -64,7 +64,8 @@ class Bucket:
         self._used.fill_(1)
         for number in self.missing:
             self._used[number] = 0
-        self.flat.div_(group.size())
+        if average:
+            self.flat.div_(group.size())
         sent = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
         self.pending = comm.start_all_reduce(sent, group, Tag.GRADIENTS)
 

@@ -53,6 +53,8 @@ class Share:
     draws: bool = True
     """whether random masks are ours; not outside `step`, where nothing is there any more when backward runs
     a checkpointed part again and needs the same masks"""
+    samples: Tensor | None = None
+    """indices of the samples in the global batch, where they do not follow each other from `origin` on"""
     keys: Keys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -246,6 +248,10 @@ def _draw(share: Share, shape: torch.Size, device: torch.device, common: bool = 
     if common or not shape:
         offset = 0
     elif shape[0] % rows == 0 and shape[0] >= rows:
+        if share.samples is not None:
+            whole = torch.Size((share.total, shape.numel() // rows))
+            numbers = randomness.uniform(whole, 0, share.next_key(), device)
+            return numbers[share.samples].view(shape)
         offset = share.origin * (shape.numel() // rows)
     else:
         offset = 0

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import PlanError, UsageError
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, Part, attach, part_of
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
-from fivefold.parallel.reduce import reducer_for
+from fivefold.parallel.pipeline.net import Batch, PipelinedNet, pipelined, some_rows
+from fivefold.parallel.reduce import Alone, reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
-from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.tiles.memory import Predicted, predicted
+from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.table import table
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.trace import Phase, span
@@ -49,20 +51,17 @@ def parallelize(
         mesh: what `fivefold.start` returned.
         example: inputs with the shapes of the global batch, meta tensors will do. With tile axes the plan
             for this shape is made at once, so that what cannot be computed in tiles is told before training.
+            A layout with a `pipe` axis needs it: the net is cut for these shapes.
         loss: `loss(outputs, targets) -> scalar`, a loss of torch's, or any callable; see `losses`.
 
     Raises:
-        PlanError: the layout has a `pipe` axis.
-        UsageError: the net is compiled, scripted, already wrapped, or not yet initialised.
+        PlanError: the plan's schedule, micro-batches or stages do not go together, or not with the net.
+        UsageError: the net is compiled, scripted, already wrapped, or not yet initialised; or there is no
+            example for a layout with a `pipe` axis.
     """
-    if mesh.layout.pipe > 1:
-        raise PlanError(
-            "this version of Fivefold parallelises along the data and tile axes, but the layout has "
-            f"pipe={mesh.layout.pipe}: use data, height, width or depth instead"
-        )
     check_net(net, mesh.layout.data)
     check_loss(loss)
-    model = ParallelModel(net.to(mesh.device), mesh, loss)
+    model = ParallelModel(net.to(mesh.device), mesh, loss, example)
     if example is not None and mesh.layout.tiles > 1:
         model.tile_plan(example)
     return model
@@ -73,7 +72,13 @@ class ParallelModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, net: nn.Module, mesh: Mesh, loss: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        mesh: Mesh,
+        loss: Callable[..., Any] | None,
+        example: object = None,
+    ) -> None:
         super().__init__()
         self.module = net
         self.steps = 0
@@ -90,14 +95,21 @@ class ParallelModel(nn.Module):
         tiled = mesh.layout.tiles > 1
         axes = ("data", *TILE_DIMS)
         gradients = mesh.own_group(*axes) if mesh.layout.data > 1 or tiled else self._group
-        self._tiles = TiledNet(net, mesh) if tiled else None
+        self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
+        if self._stages is not None:
+            self._tiles = self._stages.tiles
+        else:
+            self._tiles = TiledNet(net, mesh) if tiled else None
         self._tile_loss = (
             TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
         )
         self._everyone = mesh.group(*axes)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""
-        self._reducer = (reducer_for(net, gradients, share_buffers=not self._joint),)
+        alone = self._stages is not None  # stages see to their gradients themselves
+        self._reducer = (
+            Alone() if alone else reducer_for(net, gradients, share_buffers=not self._joint),
+        )
 
     # ---- one training step
 
@@ -108,7 +120,9 @@ class ParallelModel(nn.Module):
             inputs: this rank's samples, as the loader or `shard` gave them: a pytree of tensors (rows, ...).
                 A tuple is positional arguments, a dict keyword arguments of the net. Tensors that carry no
                 note of their part are this rank's share, in rank order, and the counts are exchanged.
-            targets: what the loss compares with; samples on the leading dim.
+                Ranks of a `pipe` axis that hold no first stage may pass None for a batch like the example.
+            targets: what the loss compares with; samples on the leading dim. None will do where there is no
+                last stage.
             scaler: a `torch.amp.GradScaler`, which then scales what backward starts from.
 
         Returns the loss of the whole batch, detached; it travels with the gradients.
@@ -121,8 +135,12 @@ class ParallelModel(nn.Module):
         if self._loss is None:
             raise UsageError("step needs a loss: parallelize(net, mesh, loss=criterion)")
         inputs, targets = self._moved(inputs), self._moved(targets)
+        if self._stages is not None and inputs is None:
+            inputs = self._stages.stand_in()
         share = self._share(inputs)
         self.steps += 1
+        if self._stages is not None:
+            return self._step_in_stages(self._stages, inputs, targets, share, scaler)
         if self._tiles is not None:
             return self._step_in_tiles(self._tiles, inputs, targets, share, scaler)
         weight = self._loss.begin(targets)
@@ -154,6 +172,29 @@ class ParallelModel(nn.Module):
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
 
+    def _step_in_stages(
+        self, stages: PipelinedNet, inputs: Any, targets: Any, share: Share, scaler: Any
+    ) -> Tensor:
+        assert self._loss is not None
+        loss, tile_loss = self._loss, self._tile_loss
+        assert tile_loss is not None
+        weight = None
+        if stages.ends:
+            if targets is None:
+                raise UsageError("this rank holds a last stage, so step needs the targets")
+            weight = loss.begin(targets, self._everyone if tile_loss.in_tiles(targets) else None)
+
+        def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
+            if self.on_outputs is not None:
+                self.on_outputs(outputs.parts)
+            return tile_loss.share(outputs, some_rows(targets, rows), weight, ready.share)
+
+        scaled = _as_it_is if scaler is None else scaler.scale
+        total = stages.step(Batch(call_with, inputs, share), own, scaled)
+        if scaler is not None:
+            stages.agree_on_overflow()
+        return total.to(next(p.dtype for p in self.module.parameters()))
+
     def tile_plan(self, example: Any) -> str:
         """The plan of this rank for inputs with the global shapes of `example`, as a table.
 
@@ -167,6 +208,28 @@ class ParallelModel(nn.Module):
                 "the layout has no tile axes, so there is no plan of tiles: set height, width or depth"
             )
         return table(self._tiles.plan_for(example, self._mesh.share), self._tiles.here)
+
+    def memory(self, inputs: Any, targets: Any = None) -> Predicted:
+        """How much memory a step on such a batch takes on this rank, told without making it.
+
+        Both are the global batch's, meta tensors will do, or this rank's part, as `step` takes it. Printed,
+        the result is a table. Raises `UsageError` without tile axes or a loss, and where memory depends on
+        the numbers in the batch.
+        """
+        if self._tiles is None or self._loss is None:
+            raise UsageError(
+                "memory is predicted for steps in tiles: set height, width or depth in the layout, and give "
+                "parallelize a loss"
+            )
+        return predicted(
+            self.module,
+            self._mesh.plan,
+            self._mesh.rank,
+            inputs=inputs,
+            targets=targets,
+            loss=self._loss.loss,
+            costs=self._tiles.costs,
+        )
 
     def _backward(self, own: Tensor, share: Share, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         hooks = []
@@ -204,6 +267,8 @@ class ParallelModel(nn.Module):
         inputs = self._moved((args, kwargs))
         if not leaves(inputs):
             return self.module(*args, **kwargs)
+        if self._stages is not None:
+            return self._stages.forward(Batch(_call_both, inputs, self._share(inputs)))
         if self._tiles is not None:
             return self._tiles.run(_call_both, inputs, self._share(inputs)).parts
         if self.training:
@@ -249,20 +314,39 @@ class ParallelModel(nn.Module):
     # ---- the user's names: those of the plain net
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The plain net's state_dict, with its own keys."""
-        return self.module.state_dict(*args, **kwargs)
+        """The plain net's state_dict, with its own keys; on a `pipe` axis what this rank holds of it."""
+        return _real(self.module.state_dict(*args, **kwargs))
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The plain net's whole state_dict, on every rank. Collective where there is a `pipe` axis."""
+        state = self.module.state_dict()
+        return state if self._stages is None else dict(self._stages.everywhere(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a state_dict of the plain net."""
+        """Load a state_dict of the plain net, of which each rank takes what it holds."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The plain net's parameters under their own names."""
-        return self.module.named_parameters(*args, **kwargs)
+        """The plain net's parameters under their own names; on a `pipe` axis those that this rank holds."""
+        return iter(_real(dict(self.module.named_parameters(*args, **kwargs))).items())
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The plain net's buffers under their own names."""
-        return self.module.named_buffers(*args, **kwargs)
+        """The plain net's buffers under their own names; on a `pipe` axis those that this rank holds."""
+        return iter(_real(dict(self.module.named_buffers(*args, **kwargs))).items())
+
+    @property
+    def stages(self) -> PipelinedNet | None:
+        """How the net lies on the `pipe` axis; None if there is none."""
+        return self._stages
+
+
+def _real(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what another rank holds."""
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not (isinstance(value, Tensor) and value.is_meta)
+    }
 
 
 def _as_it_is(loss: Tensor) -> Tensor:

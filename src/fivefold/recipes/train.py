@@ -51,7 +51,7 @@ def train(
         plan = settle_precision(mesh.plan, mesh)
         console = (console or Console()) if mesh.rank == 0 else Console(quiet=True)
         net = Arithmetic(plan.numerics, mesh.device).net(net)
-        model = parallelize(net, mesh, loss=task.loss())
+        model = parallelize(net, mesh, example=_example(recipe, plan, size), loss=task.loss())
         with (
             _loader(train_images, mesh, shuffle=True) as batches,
             _loader(test_images, mesh, shuffle=False) as tests,
@@ -66,6 +66,14 @@ def train(
             _say(console, recipe.baseline(test_images))
         _say(console, f"written to     {run.path}: {', '.join(run.files)}")
     return summary
+
+
+def _example(recipe: Recipe, plan: Plan, size: int | None) -> torch.Tensor | None:
+    """The shape of a batch, for those layouts that need it before the first one."""
+    if plan.layout.pipe == 1:
+        return None
+    pixels = recipe.size if size is None else size
+    return torch.empty(plan.train.batch_size, recipe.channels, pixels, pixels, device="meta")
 
 
 def _loader(images: Images, mesh: Mesh, *, shuffle: bool) -> Loader:

@@ -80,8 +80,9 @@ def fit(
             shown.epoch(report)
             if run is not None:
                 run.log(report.figures())
+    weights = model.full_state_dict()
     if run is not None:
-        run.save_weights(model.module)
+        run.save_weights(weights)
     return Summary.of(reports)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from fivefold import comm
 from fivefold.errors import UsageError
@@ -66,12 +66,10 @@ class Run:
             with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(figures) + "\n")
 
-    def save_weights(self, net: nn.Module) -> None:
+    def save_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Write the state_dict of a plain net, on the CPU and in the usual order of dims."""
         if self.writes:
-            state = {
-                key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()
-            }
+            state = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
             _whole(self.path / "weights.pt", lambda to: torch.save(state, to))
 
 

@@ -227,6 +227,10 @@ class TiledNet:
             self._programs[key] = planned(tape, spreads, here, self._options, thinnest)
         return self._programs[key]
 
+    def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
+        """The net as a list of calls, for inputs of these global shapes."""
+        return self._recorded(call, inputs, [Spread.whole(leaf.shape) for leaf in leaves(inputs)])
+
     def _recorded(self, call: Callable[..., Any], inputs: Any, spreads: list[Spread]) -> Tape:
         shapes = [torch.Size(spread.shape) for spread in spreads]
         return record(self._net, call, inputs, shapes, self._device)

@@ -33,6 +33,7 @@ __all__ = [
     "Moment",
     "Operation",
     "Rule",
+    "Statistics",
     "Wants",
     "as_held",
     "call",
@@ -60,6 +61,31 @@ class Here:
     """samples of the smallest replica: with as many as tile ranks, tiles may be turned into samples"""
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """What one batch gives to the running statistics of a norm, to be applied later."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    batches: Tensor | None
+    """the norm's count of batches"""
+    momentum: float | None
+    """None: the mean over all batches"""
+    mean: Tensor
+    var: Tensor
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Update the running statistics."""
+        momentum = self.momentum
+        if self.batches is not None:
+            self.batches.add_(1)
+            if momentum is None:
+                momentum = 1.0 / float(self.batches)
+        self.running_mean.lerp_(self.mean, momentum or 0.0)
+        self.running_var.lerp_(self.var, momentum or 0.0)
+
+
 @dataclass
 class Moment:
     """What a run of a plan needs besides tensors."""
@@ -79,6 +105,8 @@ class Moment:
     recompute: int = 0
     """into how many segments the net is divided whose activations are computed again in backward; 0: none"""
     here: Here | None = None
+    note: Callable[[Statistics], None] | None = None
+    """takes what running statistics are due, which then stay as they are; None: they are updated at once"""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.plan import AXES
 from fivefold.train.verify.judge import Judge
 from fivefold.train.verify.layout import OnLayout
-from fivefold.train.verify.reference import State, cast_net, cast_tree
+from fivefold.train.verify.reference import State, cast_net, cast_tree, sgd
 from fivefold.train.verify.report import Report
 
 __all__ = ["verify"]
@@ -64,8 +64,10 @@ def verify(
         raise UsageError(f"steps = {steps}: at least one is needed")
     net = cast_net(net.to(mesh.device), dtype).train()
     judge = Judge(net, mesh, loss, dtype) if mesh.rank == 0 else None
-    layout = OnLayout(net, mesh, loss, dtype)
-    state = State.of(net, layout.optimizer, dtype)
+    state = State.of(net, sgd(net), dtype)
+    layout = OnLayout(net, mesh, loss, dtype, example=batch(0)[0])
+    if judge:
+        judge.divide(layout.micro_batches)
     samples = 0
     for step in range(steps):
         inputs, targets = (

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fivefold import comm
-from fivefold.mesh import Mesh, Part, part_of
+from fivefold.mesh import Mesh, Part, owned, part_of
 from fivefold.parallel import parallelize
 from fivefold.parallel.trees import leaves, map_tensors, rows_of
 from fivefold.plan import AXES
 from fivefold.trace import Tag
 from fivefold.train.verify.measure import Snapshot
-from fivefold.train.verify.reference import State, seeded, sgd, snapshot
+from fivefold.train.verify.reference import State, cast_tree, seeded, sgd, snapshot
 from fivefold.train.verify.report import Replicas
 
 __all__ = ["OnLayout"]
@@ -28,14 +30,39 @@ class OnLayout:
     """A net on all ranks. `replicas` is the worst difference between ranks over the steps so far."""
 
     def __init__(
-        self, net: nn.Module, mesh: Mesh, loss: Callable[..., Any], dtype: torch.dtype
+        self,
+        net: nn.Module,
+        mesh: Mesh,
+        loss: Callable[..., Any],
+        dtype: torch.dtype,
+        *,
+        example: Any,
     ) -> None:
         if isinstance(loss, nn.Module):
             loss = copy.deepcopy(loss).to(mesh.device, dtype)
-        self.model = parallelize(net, mesh, loss=loss)
+        staged = mesh.layout.pipe > 1
+        example = cast_tree(example, dtype) if staged else None
+        self.model = parallelize(net, mesh, example=example, loss=loss)
         self.optimizer = sgd(net)
         self.replicas = Replicas()
         self._net, self._mesh = net, mesh
+
+    @property
+    def micro_batches(self) -> Callable[[int], list[Tensor]] | None:
+        """Which samples each micro-batch of all replicas has; None if batches are computed at once."""
+        stages = self.model.stages
+        if stages is None or stages.schedule.micro_batches == 1:
+            return None
+
+        def divide(total: int) -> list[Tensor]:
+            count, data = stages.schedule_for(total).micro_batches, self._mesh.layout.data
+            replicas = [owned(total, data, replica) for replica in range(data)]
+            return [
+                torch.tensor([mine[i] for mine in replicas for i in owned(len(mine), count, micro)])
+                for micro in range(count)
+            ]
+
+        return divide
 
     def shared(self, state: State) -> State:
         """Rank 0's state, on every rank."""
@@ -62,22 +89,58 @@ class OnLayout:
             own = self.model.shard(map_tensors(torch.clone, inputs), targets)
             loss = self.model.step(*own)
         self.optimizer.step()
-        outputs = self._whole_outputs(leaves(seen[0]), rows_of(inputs, "inputs"))
-        found = snapshot(self._net, loss, [])
+        outputs = self._whole_outputs(seen, rows_of(inputs, "inputs"))
+        found = self._of_all_stages(snapshot(self._net, loss, []))
         self._compare_replicas(found)
         return Snapshot(found.loss, outputs, found.gradients, found.buffers, found.weights)
 
-    def _whole_outputs(self, found: list[Tensor], total: int) -> dict[str, Tensor]:
-        """Outputs of all samples in order. Those whose leading dim is not the samples are left out."""
-        names = ["output"] if len(found) == 1 else [f"output {i}" for i in range(len(found))]
-        parts = [part_of(leaf) or self._by_samples(leaf, total) for leaf in found]
-        told = torch.tensor([part is not None for part in parts], device=self._mesh.device)
-        agreed = self._everyone(told).all(0).tolist()
-        return {
-            name: self._assembled(_sendable(leaf), part)
-            for name, leaf, part, follows in zip(names, found, parts, agreed, strict=True)
-            if follows and part is not None
-        }
+    def _of_all_stages(self, found: Snapshot) -> Snapshot:
+        """With what other ranks of the pipe axis hold; what this rank holds stays its own."""
+        stages = self.model.stages
+        if stages is None:
+            return found
+        held = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.keys()
+
+        def whole(values: Mapping[str, Tensor | None]) -> dict[str, Any]:
+            every = stages.everywhere(values)
+            return {name: values[name] if name in held else every[name] for name in values}
+
+        return replace(
+            found,
+            gradients=whole(found.gradients),
+            buffers=whole(found.buffers),
+            weights=whole(found.weights),
+        )
+
+    def _whole_outputs(self, seen: list[Any], total: int) -> dict[str, Tensor]:
+        """Outputs of all samples in order. Those whose leading dim is not the samples are left out.
+
+        A rank has seen the outputs of its samples and its tile, of some micro-batches; or none, if the last
+        stage is not its.
+        """
+        own = [
+            (number, part_of(leaf) or self._by_samples(leaf, total), leaf)
+            for outputs in seen
+            for number, leaf in enumerate(leaves(outputs))
+        ]
+        told = [
+            {
+                "number": number,
+                "part": None if part is None else [*part.shape],
+                "origin": None if part is None else [*part.origin],
+                "piece": _real_rows(leaf, part, self._mesh),
+            }
+            for number, part, leaf in own
+        ]
+        pieces = [piece for rank in gathered(told, self._mesh) for piece in rank]
+        count = 1 + max(piece["number"] for piece in pieces)
+        found: dict[str, Tensor] = {}
+        for number in range(count):
+            name = "output" if count == 1 else f"output {number}"
+            mine = [piece for piece in pieces if piece["number"] == number]
+            if all(piece["part"] is not None for piece in mine):
+                found[name] = _assembled(mine).to(self._mesh.device)
+        return found
 
     def _by_samples(self, leaf: Tensor, total: int) -> Part | None:
         """Which part of the whole batch's an output is, if it follows the samples."""
@@ -86,21 +149,6 @@ class OnLayout:
         if not leaf.dim() or leaf.shape[0] not in (len(mine), held):
             return None
         return Part((total, *leaf.shape[1:]), (mine.start, *(0,) * (leaf.dim() - 1)))
-
-    def _assembled(self, leaf: Tensor, part: Part) -> Tensor:
-        """The whole that every rank has a part of."""
-        rows = len(self._mesh.share(part.shape[0])) if leaf.shape[0] else 0
-        leaf = leaf[:rows] if leaf.shape[0] > rows else leaf
-        device = self._mesh.device
-        boxes = self._everyone(torch.tensor([part.origin, leaf.shape], device=device)).tolist()
-        largest = max(math.prod(shape) for _, shape in boxes)
-        sent = leaf.new_zeros(largest)
-        sent[: leaf.numel()] = leaf.reshape(-1)
-        whole = leaf.new_zeros(part.shape)
-        for (origin, shape), numbers in zip(boxes, self._everyone(sent), strict=True):
-            where = tuple(slice(o, o + n) for o, n in zip(origin, shape, strict=True))
-            whole[where] = numbers[: math.prod(shape)].view(shape)
-        return whole
 
     def _compare_replicas(self, found: Snapshot) -> None:
         # A missing gradient counts as zero: if other ranks have one, their weights will tell.
@@ -120,6 +168,39 @@ class OnLayout:
 
     def _everyone(self, value: Tensor) -> Tensor:
         return comm.all_gather(_sendable(value), self._mesh.group(*AXES), Tag.CONTROL)
+
+
+def gathered(value: Any, mesh: Mesh) -> list[Any]:
+    """What every rank tells: lists, dicts, strings, numbers and tensors, on the CPU."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    told = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8).to(mesh.device)
+    group = mesh.group(*AXES)
+    sizes = comm.all_gather(torch.tensor([len(told)], device=mesh.device), group, Tag.CONTROL)
+    padded = told.new_zeros(int(sizes.max()))
+    padded[: len(told)] = told
+    every = comm.all_gather(padded, group, Tag.CONTROL).cpu()
+    return [
+        torch.load(io.BytesIO(row[:size].numpy().tobytes()), map_location="cpu", weights_only=True)
+        for row, size in zip(every, sizes.flatten().tolist(), strict=True)
+    ]
+
+
+def _real_rows(leaf: Tensor, part: Part | None, mesh: Mesh) -> Tensor | None:
+    """A piece of an output, without the stand-in of an empty share."""
+    if part is None:
+        return None
+    empty = not len(mesh.share(part.shape[0]))
+    return (leaf[:0] if empty else leaf).detach().cpu().clone()
+
+
+def _assembled(pieces: list[dict[str, Any]]) -> Tensor:
+    """The whole that ranks have parts of."""
+    whole = pieces[0]["piece"].new_zeros(pieces[0]["part"])
+    for piece in pieces:
+        origin, shape = piece["origin"], piece["piece"].shape
+        whole[tuple(slice(o, o + n) for o, n in zip(origin, shape, strict=True))] = piece["piece"]
+    return whole
 
 
 def _sendable(value: Tensor) -> Tensor:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from fivefold.errors import UsageError
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
 from fivefold.train.verify.measure import Snapshot
@@ -90,6 +93,8 @@ class OneProcess:
         self.net = cast_net(copy.deepcopy(net), dtype).train()
         self.optimizer = sgd(self.net)
         self.draws = self.uncontrolled = False
+        self.micro_batches: Callable[[int], list[Tensor]] | None = None
+        """from the number of samples to the indices of each micro-batch; None: all at once"""
         self._loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
         self.dtype, self._seed = dtype, seed
 
@@ -109,18 +114,52 @@ class OneProcess:
     ) -> tuple[Snapshot, bool]:
         state.load(self.net, self.optimizer)
         inputs = map_tensors(torch.clone, inputs)  # a net may change them in place
-        rows, device = rows_of(inputs, "inputs"), leaves(inputs)[0].device
-        share = Share(rows, 0, rows, self._seed, number, group=None)
-        masks = exact(watched_modules(self.net), share) if self.draws else nullcontext()
-        with seeded(self._seed, device), masks as mode:
+        device = leaves(inputs)[0].device
+        with seeded(self._seed, device), ExitStack() as until_backward:
             before = _generators(device)
-            with mode or nullcontext():
-                outputs = call_with(self.net, inputs)
+            outputs = self._outputs(inputs, number, until_backward)
             drew = before != _generators(device)
             loss = self._loss(outputs, targets)
             loss.backward()
         self.optimizer.step()
         return snapshot(self.net, loss, outputs), drew
+
+    def _outputs(self, inputs: Any, number: int, until_backward: ExitStack) -> Any:
+        """What the net returns for all samples, micro-batch by micro-batch."""
+        rows, device = rows_of(inputs, "inputs"), leaves(inputs)[0].device
+        if self.micro_batches is None:
+            # What is checkpointed runs again in backward, with the same masks.
+            share = Share(rows, 0, rows, self._seed, number, group=None)
+            mode = until_backward.enter_context(self._masks(share))
+            return self._run(inputs, mode)
+        parts = [part.to(device) for part in self.micro_batches(rows)]
+        made: list[Any] = []
+        for part in parts:
+            share = Share(len(part), 0, rows, self._seed, number, group=None, samples=part)
+            with self._masks(share) as mode:
+                made.append(self._run(map_tensors(itemgetter(part), inputs), mode))
+        order = torch.cat(parts).argsort()
+        return tree_map(lambda *each: _in_order(each, parts, order), *made)
+
+    def _masks(self, share: Share) -> AbstractContextManager[Any]:
+        return exact(watched_modules(self.net), share) if self.draws else nullcontext()
+
+    def _run(self, inputs: Any, mode: Any) -> Any:
+        with mode or nullcontext():
+            return call_with(self.net, inputs)
+
+
+def _in_order(each: tuple[Any, ...], parts: list[Tensor], order: Tensor) -> Any:
+    """One output of all micro-batches, samples in the order of the batch."""
+    if not isinstance(each[0], Tensor):
+        return each[0]
+    for leaf, part in zip(each, parts, strict=True):
+        if not leaf.dim() or len(leaf) != len(part):
+            raise UsageError(
+                f"an output of shape {tuple(leaf.shape)} does not have the {len(part)} samples of a "
+                "micro-batch on its leading dim, so it cannot be compared"
+            )
+    return torch.cat(each)[order]
 
 
 def snapshot(net: nn.Module, loss: Tensor, outputs: Any) -> Snapshot:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.parallel.norms import global_batch_norm
-from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, rule
+from fivefold.parallel.tiles.rule import Local, Moment, Operation, Statistics, as_held, rule
 from fivefold.parallel.tiles.spread import Spread
 
 __all__ = ["BatchNorm", "BatchNormModule", "owned_slices"]
@@ -29,6 +30,31 @@ def owned_slices(op: Operation) -> tuple[slice, ...] | None:
         slice(start - offset, stop - offset)
         for (start, stop), (offset, _) in zip(owned, held, strict=True)
     )
+
+
+def _tracked(
+    moment: Moment,
+    x: Tensor,
+    spread: Spread,
+    slices: tuple[slice, ...] | None,
+    batches: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Normalise, and update running statistics, or note what is due to them."""
+    running_mean, running_var = options["running_mean"], options["running_var"]
+    if running_mean is None or moment.note is None:
+        momentum = options["momentum"]
+        if batches is not None:
+            batches.add_(1)
+            momentum = 1.0 / float(batches) if momentum is None else momentum
+        return _normalised(moment, x, spread, slices, **{**options, "momentum": momentum or 0.0})
+    own = {
+        "running_mean": torch.zeros_like(running_mean),
+        "running_var": torch.zeros_like(running_var),
+    }
+    y = _normalised(moment, x, spread, slices, **{**options, **own, "momentum": 1.0})
+    moment.note(Statistics(running_mean, running_var, batches, options["momentum"], *own.values()))
+    return y
 
 
 def _normalised(
@@ -71,7 +97,7 @@ class BatchNorm(_Norm):
             a |= {"eps": 1e-5, **dict(zip(_BATCH_NORM, args, strict=False)), **kwargs}
             if not a.pop("training"):
                 return F.batch_norm(**a, training=False)
-            return _normalised(moment, a.pop("input"), spread, slices, **a)
+            return _tracked(moment, a.pop("input"), spread, slices, None, **a)
 
         return self.on_parts(op, run)
 
@@ -91,17 +117,12 @@ class BatchNormModule(_Norm):
             tracked = module.track_running_stats and module.running_mean is not None
             if not module.training and tracked:
                 return module(x)
-            momentum = 0.0 if module.momentum is None else module.momentum
-            if module.training and tracked and module.num_batches_tracked is not None:
-                module.num_batches_tracked.add_(1)
-                if module.momentum is None:
-                    momentum = 1.0 / float(module.num_batches_tracked)
             keep = module.training and tracked
-            return _normalised(
-                moment, x, spread, slices,
+            return _tracked(
+                moment, x, spread, slices, module.num_batches_tracked if keep else None,
                 running_mean=module.running_mean if keep else None,
                 running_var=module.running_var if keep else None,
-                weight=module.weight, bias=module.bias, momentum=momentum, eps=module.eps,
+                weight=module.weight, bias=module.bias, momentum=module.momentum, eps=module.eps,
             )  # fmt: skip
 
         return self.on_parts(op, run)

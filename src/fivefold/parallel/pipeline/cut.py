@@ -1,0 +1,176 @@
+"""Where a recorded net is cut into stages.
+
+    nodes    conv bn relu | conv bn add relu | ... | pool fc        three bounds, four stages
+
+Stages are runs of nodes of about equal time, the time of what they send included. What is used on both
+sides of a bound, a tied weight say, keeps its nodes in one stage. The bounds are remembered by the calls that
+begin a stage, so that other shapes of input, which are recorded anew, are cut alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from fivefold.errors import PlanError, UsageError, suggest
+from fivefold.parallel.tiles.costs import Costs, flops_of
+from fivefold.parallel.tiles.tape import Node, State, Tape, Value
+
+__all__ = ["Cut", "balanced", "named", "states_of"]
+
+_Call = tuple[str, str, int]
+"""module, operation, and how many calls of it came before"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The calls that begin the second stage, the third, and so on."""
+
+    begins: tuple[_Call, ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.begins) + 1
+
+    def bounds(self, tape: Tape) -> list[int]:
+        """First node of every stage of `tape`, and the number of nodes at the end.
+
+        Raises `UsageError` where the net takes another way for this shape of input.
+        """
+        where = {_call(node): number for number, node in enumerate(tape.nodes)}
+        found = [where.get(begin) for begin in self.begins]
+        if None in found or found != sorted(n for n in found if n is not None):
+            raise UsageError(
+                "for this shape of input the net calls its layers in another way than for the example that "
+                "its stages were made for: give `example` the shapes that are trained"
+            )
+        return [0, *(n for n in found if n is not None), len(tape.nodes)]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} in {scope or 'the net'}" for scope, name, _ in self.begins)
+
+
+def balanced(tape: Tape, stages: int, costs: Costs | None = None) -> Cut:
+    """Cut a net into stages such that the slowest is as fast as possible, by `costs`.
+
+    Raises `PlanError` if there are too few places to cut.
+    """
+    costs = costs or Costs()
+    times = np.array([costs.compute_s(3 * flops_of(node) * _elements(node)) for node in tape.nodes])
+    sent = 2 * _crossing_bytes(tape) / costs.bytes_per_s  # there and, as a gradient, back
+    tied = _tied(tape)
+    free = [n for n in range(1, len(times)) if n not in tied]
+    if len(free) < stages - 1:
+        raise PlanError(
+            f"the net can be cut at {len(free)} places, which gives at most {len(free) + 1} stages, not "
+            f"{stages}{_because(tied)}: use pipe={len(free) + 1} or less, or fewer stages per rank"
+        )
+    return Cut(tuple(_call(tape.nodes[n]) for n in _slowest_least(times, sent, free, stages)))
+
+
+def named(tape: Tape, modules: Sequence[str]) -> Cut:
+    """Cut a net in front of the first calls of some modules. Raises `PlanError`."""
+    starts: list[int] = []
+    scopes, tied = [node.scope for node in tape.nodes], _tied(tape)
+    for module in modules:
+        inside = [n for n, scope in enumerate(scopes) if f"{scope}.".startswith(f"{module}.")]
+        if not inside:
+            raise PlanError(
+                f"pipeline.cut names {module!r}, of which no call was seen{suggest(module, set(scopes))}"
+            )
+        if inside[0] in tied:
+            raise PlanError(f"pipeline.cut: no stage can begin at {module!r}{_because(tied)}")
+        if inside[0] == 0:
+            raise PlanError(
+                f"pipeline.cut: {module!r} begins the net; name what begins the other stages"
+            )
+        starts.append(inside[0])
+    if starts != sorted(set(starts)):
+        raise PlanError(f"pipeline.cut = {', '.join(modules)!r} is not in the order of the net")
+    return Cut(tuple(_call(tape.nodes[n]) for n in starts))
+
+
+def states_of(node: Node) -> frozenset[str]:
+    """Names of the parameters and buffers that a node uses."""
+    names = {ref.name for ref in node.operands if isinstance(ref, State)}
+    if isinstance(node.function, nn.Module):
+        module = node.function
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        names |= {f"{node.scope}.{name}" if node.scope else name for name, _ in tensors}
+    return frozenset(names)
+
+
+def _slowest_least(
+    times: np.ndarray, sent: np.ndarray, free: Sequence[int], stages: int
+) -> list[int]:
+    """Bounds that make the slowest stage as fast as possible; a stage pays for what it receives.
+
+    worst[s][j]: the slowest of s + 1 stages that end in front of place j.
+    """
+    places = np.array([0, *free, len(times)])
+    until = np.concatenate([[0.0], np.cumsum(times)])[places]
+    receives = sent[places]
+    receives[0] = 0.0
+    worst = until.copy()
+    chosen: list[np.ndarray] = []
+    for _ in range(1, stages):
+        begin = np.full((len(places), len(places)), math.inf)
+        for j in range(1, len(places)):
+            begin[j, 1:j] = np.maximum(worst[1:j], until[j] - until[1:j] + receives[1:j])
+        chosen.append(begin.argmin(axis=1))
+        worst = begin.min(axis=1)
+    bounds, at = [], len(places) - 1
+    for choice in reversed(chosen):
+        at = int(choice[at])
+        bounds.append(int(places[at]))
+    return bounds[::-1]
+
+
+def _tied(tape: Tape) -> dict[int, str]:
+    """Places where no stage may begin -> the parameter or buffer that is used on both sides."""
+    first: dict[str, int] = {}
+    found: dict[int, str] = {}
+    for number, node in enumerate(tape.nodes):
+        for name in states_of(node):
+            begin = first.setdefault(name, number)
+            found |= dict.fromkeys(range(begin + 1, number + 1), name)
+    return found
+
+
+def _because(tied: Mapping[int, str]) -> str:
+    names = sorted(set(tied.values()))
+    return f", since {', '.join(names[:3])} is used in several places" if names else ""
+
+
+def _crossing_bytes(tape: Tape) -> np.ndarray:
+    """Bytes of what crosses a bound in front of every node, and behind the last.
+
+    That is what was made in front of it and is read behind it, or returned by the net.
+    """
+    made = dict.fromkeys(tape.inputs, -1)
+    last: dict[int, int] = {}
+    for number, node in enumerate(tape.nodes):
+        made |= dict.fromkeys(node.outputs, number)
+        last |= dict.fromkeys((r.index for r in node.operands if isinstance(r, Value)), number)
+    flat, _ = tree_flatten(tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
+    last |= {leaf.index: len(tape.nodes) for leaf in flat if isinstance(leaf, Value)}
+    change = np.zeros(len(tape.nodes) + 2)
+    for value, number in last.items():
+        size = math.prod(tape.shapes[value]) * tape.dtypes[value].itemsize
+        change[made[value] + 1] += size
+        change[number + 1] -= size
+    return np.cumsum(change)[: len(tape.nodes) + 1]
+
+
+def _elements(node: Node) -> int:
+    return sum(math.prod(shape) for shape in node.output_shapes)
+
+
+def _call(node: Node) -> _Call:
+    return (node.scope, node.name, node.call)

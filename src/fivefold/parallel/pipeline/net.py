@@ -1,0 +1,362 @@
+"""A net whose stages lie on the ranks of the pipe axis.
+
+The net is recorded and cut once, for the shape of the example. Each rank keeps the parameters of its stages;
+those of the others become meta tensors, which have a shape and no memory. Tiles and replicas are the other
+axes: a stage computes its tile as a net without stages does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.pipeline.check import check
+from fivefold.parallel.pipeline.cut import Cut, balanced, named
+from fivefold.parallel.pipeline.gradients import StageGradients
+from fivefold.parallel.pipeline.held import everywhere, released
+from fivefold.parallel.pipeline.run import Feed, Step
+from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
+from fivefold.parallel.pipeline.schedules import PAIRED, make
+from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
+from fivefold.parallel.pipeline.statistics import Notes
+from fivefold.parallel.pipeline.wires import Wire
+from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
+from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.torch_losses import split_loss
+from fivefold.parallel.trees import call_with, leaves, map_tensors
+from fivefold.plan import AXES
+from fivefold.trace import Tag
+
+__all__ = ["Batch", "PipelinedNet", "pipelined", "some_rows"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's inputs of a step, and which samples they are."""
+
+    call: Callable[..., Any]
+    inputs: Any
+    share: Share
+
+
+class PipelinedNet:
+    """The user's net on a pipe axis. Creating it is collective; it takes over the first rank's weights.
+
+    Raises `UsageError` or `PlanError` for what cannot be cut as the plan says.
+    """
+
+    def __init__(self, net: nn.Module, mesh: Mesh, example: Any) -> None:
+        held = [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
+        comm.broadcast_all(held, mesh.group(*AXES), Tag.GRADIENTS)
+        self._net, self._mesh, self._example = net, mesh, _shapes(example)
+        self.rank = mesh.coordinate("pipe")
+        self.tiles = TiledNet(net, mesh)
+        self.schedule = _schedule(mesh)
+        self._schedules: dict[int, Schedule] = {}
+        self.cut = self._cut()
+        self._divided: dict[int, tuple[Program, list[Stage]]] = {}
+        self.owner = owners(net, self._tape(), self.cut)
+        """parameter or buffer -> its stage"""
+        paired = self.schedule.chains > 1
+        chains = range(self.schedule.chains)
+        channels_last = mesh.plan.numerics.memory_format == "channels_last"
+        # All ranks make the same groups in the same order.
+        self._wires = {
+            (chain, back): Wire(mesh.own_group("pipe"), mesh.device, channels_last)
+            for chain in chains
+            for back in (False, True)
+        }
+        axes = ("data", *TILE_DIMS)
+        held = sorted(self.schedule.stages_of(self.rank))
+        groups = [
+            mesh.pair_group(*axes) if paired else mesh.own_group(*axes)
+            for _ in range(2 if paired else mesh.plan.pipeline.stages_per_rank)
+        ]
+        opposite = mesh.pair_group() if paired else None
+        self._opposite = None if opposite is None or opposite.size() == 1 else opposite
+        _check_norms(net, paired)
+        released(net, {name for name, stage in self.owner.items() if stage in held})
+        self.gradients = {
+            stage: StageGradients(self._parameters(stage), group)
+            for stage, group in zip(held, groups, strict=False)
+        }
+        self._notes = {stage: Notes() for stage in held} if paired else {}
+        self._joint = mesh.plan.parallel.batch_norm == "global"
+
+    # ---- what lies where
+
+    @property
+    def begins(self) -> bool:
+        """Whether this rank holds a first stage, which takes the inputs."""
+        return 0 in self.schedule.stages_of(self.rank)
+
+    @property
+    def ends(self) -> bool:
+        """Whether this rank holds a last stage, which takes the targets."""
+        return self.schedule.stages - 1 in self.schedule.stages_of(self.rank)
+
+    def _parameters(self, stage: int) -> list[nn.Parameter]:
+        return [p for name, p in self._net.named_parameters() if self.owner[name] == stage]
+
+    def _cut(self) -> Cut:
+        told = self._mesh.plan.pipeline.cut
+        tape = self._tape()
+        if not told:
+            return balanced(tape, self.schedule.stages)
+        modules = [name.strip() for name in told.split(",")]
+        if len(modules) != self.schedule.stages - 1:
+            raise UsageError(
+                f"pipeline.cut names {len(modules)} modules, but {self.schedule.stages} stages have "
+                f"{self.schedule.stages - 1} that begin one: the first stage begins with the net"
+            )
+        return named(tape, modules)
+
+    def _tape(self) -> Any:
+        """The net for the smallest micro-batch of the example: all ranks record the same."""
+        total = leaves(self._example)[0].shape[0]
+        rows = max(total // self._mesh.layout.data // self.schedule.micro_batches, 1)
+        inputs = map_tensors(lambda leaf: leaf.new_empty((rows, *leaf.shape[1:])), self._example)
+        return self.tiles.recorded(call_with, inputs)
+
+    def _stages(self, program: Program) -> list[Stage]:
+        if id(program) not in self._divided:
+            found = divided(program, self.cut, self.tiles.grid, self.tiles.here.rank)
+            check_owners(found, self.owner)
+            self._divided[id(program)] = (program, found)  # kept, so that the id stays its
+        return self._divided[id(program)][1]
+
+    # ---- running
+
+    def step(
+        self,
+        batch: Batch,
+        loss: Callable[[range, Prepared, Outputs], Tensor],
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are complete on return.
+
+        `loss` gives the share of some of this rank's samples, from what the net returns for them. Returns
+        the sum of all shares, float64.
+        """
+        for gradients in self.gradients.values():
+            gradients.begin()
+        if not self._joint:
+            self._share_buffers()
+        schedule = self.schedule_for(batch.share.total)
+        micros = self._micro_batches(batch, schedule.micro_batches)
+
+        def share(micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
+            return loss(micros[micro], ready, self.tiles.finish(ready, made))
+
+        step = self._run(schedule, batch, micros, share, scaled)
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        if step.total is not None:
+            total += step.total
+        summed = comm.start_all_reduce(total, self._mesh.group(*AXES), Tag.LOSS)
+        for gradients in self.gradients.values():
+            gradients.finish()
+        for notes in self._notes.values():
+            notes.apply(self._opposite)
+        return summed.wait()
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Any:
+        """What the net returns for this rank's samples, on every rank of the pipe axis."""
+        stages, ranks = self.schedule.stages, self.schedule.ranks
+        rows = tuple(
+            tuple(Action(0, stage, Op.FORWARD, 0) for stage in range(rank, stages, ranks))
+            for rank in range(ranks)
+        )
+        schedule = Schedule("forward", ranks, stages, 1, rows)
+        micros = self._micro_batches(batch, 1)
+        kept: list[tuple[Prepared, Mapping[int, Tensor]]] = []
+
+        def keep(_micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
+            kept.append((ready, made))
+            return torch.zeros((), device=self._mesh.device)
+
+        step = self._run(schedule, batch, micros, keep, lambda loss: loss)
+        ready = step.feed(0).ready
+        gives = step.feed(0).stages[-1].gives
+        wire, last = self._wires[0, False], schedule.rank_of(0, stages - 1)
+        if kept:
+            made = kept[0][1]
+            tensors = [made[value.index] for value in gives]
+            sent = [wire.send(gives, tensors, peer) for peer in range(ranks) if peer != last]
+            outputs = self.tiles.finish(ready, made)
+            for messages in sent:
+                messages.wait()
+        else:
+            arrived = wire.expect(gives, last).wait()
+            made = {value.index: t for value, t in zip(gives, arrived, strict=True)}
+            outputs = self.tiles.finish(ready, made)
+        return outputs.parts
+
+    def _run(
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        micros: list[range],
+        loss: Callable[[int, Prepared, Mapping[int, Tensor]], Tensor],
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Step:
+        ready: dict[int, Feed] = {}
+        fewest = max(batch.share.total // self._mesh.layout.data // len(micros), 0)
+
+        def feed(micro: int) -> Feed:
+            if micro not in ready:
+                ready[micro] = self._feed(batch, micros[micro], fewest)
+            return ready[micro]
+
+        notes = self._notes if schedule.chains > 1 else {}
+        step = Step(
+            schedule, self.rank, self.tiles, self._wires, feed, loss, scaled, self.gradients, notes
+        )
+        step.run()
+        return step
+
+    def _feed(self, batch: Batch, rows: range, fewest: int) -> Feed:
+        inputs = some_rows(batch.inputs, rows)
+        share = replace(batch.share, rows=len(rows), origin=batch.share.origin + rows.start)
+        prepared = self.tiles.prepare(batch.call, inputs, share, fewest)
+        recompute = prepared.moment.recompute
+        if recompute:
+            each = max(round(recompute / self.schedule.stages), 1)
+            prepared = replace(prepared, moment=replace(prepared.moment, recompute=each))
+        return Feed(prepared, self._stages(prepared.program))
+
+    def schedule_for(self, total: int) -> Schedule:
+        """The schedule of a batch of `total` samples: one that is too small for all micro-batches has fewer.
+
+        Raises `UsageError` for a batch that cannot be divided.
+        """
+        most = -(-total // self._mesh.layout.data)  # of the largest replica
+        count = min(self.schedule.micro_batches, most)
+        count -= count % self.schedule.chains
+        if count < 1:
+            raise UsageError(
+                f"a batch of {total} samples on {self._mesh.layout.data} replicas is too small for schedule "
+                f"{self.schedule.name!r}, which needs {self.schedule.chains} micro-batches: use larger ones"
+            )
+        if count not in self._schedules:
+            self._schedules[count] = _schedule(self._mesh, count)
+        return self._schedules[count]
+
+    def _micro_batches(self, batch: Batch, count: int) -> list[range]:
+        """Which of this replica's samples each micro-batch has."""
+        return [owned(batch.share.rows, count, number) for number in range(count)]
+
+    def stand_in(self) -> Any:
+        """This rank's part of a batch like the example, without numbers.
+
+        Raises `UsageError` on ranks that need them.
+        """
+        if self.begins:
+            raise UsageError("this rank holds a first stage, so step needs the inputs")
+        mine = self._mesh.share(leaves(self._example)[0].shape[0])
+        return map_tensors(lambda leaf: self.tiles.part(leaf, mine), self._example)
+
+    def everywhere(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Tensors by names of parameters and buffers, of which ranks hold some, on all. Collective."""
+        source = {name: self.schedule.rank_of(0, stage) for name, stage in self.owner.items()}
+        like = {
+            **dict(self._net.named_parameters(remove_duplicate=False)),
+            **dict(self._net.named_buffers(remove_duplicate=False)),
+        }
+        return everywhere(tensors, like, source, self._mesh.group("pipe"))
+
+    def norm(self, order: float) -> Tensor:
+        """The norm of all gradients, of which this rank holds some. Collective over the pipe axis."""
+        own = [
+            parameter.grad
+            for stage in self.gradients
+            if self.schedule.rank_of(0, stage) == self.rank  # what a pair holds counts once
+            for parameter in self._parameters(stage)
+            if parameter.grad is not None
+        ]
+        norm = torch.nn.utils.get_total_norm(own, order).double().to(self._mesh.device)
+        every = comm.all_gather(norm, self._mesh.group("pipe"), Tag.CONTROL)
+        return torch.linalg.vector_norm(every, order)
+
+    def agree_on_overflow(self) -> None:
+        """Let every rank's scaler see that some gradient anywhere is not finite. Collective."""
+        held = [
+            p.grad
+            for stage in self.gradients
+            for p in self._parameters(stage)
+            if p.grad is not None
+        ]
+        found = torch.stack([(~torch.isfinite(grad)).any() for grad in held]).any().double()
+        if comm.all_reduce(found, self._mesh.group(*AXES), Tag.CONTROL).item():
+            held[0].fill_(torch.inf)
+
+    def _share_buffers(self) -> None:
+        held = [b for b in self._net.buffers() if not b.is_meta]
+        comm.broadcast_all(held, self._mesh.group("data", *TILE_DIMS), Tag.GRADIENTS)
+
+
+def pipelined(
+    net: nn.Module, mesh: Mesh, example: Any, loss: Callable[..., Any] | None
+) -> PipelinedNet:
+    """Cut a net into stages. Raises `UsageError` where the example or the loss does not allow that."""
+    if example is None:
+        raise UsageError(
+            "a layout with a pipe axis needs parallelize(net, mesh, example=x, ...): the net is cut into "
+            "stages for the shapes of a global batch; tensors on the meta device will do"
+        )
+    stages = PipelinedNet(net, mesh, example)
+    if loss is not None and stages.schedule.micro_batches > 1 and split_loss(loss) is None:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise UsageError(
+            f"the loss {name} cannot be taken apart into shares of micro-batches: use a loss of torch's on "
+            'one tensor, or pipeline.schedule = "layer", which takes the batch at once'
+        )
+    return stages
+
+
+def _schedule(mesh: Mesh, count: int = 0) -> Schedule:
+    plan, ranks = mesh.plan.pipeline, mesh.layout.pipe
+    whole = 1 if plan.schedule == "layer" else 2 * ranks
+    micro_batches = count or plan.micro_batches or whole
+    schedule = make(plan.schedule, ranks, micro_batches, plan.stages_per_rank)
+    check(schedule)
+    return schedule
+
+
+def _shapes(example: Any) -> Any:
+    return map_tensors(
+        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), example
+    )
+
+
+def some_rows(tree: Any, rows: range) -> Any:
+    """Some samples of a batch, with the notes of which they are."""
+
+    def cut(leaf: Tensor) -> Tensor:
+        part, piece = part_of(leaf), leaf[rows.start : rows.stop]
+        if part is None:
+            return piece
+        origin = (part.origin[0] + rows.start, *part.origin[1:])
+        return attach(piece, Part(part.shape, origin))
+
+    return map_tensors(cut, tree)
+
+
+def _check_norms(net: nn.Module, paired: bool) -> None:
+    """Refuse running statistics that two chains would update apart."""
+    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    for name, module in net.named_modules():
+        if paired and isinstance(module, kinds) and module.track_running_stats:
+            raise UsageError(
+                f"the module {name!r} keeps running statistics of an instance norm, which schedules of two "
+                f"directions ({', '.join(sorted(PAIRED))}) cannot keep in order: use another schedule"
+            )

@@ -1,0 +1,235 @@
+"""Carrying out a schedule: forward and backward of stages, and what travels between them.
+
+F   take what arrives ── steps of the stage ── send what crosses its end      (last stage: the loss)
+B   take gradients of what was sent ── autograd ── send those of what was taken
+I   as B, but gradients of weights are left for W
+R   start to sum the stage's gradients over the ranks that hold it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.parallel.pipeline.deferred import Deferred
+from fivefold.parallel.pipeline.gradients import StageGradients
+from fivefold.parallel.pipeline.schedule import Action, Op, Row, Schedule
+from fivefold.parallel.pipeline.stages import Crossing, Stage
+from fivefold.parallel.pipeline.statistics import Notes
+from fivefold.parallel.pipeline.wires import Arriving, Wire
+from fivefold.parallel.tiles.net import Prepared, TiledNet
+from fivefold.parallel.tiles.run import carry_out
+from fivefold.trace import Phase, span
+
+__all__ = ["Feed", "Step"]
+
+_AHEAD = 2
+"""messages that are expected before they are needed: they arrive while something else is computed"""
+
+
+@dataclass
+class _Flight:
+    """A micro-batch between the forward and the backward of a stage."""
+
+    taken: dict[int, Tensor]
+    given: list[Tensor]
+    loss: Tensor | None
+    deferred: Deferred | None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one micro-batch is computed from on this rank."""
+
+    ready: Prepared
+    stages: list[Stage]
+
+
+@dataclass
+class Step:
+    """One training step of a rank, or one forward pass."""
+
+    schedule: Schedule
+    rank: int
+    net: TiledNet
+    wires: Mapping[tuple[int, bool], Wire]
+    """by chain, and whether it leads back"""
+    feed: Callable[[int], Feed]
+    """a micro-batch by number"""
+    loss: Callable[[int, Prepared, Mapping[int, Tensor]], Tensor]
+    """a micro-batch's share, from the values that the net returns"""
+    scaled: Callable[[Tensor], Tensor]
+    gradients: Mapping[int, StageGradients]
+    """by stage"""
+    notes: Mapping[int, Notes] = field(default_factory=dict[int, Notes])
+    """by stage; empty where one rank sees all micro-batches, which updates statistics at once"""
+    total: Tensor | None = None
+    """sum of the shares of the loss that this rank computed"""
+    _flights: dict[tuple[int, int, int], _Flight] = field(
+        default_factory=dict[tuple[int, int, int], _Flight]
+    )
+    _arriving: dict[Action, Arriving] = field(default_factory=dict[Action, Arriving])
+    _leaving: list[comm.Messages] = field(default_factory=list[comm.Messages])
+    _sums: dict[int, int] = field(default_factory=dict[int, int])
+
+    def __post_init__(self) -> None:
+        self._actions = frozenset(self.schedule.rows[self.rank])
+
+    def run(self) -> None:
+        """Carry out this rank's row. Collective over the pipe axis, and over what its stages need."""
+        row = self.schedule.rows[self.rank]
+        for number, action in enumerate(row):
+            self._expect(row[number:])
+            match action.op:
+                case Op.FORWARD:
+                    self._forward(action)
+                case Op.BACKWARD | Op.INPUT:
+                    self._backward(action)
+                case Op.WEIGHT:
+                    flight = self._flights.pop(_key(action))
+                    assert flight.deferred is not None
+                    flight.deferred.finish(counted=self._counts(action))
+                case Op.REDUCE:
+                    self._reduce(action)
+        for messages in self._leaving:
+            messages.wait()
+
+    # ---- messages
+
+    def _expect(self, row: Row) -> None:
+        """Get ready for the next messages, in the order in which they are needed."""
+        due = [a for a in row if self._source(a) is not None][:_AHEAD]
+        for action in due:
+            if action in self._arriving:
+                continue
+            values, peer = self._incoming(action)
+            if values:
+                wire = self.wires[action.chain, action.op is not Op.FORWARD]
+                self._arriving[action] = wire.expect(values, peer)
+
+    def _source(self, action: Action) -> int | None:
+        """The stage whose message an action waits for."""
+        match action.op:
+            case Op.FORWARD:
+                return action.stage - 1 if action.stage else None
+            case Op.BACKWARD | Op.INPUT:
+                return action.stage + 1 if action.stage + 1 < self.schedule.stages else None
+            case _:
+                return None
+
+    def _incoming(self, action: Action) -> tuple[Sequence[Crossing], int]:
+        source = self._source(action)
+        assert source is not None
+        stage = self.feed(action.micro).stages[action.stage]
+        values = stage.takes if action.op is Op.FORWARD else _trained(stage.gives)
+        return values, self.schedule.rank_of(action.chain, source)
+
+    def _send(
+        self, action: Action, stage: int, values: Sequence[Crossing], tensors: Sequence[Tensor]
+    ) -> None:
+        self._leaving = [messages for messages in self._leaving if not messages.done()]
+        if values:
+            peer = self.schedule.rank_of(action.chain, stage)
+            wire = self.wires[action.chain, action.op is not Op.FORWARD]
+            self._leaving.append(wire.send(values, tensors, peer))
+
+    # ---- actions
+
+    def _forward(self, action: Action) -> None:
+        feed = self.feed(action.micro)
+        ready, stage = feed.ready, feed.stages[action.stage]
+        arrived = self._arriving.pop(action, None)
+        if action.stage:
+            tensors = arrived.wait() if arrived is not None else []
+        else:
+            by_index = dict(zip(ready.program.tape.inputs, ready.inputs, strict=True))
+            tensors = [by_index[value.index] for value in stage.takes]
+        taken = {
+            value.index: tensor.requires_grad_(value.trained and torch.is_grad_enabled())
+            for value, tensor in zip(stage.takes, tensors, strict=True)
+        }
+        notes = self.notes.get(action.stage)
+        moment = ready.moment
+        if notes is not None:
+            notes.begin(action.micro)
+            moment = replace(moment, note=notes)
+        deferred = Deferred() if action.same(Op.INPUT, action.stage) in self._actions else None
+        with span(Phase.FORWARD):
+            made = carry_out(
+                ready.program, dict(taken), stage.span, {value.index for value in stage.gives},
+                state=self.net.state(), moment=moment, group=self.net.group, defer=deferred,
+            )  # fmt: skip
+        given = [made[value.index] for value in stage.gives]
+        loss = None
+        if action.stage + 1 == self.schedule.stages:
+            loss = self.loss(action.micro, ready, made)
+            self.total = loss.detach() + (0 if self.total is None else self.total)
+        else:
+            self._send(action, action.stage + 1, stage.gives, given)
+        if notes is not None:
+            notes.end()
+        if torch.is_grad_enabled():
+            self._flights[_key(action)] = _Flight(taken, given, loss, deferred)
+
+    def _backward(self, action: Action) -> None:
+        stage = self.feed(action.micro).stages[action.stage]
+        flight = self._flights.pop(_key(action))
+        states = () if self._counts(action) else self.net.state().values()
+        with span(Phase.BACKWARD), _without_effect(states):
+            if flight.loss is not None:
+                self.scaled(flight.loss).backward()
+            else:
+                arrived = self._arriving.pop(action, None)
+                self._differentiate(stage, flight, [] if arrived is None else arrived.wait())
+        if action.stage:
+            values = _trained(stage.takes)
+            leaves = [flight.taken[value.index] for value in values]
+            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+            self._send(action, action.stage - 1, values, back)
+        if action.op is Op.INPUT:
+            self._flights[_key(action)] = _Flight({}, [], None, flight.deferred)
+
+    def _differentiate(self, stage: Stage, flight: _Flight, arrived: Sequence[Tensor]) -> None:
+        """Backward from the gradients of what the stage gave."""
+        indices = (value.index for value in _trained(stage.gives))
+        grads = dict(zip(indices, arrived, strict=True))
+        given = zip(stage.gives, flight.given, strict=True)
+        roots = {v.index: tensor for v, tensor in given if v.trained and tensor.requires_grad}
+        if roots:
+            torch.autograd.backward(list(roots.values()), [grads[index] for index in roots])
+
+    def _counts(self, action: Action) -> bool:
+        """Whether a micro-batch has samples here; else a stand-in is computed, which adds nothing."""
+        return self.feed(action.micro).ready.share.rows > 0
+
+    def _reduce(self, action: Action) -> None:
+        self._sums[action.stage] = self._sums.get(action.stage, 0) + 1
+        held = [s for _, s in self.schedule.held(self.rank) if s == action.stage]
+        # A stage that a rank holds for both chains is complete at its second sum.
+        if self._sums[action.stage] == len(held):
+            self.gradients[action.stage].launch()
+
+
+@contextmanager
+def _without_effect(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Within the block, gradients of these tensors are zero, even where what is computed gives NaN."""
+    trained = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _key(action: Action) -> tuple[int, int, int]:
+    return (action.chain, action.stage, action.micro)
+
+
+def _trained(values: Sequence[Crossing]) -> list[Crossing]:
+    return [value for value in values if value.trained]

@@ -1,0 +1,137 @@
+"""A program of a rank, divided into the stages of a cut.
+
+A stage takes what crosses the bound in front of it, carries out its steps, and gives what crosses the bound
+behind it. What a later stage needs of an earlier one, a skip connection say, is handed on from stage to
+stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fivefold.errors import UsageError
+from fivefold.parallel.pipeline.cut import Cut, states_of
+from fivefold.parallel.tiles.program import Compute, Program
+from fivefold.parallel.tiles.run import returned
+from fivefold.parallel.tiles.spread import Grid
+from fivefold.parallel.tiles.tape import State, Tape, Value
+
+__all__ = ["Crossing", "Stage", "check_owners", "divided", "owners"]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage hands to the next, on this rank."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    """whether its gradient travels back"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some steps of a program."""
+
+    span: range
+    takes: tuple[Crossing, ...]
+    gives: tuple[Crossing, ...]
+    states: frozenset[str]
+    """names of the parameters and buffers that it uses"""
+
+
+def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
+    """The stages of tile rank `rank`. Raises `UsageError`, see `Cut.bounds`."""
+    tape = program.tape
+    bounds = cut.bounds(tape)
+    done = {step.node: n for n, step in enumerate(program.steps) if isinstance(step, Compute)}
+    steps = [0, *(done[tape.nodes[bound - 1]] + 1 for bound in bounds[1:])]
+    values = _values(program, grid, rank)
+    at = [[v for v, made, last in values if made < step <= last] for step in steps]
+    return [
+        Stage(
+            range(*steps[stage : stage + 2]),
+            tuple(at[stage]),
+            tuple(at[stage + 1]),
+            frozenset(itertools.chain.from_iterable(map(states_of, tape.nodes[first:stop]))),
+        )
+        for stage, (first, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int, int]]:
+    """Every value, the step that makes it (-1 for inputs), and the last that reads it.
+
+    What was exchanged is a value of its own. What the net returns is read behind the last step.
+    """
+    tape, trained = program.tape, _trained(program.tape)
+    last = {**program.last_use, **dict.fromkeys(returned(program), len(program.steps))}
+    found: list[tuple[Crossing, int, int]] = []
+    origin: dict[int, int] = {}  # of what was moved
+
+    def add(index: int, shape: tuple[int, ...], like: int, made: int) -> None:
+        if index in last:
+            value = Crossing(index, shape, tape.dtypes[like], like in trained)
+            found.append((value, made, last[index]))
+
+    for index in tape.inputs:
+        add(index, program.spreads[index].local_shape(grid, rank), index, -1)
+    for number, step in enumerate(program.steps):
+        if isinstance(step, Compute):
+            for index in step.node.outputs:
+                add(index, program.spreads[index].local_shape(grid, rank), index, number)
+        elif isinstance(step.source, Value):
+            origin[step.target] = origin.get(step.source.index, step.source.index)
+            add(step.target, step.exchange.result, origin[step.target], number)
+    return found
+
+
+def owners(net: nn.Module, tape: Tape, cut: Cut) -> dict[str, int]:
+    """Name of every parameter and buffer -> its stage. What the net does not use goes with the first stage.
+
+    A tensor with several names is in one stage under all of them.
+    """
+    found: dict[str, int] = {}
+    for stage, (first, stop) in enumerate(itertools.pairwise(cut.bounds(tape))):
+        for node in tape.nodes[first:stop]:
+            found |= dict.fromkeys(states_of(node), stage)
+    tensors = {
+        **dict(net.named_parameters(remove_duplicate=False)),
+        **dict(net.named_buffers(remove_duplicate=False)),
+    }
+    by_tensor = {id(tensors[name]): stage for name, stage in found.items() if name in tensors}
+    return {name: by_tensor.get(id(tensor), 0) for name, tensor in tensors.items()}
+
+
+def check_owners(stages: list[Stage], owner: Mapping[str, int]) -> None:
+    """Raises `UsageError` if some stage uses a parameter that another one holds."""
+    for number, stage in enumerate(stages):
+        strange = sorted(name for name in stage.states if owner.get(name, number) != number)
+        if strange:
+            raise UsageError(
+                f"for this shape of input stage {number} uses {', '.join(strange[:3])}, which stage "
+                f"{owner[strange[0]]} holds: give `example` the shapes that are trained"
+            )
+
+
+def _trained(tape: Tape) -> set[int]:
+    """Values through which a gradient may flow: they depend on a parameter, whether it is frozen or not."""
+    found: set[int] = set()
+    for node in tape.nodes:
+        depends = bool(states_of(node)) or any(
+            isinstance(ref, State) or (isinstance(ref, Value) and ref.index in found)
+            for ref in node.operands
+        )
+        if node.grad and depends:
+            found |= {
+                i
+                for i in node.outputs
+                if tape.dtypes[i].is_floating_point or tape.dtypes[i].is_complex
+            }
+    return found

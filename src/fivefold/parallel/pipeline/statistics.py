@@ -1,0 +1,86 @@
+"""Running statistics of two opposite chains, which see every other micro-batch each.
+
+One process would update them micro-batch by micro-batch. So both ranks that hold a stage note what every
+micro-batch gives, tell each other at the end of a step, and apply all of it in the order of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold import comm
+from fivefold.parallel.tiles.rule import Statistics
+from fivefold.trace import Tag
+
+__all__ = ["Notes"]
+
+
+class Notes:
+    """What the micro-batches of one step gave to the running statistics of one stage."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[Statistics]] = defaultdict(list)
+        self._open: int | None = None
+
+    def begin(self, micro: int) -> None:
+        """What is noted from now on belongs to a micro-batch."""
+        self._open = micro
+
+    def end(self) -> None:
+        """Nothing is noted any more: what is recomputed gives its statistics once."""
+        self._open = None
+
+    def __call__(self, statistics: Statistics) -> None:
+        """Note what a norm is due."""
+        if self._open is not None:
+            self._found[self._open].append(statistics)
+
+    def apply(self, opposite: dist.ProcessGroup | None) -> None:
+        """Update the running statistics. `opposite` are the two ranks that hold the stage, None if one does.
+
+        Collective over `opposite`. Both have seen the same number of micro-batches: they take turns.
+        """
+        micros = sorted(self._found)
+        own = [self._found[micro] for micro in micros]
+        if opposite is not None and own and own[0]:
+            own = self._of_both(own, micros, opposite)
+        for statistics in own:
+            for one in statistics:
+                one.apply()
+        self._found.clear()
+
+    def _of_both(
+        self, own: list[list[Statistics]], micros: list[int], opposite: dist.ProcessGroup
+    ) -> list[list[Statistics]]:
+        numbers = [torch.cat([_flat(one) for one in statistics]) for statistics in own]
+        order = torch.tensor(micros, dtype=torch.float64, device=numbers[0].device)
+        told = torch.cat([torch.cat(numbers), order])
+        every = comm.all_gather(told, opposite, Tag.BATCH_NORM)
+        rows: list[tuple[int, list[Statistics]]] = []
+        for told in every:
+            found, theirs = told[: -len(micros)].view(len(micros), -1), told[-len(micros) :]
+            for micro, row in zip(theirs.tolist(), found, strict=True):
+                rows.append((int(micro), _with_numbers(own[0], row)))
+        return [statistics for _, statistics in sorted(rows, key=lambda item: item[0])]
+
+
+def _flat(one: Statistics) -> Tensor:
+    return torch.cat([one.mean, one.var]).double()
+
+
+def _with_numbers(like: list[Statistics], row: Tensor) -> list[Statistics]:
+    """The same norms with what another micro-batch gave."""
+    found: list[Statistics] = []
+    at = 0
+    for one in like:
+        size = one.mean.numel()
+        mean, var = row[at : at + size].to(one.mean), row[at + size : at + 2 * size].to(one.var)
+        at += 2 * size
+        found.append(
+            Statistics(one.running_mean, one.running_var, one.batches, one.momentum, mean, var)
+        )
+    return found
