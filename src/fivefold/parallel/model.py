@@ -192,6 +192,7 @@ class ParallelModel(nn.Module):
         scaled = _as_it_is if scaler is None else scaler.scale
         total = stages.step(Batch(call_with, inputs, share), own, scaled)
         if scaler is not None:
+            scaler.scale(total)  # it begins with its first use, which may be on other ranks only
             stages.agree_on_overflow()
         return total.to(next(p.dtype for p in self.module.parameters()))
 
@@ -263,11 +264,19 @@ class ParallelModel(nn.Module):
         return tree if self._tiles is None else whole_images(self._tiles, tree)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs for this rank's samples. In training mode, batch statistics are the mesh's."""
+        """Outputs for this rank's samples. In training mode, batch statistics are the mesh's.
+
+        With a `pipe` axis all of its ranks get the outputs, without gradients.
+        """
         inputs = self._moved((args, kwargs))
         if not leaves(inputs):
             return self.module(*args, **kwargs)
         if self._stages is not None:
+            if self.training:
+                raise UsageError(
+                    "with a pipe axis a model in training mode has outputs in step only, where `on_outputs` "
+                    "sees them: call model.eval() first"
+                )
             return self._stages.forward(Batch(_call_both, inputs, self._share(inputs)))
         if self._tiles is not None:
             return self._tiles.run(_call_both, inputs, self._share(inputs)).parts
@@ -324,7 +333,12 @@ class ParallelModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load a state_dict of the plain net, of which each rank takes what it holds."""
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
+        held_elsewhere = {
+            name: value
+            for name, value in self.module.state_dict().items()
+            if name in state_dict and isinstance(value, Tensor) and value.is_meta
+        }
+        return self.module.load_state_dict({**state_dict, **held_elsewhere}, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The plain net's parameters under their own names; on a `pipe` axis those that this rank holds."""

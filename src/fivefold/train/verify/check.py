@@ -67,7 +67,7 @@ def verify(
     state = State.of(net, sgd(net), dtype)
     layout = OnLayout(net, mesh, loss, dtype, example=batch(0)[0])
     if judge:
-        judge.divide(layout.micro_batches)
+        judge.divide(layout.micro_batches, layout.schedule)
     samples = 0
     for step in range(steps):
         inputs, targets = (

@@ -54,9 +54,10 @@ class Judge:
         self._items: dict[str, list[Item]] = {quantity: [] for quantity in QUANTITIES}
         self._notes: dict[str, None] = {}
 
-    def divide(self, micro_batches: Callable[[int], list[Tensor]] | None) -> None:
-        """Let the reference accumulate over the micro-batches of the layout."""
+    def divide(self, micro_batches: Callable[[int], list[Tensor]] | None, schedule: str) -> None:
+        """Let the reference accumulate over the micro-batches of the layout's schedule."""
         self._truth.micro_batches = self._alone.micro_batches = micro_batches
+        self._layout += schedule
 
     def reference(self, state: State, inputs: Any, targets: Any, step: int) -> dict[str, Any]:
         """Train the reference for one step; returns what all ranks have to know of it."""

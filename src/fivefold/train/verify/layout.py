@@ -48,6 +48,15 @@ class OnLayout:
         self._net, self._mesh = net, mesh
 
     @property
+    def schedule(self) -> str:
+        """How a pipe axis works, in words; empty where there is none."""
+        if self.model.stages is None:
+            return ""
+        made = self.model.stages.schedule
+        many = f" over {made.micro_batches} micro-batches" if made.micro_batches > 1 else ""
+        return f" ({made.name}{many})"
+
+    @property
     def micro_batches(self) -> Callable[[int], list[Tensor]] | None:
         """Which samples each micro-batch of all replicas has; None if batches are computed at once."""
         stages = self.model.stages

@@ -1,0 +1,251 @@
+"""A model on a pipe axis as its user sees it: names, weights, evaluation, clipping, scaling, mistakes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.errors import PlanError, UsageError
+from fivefold.mesh import Mesh, part_of
+from fivefold.plan import Layout, Pipeline, Plan
+from ranks import run_ranks
+
+torch.manual_seed(0)
+NET = nn.Sequential(
+    nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1),
+    nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
+)  # fmt: skip
+X, Y = torch.randn(8, 3, 9, 7), torch.randint(0, 5, (8,))
+
+
+def started(
+    mesh: Mesh, net: nn.Module = NET, loss: Callable[..., Any] | None = None
+) -> ff.ParallelModel:
+    return ff.parallelize(copy.deepcopy(net), mesh, example=X, loss=loss or nn.CrossEntropyLoss())
+
+
+def on_pipe(check: Callable[[Mesh], Any], ranks: int = 2, **pipeline: Any) -> list[Any]:
+    plan = Plan(layout=Layout(pipe=ranks), pipeline=Pipeline(**pipeline))
+    return run_ranks(plan.layout, check, plan=plan)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems"])
+def test_each_rank_holds_its_stages_under_the_names_of_the_net(schedule: str) -> None:
+    def check(mesh: Mesh) -> tuple[set[str], set[str]]:
+        model = started(mesh)
+        whole = model.full_state_dict()
+        assert list(whole) == list(NET.state_dict())
+        assert all(torch.equal(whole[name], value) for name, value in NET.state_dict().items())
+        assert {name for name, _ in model.named_parameters()} <= set(model.state_dict())
+        real = {n for n, p in model.module.named_parameters() if not p.is_meta}
+        assert real == {name for name, _ in model.named_parameters()}
+        return set(model.state_dict()), {n for n, _ in NET.named_parameters()} - real
+
+    (one, missing), (other, _) = on_pipe(check, schedule=schedule)
+    assert one | other == set(NET.state_dict())
+    assert bool(one & other) == (schedule == "gems") == (not missing)
+
+
+def test_a_state_dict_of_the_plain_net_is_loaded() -> None:
+    other = {name: value + 1 for name, value in NET.state_dict().items()}
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh)
+        model.load_state_dict(other)
+        whole = model.full_state_dict()
+        assert all(torch.equal(whole[name], value) for name, value in other.items())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({n: v for n, v in other.items() if n != "0.weight"})
+
+    on_pipe(check)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pipe=3), Layout(data=2, pipe=2), Layout(pipe=2, width=2)], ids=str
+)
+def test_evaluation_gives_outputs_to_all_ranks(layout: Layout) -> None:
+    plain = copy.deepcopy(NET).eval()
+    with torch.no_grad():
+        expected = plain(X)
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh)
+        with pytest.raises(UsageError, match=r"call model\.eval\(\) first"):
+            model(model.shard(X))
+        model.eval()
+        outputs = model(model.shard(X))
+        part = part_of(outputs)  # tiles may have been turned into samples
+        assert part is not None
+        mine = slice(part.origin[0], part.origin[0] + len(outputs))
+        torch.testing.assert_close(outputs, expected[mine])
+
+    run_ranks(layout, check)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems"])
+def test_gradients_are_clipped_by_the_norm_of_all(schedule: str) -> None:
+    plain = copy.deepcopy(NET).double()
+    outputs = torch.cat([plain(part.double()) for part in X.chunk(4)])
+    nn.functional.cross_entropy(outputs, Y).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(
+            copy.deepcopy(NET).double(), mesh, example=X.double(), loss=nn.CrossEntropyLoss()
+        )
+        model.step(*model.shard(X.double(), Y))
+        torch.testing.assert_close(ff.clip_grad_norm_(model, 0.01), norm)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+    on_pipe(check, schedule=schedule, micro_batches=4)
+
+
+def test_steps_accumulate_gradients() -> None:
+    def check(mesh: Mesh) -> None:
+        once, twice = started(mesh), started(mesh)
+        once.step(*once.shard(X, Y))
+        for _ in range(2):
+            twice.step(*twice.shard(X, Y))
+        for one, two in zip(once.parameters(), twice.parameters(), strict=True):
+            assert one.grad is not None
+            torch.testing.assert_close(two.grad, 2 * one.grad)
+
+    on_pipe(check, schedule="gems", micro_batches=4)
+
+
+def test_an_overflow_on_one_rank_is_one_on_all() -> None:
+    def check(mesh: Mesh) -> None:
+        model = started(mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        before = [p.detach().clone() for p in model.parameters()]
+        model.step(*model.shard(X, Y), scaler=scaler)
+        if mesh.rank == 1:  # as if only the last stage had overflowed
+            next(model.parameters()).grad.fill_(torch.inf)  # pyright: ignore[reportOptionalMemberAccess]
+        assert model.stages is not None
+        model.stages.agree_on_overflow()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**9
+        for one, other in zip(before, model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    on_pipe(check)
+
+
+def test_ranks_without_an_end_may_pass_nothing() -> None:
+    def check(mesh: Mesh) -> float:
+        model = started(mesh)
+        x, y = model.shard(X, Y)
+        return float(model.step(x if mesh.rank == 0 else None, y if mesh.rank == 2 else None))
+
+    losses = on_pipe(check, ranks=3, schedule="gpipe", micro_batches=2)
+    with torch.no_grad():
+        outputs = torch.cat([copy.deepcopy(NET)(part) for part in X.chunk(2)])
+    expected = nn.functional.cross_entropy(outputs, Y)
+    assert losses == pytest.approx([float(expected)] * 3)
+
+
+def test_ends_need_theirs() -> None:
+    def check(mesh: Mesh) -> None:
+        model = started(mesh)
+        x, y = model.shard(X, Y)
+        if mesh.rank == 0:
+            with pytest.raises(UsageError, match="holds a first stage, so step needs the inputs"):
+                model.step(None, y)
+        else:
+            with pytest.raises(UsageError, match="holds a last stage, so step needs the targets"):
+                model.step(x)
+
+    on_pipe(check)
+
+
+def test_a_smaller_batch_has_fewer_micro_batches() -> None:
+    def check(mesh: Mesh) -> None:
+        model = started(mesh)
+        model.step(*model.shard(X[:3], Y[:3]))
+        with pytest.raises(
+            UsageError, match=r"too small for schedule 'gems', which needs 2 micro-batches"
+        ):
+            model.step(*model.shard(X[:1], Y[:1]))
+
+    on_pipe(check, schedule="gems", micro_batches=4)
+
+
+class Tied(nn.Module):
+    """The first weight is used again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.middle(self.first(x)), self.first.weight)
+
+
+def unlike_any(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.exp().mean() * targets.float().mean()
+
+
+@pytest.mark.parametrize(
+    ("net", "plan", "error", "says"),
+    [
+        (nn.Sequential(nn.Linear(6, 6), nn.ReLU()), {}, PlanError,
+         r"can be cut at 1 places, which gives at most 2 stages, not 3: use pipe=2 or less"),
+        (Tied(), {}, PlanError, r"at most 1 stages, not 3, since first\.weight is used in several places"),
+        (NET, {"cut": "3, 6, 8"}, UsageError, "names 3 modules, but 3 stages have 2 that begin one"),
+        (NET, {"cut": "3, nine"}, PlanError, "pipeline.cut names 'nine', of which no call was seen"),
+        (NET, {"cut": "4, 3"}, PlanError, "is not in the order of the net"),
+        (NET, {"cut": "0, 3"}, PlanError, "'0' begins the net"),
+        (NET, {"schedule": "gems", "micro_batches": 3}, PlanError, "even number of them, not 3"),
+        (NET, {"schedule": "interleaved"}, PlanError, "needs at least 2 stages per rank"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_cut(net: nn.Module, plan: dict[str, Any], error: type, says: str) -> None:
+    x = X if net is NET else torch.randn(8, 6)
+
+    def check(mesh: Mesh) -> None:
+        with pytest.raises(error, match=says):
+            ff.parallelize(copy.deepcopy(net), mesh, example=x)
+
+    on_pipe(check, ranks=3, **plan)
+
+
+def test_a_loss_that_cannot_be_taken_apart() -> None:
+    def check(mesh: Mesh) -> None:
+        with pytest.raises(UsageError, match=r"the loss unlike_any cannot be .*\"layer\""):
+            started(mesh, loss=unlike_any)
+
+    on_pipe(check)
+
+
+def test_the_batch_at_once_takes_any_loss() -> None:
+    plain = copy.deepcopy(NET)
+    unlike_any(plain(X), Y).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, loss=unlike_any)
+        model.step(*model.shard(X, Y))
+        for name, parameter in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad, expected)
+
+    on_pipe(check, schedule="layer")
+
+
+def test_stages_begin_where_the_plan_says() -> None:
+    def check(mesh: Mesh) -> set[str]:
+        return {name for name, _ in started(mesh).named_parameters()}
+
+    first, second = on_pipe(check, cut="8")
+    assert second == {"8.weight", "8.bias"}
+    assert "4.weight" in first
