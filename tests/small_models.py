@@ -22,7 +22,18 @@ from fivefold.train.verify import verify
 from fivefold.train.verify.report import Report
 from ranks import run_ranks
 
-__all__ = ["CLASSES", "FLAT", "SMALL", "SOLID", "Small", "judged", "net_of", "run"]
+__all__ = [
+    "CLASSES",
+    "FLAT",
+    "SMALL",
+    "SOLID",
+    "Small",
+    "batch_of",
+    "judged",
+    "loss_of",
+    "net_of",
+    "run",
+]
 
 CLASSES = 4
 FLAT = (
@@ -83,17 +94,18 @@ def net_of(name: str) -> nn.Module:
 
 def run(name: str, layout: Layout, steps: int, *, strict: bool = True) -> Report:
     """Train a small model under a layout, and judge it; if `strict`, nothing may be gathered as unknown."""
-    return judged(net_of(name), layout, steps, _loss(name), lambda: _batch(name), strict=strict)
+    plan = Plan(layout=layout, tiles=Tiles(strict=strict))
+    return judged(net_of(name), plan, steps, loss_of(name), lambda: batch_of(name))
 
 
 def judged(
     net: nn.Module,
-    layout: Layout,
+    layout: Layout | Plan,
     steps: int,
     loss: Callable[..., Any],
     batch: Callable[[], tuple[Any, Any]],
     *,
-    strict: bool = True,
+    timeout_s: float = 100,
 ) -> Report:
     """Train `steps` steps in float64 on ranks that are threads."""
     torch.manual_seed(3)
@@ -102,25 +114,28 @@ def judged(
     def check(mesh: Mesh) -> Report:
         return verify(copy.deepcopy(net), mesh, loss=loss, batch=batches.__getitem__, steps=steps)
 
-    plan = Plan(layout=layout, tiles=Tiles(strict=strict))
-    return run_ranks(layout, check, plan=plan, timeout_s=100)[0]
+    plan = Plan(layout=layout, tiles=Tiles(strict=True)) if isinstance(layout, Layout) else layout
+    return run_ranks(plan.layout, check, plan=plan, timeout_s=timeout_s)[0]
 
 
-def _loss(name: str) -> nn.Module:
+def loss_of(name: str) -> nn.Module:
+    """What the model is trained with here."""
     if models.returns(name) == "picture":
         return nn.L1Loss()
     return nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0]), ignore_index=1)
 
 
-def _batch(name: str) -> tuple[Tensor, Tensor]:
+def batch_of(name: str, samples: int = 0) -> tuple[Tensor, Tensor]:
+    """Images and targets; `samples` where not the model's own number."""
     small = SMALL[name]
-    images = torch.randn(small.samples, 3, *small.image)
+    samples = samples or small.samples
+    images = torch.randn(samples, 3, *small.image)
     if models.returns(name) == "picture":
-        return images, torch.rand(small.samples, 3, *(2 * n for n in small.image))
+        return images, torch.rand(samples, 3, *(2 * n for n in small.image))
     if models.returns(name) == "classes":
-        classes = torch.randint(0, CLASSES, (small.samples,))
+        classes = torch.randint(0, CLASSES, (samples,))
         classes[0] = 2  # not every image is ignored
         return images, classes
-    classes = torch.randint(0, CLASSES, (small.samples, *small.image))
+    classes = torch.randint(0, CLASSES, (samples, *small.image))
     classes[0, : small.image[0] // 3] = 1  # ignored: tiles count differently many pixels
     return images, classes

@@ -1,4 +1,4 @@
-"""The table of exactness is made as its README says, only smaller."""
+"""The tables of exactness are made as their README says, only smaller."""
 
 from __future__ import annotations
 
@@ -20,5 +20,20 @@ def test_one_model_and_one_step() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("height=2, width=2") == 2, "told as it is found, and in the table"
+    assert "NOT exact" not in done.stdout
+    assert (HERE / "README.md").read_text() == page, "a part of the table replaces nothing"
+
+
+def test_stages_of_one_model() -> None:
+    page = (HERE / "README.md").read_text()
+    done = subprocess.run(
+        [sys.executable, str(HERE / "stages.py"), "--models=unet", "--steps=1", "--cases=1"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("pipe=2") == 2, "told as it is found, and in the table"
     assert "NOT exact" not in done.stdout
     assert (HERE / "README.md").read_text() == page, "a part of the table replaces nothing"
