@@ -1,0 +1,207 @@
+"""The sections of a plan: every decision of a run, as plain data with defaults and checks.
+
+See `fivefold.plan`, where they come together and where their names are public.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from fivefold.errors import PlanError, suggest
+
+__all__ = [
+    "AXES",
+    "TILE_AXES",
+    "Comm",
+    "Layout",
+    "Loader",
+    "Memory",
+    "Numerics",
+    "Parallel",
+    "Pipeline",
+    "Tiles",
+    "Train",
+]
+
+AXES = ("data", "pipe", "depth", "height", "width")
+TILE_AXES = ("depth", "height", "width")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the five named mesh axes. Ranks are row-major over them, tiles innermost."""
+
+    data: int = 1
+    """replicas that each see a share of the batch"""
+    pipe: int = 1
+    """stages that the layers are divided into"""
+    depth: int = 1
+    """tiles along the depth of a volume"""
+    height: int = 1
+    """tiles along the height of an image"""
+    width: int = 1
+    """tiles along the width of an image"""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = cast(object, getattr(self, axis))
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise PlanError(
+                    f"layout.{axis} = {size!r}: an axis needs a whole number of at least 1"
+                )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`."""
+        return tuple(int(getattr(self, axis)) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        """How many processes the layout needs."""
+        return math.prod(self.sizes)
+
+    @property
+    def tiles(self) -> int:
+        """How many parts each image is split into."""
+        return self.depth * self.height * self.width
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read `"data=2,height=2"`; axes that are not named have size 1. Raises `PlanError`."""
+        sizes: dict[str, int] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            axis, equals, value = (part.strip() for part in item.partition("="))
+            if axis not in AXES:
+                raise PlanError(f"unknown axis {axis!r} in layout {text!r}{suggest(axis, AXES)}")
+            if axis in sizes:
+                raise PlanError(f"axis {axis!r} is named twice in layout {text!r}")
+            if not equals or not value.isdecimal():
+                raise PlanError(f"{item!r} in layout {text!r} is not AXIS=NUMBER, such as data=2")
+            sizes[axis] = int(value)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        named = [f"{axis}={n}" for axis, n in zip(AXES, self.sizes, strict=True) if n > 1]
+        return ",".join(named) or "data=1"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a model is made parallel."""
+
+    batch_norm: Literal["global", "replica"] = "global"
+    """statistics over the whole batch (exact), or over each replica's share (faster, not exact)"""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How images are computed in tiles. No value here changes a result, only its cost."""
+
+    fuse: str = "auto"
+    """how many layers share a halo exchange: a number, "never", or "auto", which weighs measured latency
+    against the pixels computed twice"""
+    strict: bool = False
+    """whether an operation that is not known in tiles is an error, instead of gathered with a warning"""
+
+    def __post_init__(self) -> None:
+        layers = self.fuse.isdecimal() and int(self.fuse) >= 1
+        if self.fuse not in ("auto", "never") and not layers:
+            raise PlanError(
+                f'tiles.fuse = {self.fuse!r} is none of "auto", "never", or a number of layers such as "4"'
+            )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of the `pipe` axis work together. Batch norm sees one micro-batch at a time."""
+
+    schedule: Literal[
+        "layer", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-overlap", "chimera"
+    ] = "1f1b"
+    """who computes what when; `layer` is the whole batch at once"""
+    micro_batches: int = 0
+    """into how many parts a replica's samples are divided; 0: twice as many as stages, one with `layer`"""
+    stages_per_rank: int = 1
+    """more than one with `interleaved` only"""
+    cut: str = ""
+    """modules that begin a stage, such as "layer2, layer4.1"; empty: stages of about equal time"""
+
+    def __post_init__(self) -> None:
+        _at_least("pipeline", self, micro_batches=0, stages_per_rank=1)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is kept for the backward pass."""
+
+    recompute: int = 0
+    """into how many segments a net in tiles is divided, of which only the borders are kept and the rest is
+    computed again in backward, without communication; 0 keeps everything"""
+
+    def __post_init__(self) -> None:
+        _at_least("memory", self, recompute=0)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What the arithmetic is done in, and the seed that every random choice derives from."""
+
+    seed: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """float32, or autocast to bfloat16"""
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    """order of image tensors in memory"""
+
+
+@dataclass(frozen=True)
+class Train:
+    """What the training loop does. `batch_size` is global: the sum over all replicas."""
+
+    recipe: str = ""
+    model: str = ""
+    epochs: int = 1
+    batch_size: int = 128
+    learning_rate: float = 0.1
+    """of the whole batch; never scaled by the number of processes"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    warmup_epochs: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least("train", self, epochs=1, batch_size=1, learning_rate=0, warmup_epochs=0)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How samples are produced. No value here changes which samples come, or how they look."""
+
+    workers: int = 0
+    """processes per rank that prepare batches; 0 prepares them in the rank itself"""
+    prefetch: int = 2
+    """batches that each worker prepares ahead"""
+
+    def __post_init__(self) -> None:
+        _at_least("loader", self, workers=0, prefetch=1)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """How processes talk."""
+
+    backend: str = "auto"
+    """a torch.distributed backend, or auto: nccl where every rank has a GPU of its own, else gloo"""
+    timeout_s: float = 600.0
+    """how long a collective may wait for a missing rank, in seconds"""
+
+    def __post_init__(self) -> None:
+        _at_least("comm", self, timeout_s=1)
+
+
+def _at_least(section: str, values: object, **least: float) -> None:
+    for key, bound in least.items():
+        value = getattr(values, key)
+        if not value >= bound:  # also refuses nan
+            raise PlanError(f"{section}.{key} = {value!r}: must be at least {bound}")
