@@ -3,8 +3,8 @@
     python benchmarks/exactness/stages.py
 
 trains small versions of three models, the skips of one of which cross stages, prints a table of each, keeps
-it and renews README.md. One process accumulates over the same micro-batches. Ranks are threads of one process,
-as in the tests.
+it and renews README.md. One process accumulates over the same micro-batches. Ranks are threads of one
+process, as in the tests.
 """
 
 from __future__ import annotations
