@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from fivefold.errors import PlanError, suggest
@@ -56,6 +57,7 @@ __all__ = [
     "Train",
     "parse_setting",
 ]
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -218,15 +220,23 @@ def _checked(value: object, hint: Any, dotted: str, where: str) -> object:
         raise PlanError(f"{dotted} = {value!r}{where} is not a choice{suggest(str(value), valid)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(hint, UnionType):
+        if type(value) in get_args(hint):
+            return value
+        raise PlanError(f"{dotted} = {value!r}{where}: expected {_kinds(get_args(hint))}")
     if type(value) is hint and not (hint is float and not math.isfinite(cast(float, value))):
         return value
-    kinds = {
+    raise PlanError(f"{dotted} = {value!r}{where}: expected {_kinds((hint,))}")
+
+
+def _kinds(types: tuple[Any, ...]) -> str:
+    words: dict[Any, str] = {
         int: "a whole number",
         float: "a finite number",
         str: "a string",
         bool: "true or false",
     }
-    raise PlanError(f"{dotted} = {value!r}{where}: expected {kinds.get(hint, hint)}")
+    return " or ".join(words.get(kind, str(kind)) for kind in types)
 
 
 def _table(

@@ -136,12 +136,19 @@ class Pipeline:
 class Memory:
     """What is kept for the backward pass."""
 
-    recompute: int = 0
-    """into how many segments a net in tiles is divided, of which only the borders are kept and the rest is
-    computed again in backward, without communication; 0 keeps everything"""
+    recompute: int | str = "none"
+    """activations that tiles and stages do not keep but compute again in backward, without communication:
+    "none"; "all" but what a stage takes; "auto", which keeps the borders of about as many segments as these
+    have steps; or the number of segments that the net is divided into"""
 
     def __post_init__(self) -> None:
-        _at_least("memory", self, recompute=0)
+        if isinstance(self.recompute, int):
+            _at_least("memory", self, recompute=0)
+        elif self.recompute not in ("none", "auto", "all"):
+            raise PlanError(
+                f'memory.recompute = {self.recompute!r} is none of "none", "auto", "all", or a number of '
+                "segments such as 8"
+            )
 
 
 @dataclass(frozen=True)

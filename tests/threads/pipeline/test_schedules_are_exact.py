@@ -150,10 +150,15 @@ def test_skips_over_stages_in_tiles(layout: Layout) -> None:
     expect_exact(judged(plan(layout, "gpipe", 2)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gems", "zero-bubble"])
-def test_activations_computed_again(schedule: Any) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("1f1b", "all"), ("gems", "auto"), ("zero-bubble", 4), ("zero-bubble", "all")],
+)
+def test_activations_computed_again(schedule: Any, recompute: int | str) -> None:
     made = Plan(
-        layout=Layout(pipe=2, height=2), pipeline=Pipeline(schedule, 2), memory=Memory(recompute=4)
+        layout=Layout(pipe=2, height=2),
+        pipeline=Pipeline(schedule, 2),
+        memory=Memory(recompute),
     )
     expect_exact(judged(made))
 

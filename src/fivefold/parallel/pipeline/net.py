@@ -229,7 +229,7 @@ class PipelinedNet:
         share = replace(batch.share, rows=len(rows), origin=batch.share.origin + rows.start)
         prepared = self.tiles.prepare(batch.call, inputs, share, fewest)
         recompute = prepared.moment.recompute
-        if recompute:
+        if isinstance(recompute, int) and recompute:
             each = max(round(recompute / self.schedule.stages), 1)
             prepared = replace(prepared, moment=replace(prepared.moment, recompute=each))
         return Feed(prepared, self._stages(prepared.program))

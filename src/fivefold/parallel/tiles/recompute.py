@@ -12,6 +12,7 @@ communicates nothing, and no buffer is updated twice.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,19 @@ from fivefold import comm
 from fivefold.parallel.tiles.program import Compute, Move, Program
 from fivefold.parallel.tiles.tape import Value
 
-__all__ = ["Segment", "divided", "recomputed"]
+__all__ = ["Recompute", "Segment", "divided", "recomputed", "segments"]
+
+
+Recompute = int | str
+"""none (or 0), auto, all, or the number of segments of the whole net"""
+
+
+def segments(recompute: Recompute, steps: int) -> int:
+    """Into how many segments a run of steps is divided; 0: everything is kept."""
+    if isinstance(recompute, int):
+        return recompute
+    # As many borders are kept as a segment has steps, so that both take about the same memory.
+    return {"none": 0, "all": 1, "auto": max(round(math.sqrt(steps)), 1)}[recompute]
 
 
 @dataclass(frozen=True)

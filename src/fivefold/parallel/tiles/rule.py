@@ -102,8 +102,8 @@ class Moment:
     """whether batch norm joins the replicas"""
     key: Callable[[str, int], int] | None
     """from a module and the number of its random call: the key of the mask; None leaves masks to torch"""
-    recompute: int = 0
-    """into how many segments the net is divided whose activations are computed again in backward; 0: none"""
+    recompute: int | str = 0
+    """which activations are computed again in backward, see `recompute.segments`"""
     here: Here | None = None
     note: Callable[[Statistics], None] | None = None
     """takes what running statistics are due, which then stay as they are; None: they are updated at once"""

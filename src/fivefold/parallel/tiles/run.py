@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from fivefold.parallel.tiles.exchange import Kept, exchange
 from fivefold.parallel.tiles.program import Compute, Move, Program
-from fivefold.parallel.tiles.recompute import Segment, divided, recomputed
+from fivefold.parallel.tiles.recompute import Segment, divided, recomputed, segments
 from fivefold.parallel.tiles.rule import Moment
 from fivefold.parallel.tiles.tape import Ref, State, Value
 
@@ -65,11 +65,12 @@ def carry_out(
 
     `defer` is not asked where activations are recomputed.
     """
-    if not (moment.recompute and torch.is_grad_enabled()):
+    parts = segments(moment.recompute, len(span))
+    if not (parts and torch.is_grad_enabled()):
         running = _Running(program, values, state, moment, group, defer)
         return running.steps(span, keep, remake=True)
     sizes = _sizes(program, moment)
-    for segment in divided(program, moment.recompute, keep, sizes, span):
+    for segment in divided(program, parts, keep, sizes, span):
 
         def run(taken: Mapping[int, Tensor], segment: Segment = segment) -> Mapping[int, Tensor]:
             running = _Running(program, dict(taken), state, moment, group)
