@@ -21,10 +21,10 @@ NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 INSTALL := $(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs native sanitize clean
+.PHONY: help demo test check format docs native sanitize torch-distributed clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 demo: .venv/.run  ## train ResNet-20 on handwritten digits in two processes
 	$(BIN)/fivefold train digits -n 2
@@ -58,6 +58,9 @@ sanitize:  ## the same under the thread and the address sanitizer of the C compi
 	  cmake -S native -B build/$$kind -DFIVEFOLD_DRIVER=ON -DFIVEFOLD_SANITIZE=$$kind >/dev/null && \
 	  cmake --build build/$$kind && build/$$kind/driver 2 100 && build/$$kind/driver 4 100 || exit 1; \
 	done
+
+torch-distributed: .venv/.develop  ## PyTorch's own tests of torch.distributed, over our backend
+	$(BIN)/python tests/torch_distributed/standing_in.py fivefold
 
 clean:  ## remove what make has made: the environment, caches and built files
 	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

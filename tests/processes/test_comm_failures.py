@@ -27,8 +27,8 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         found = pool.collect(range(3))
     for waited_s, text in (found[0], found[2]):
         assert 0.3 < waited_s < 1.4
-        assert "timed out waiting for rank 1" in text
-    assert "has given up: timed out waiting for rank 1" in found[1][1]
+        assert "Timed out waiting for rank 1" in text
+    assert "has given up: Timed out waiting for rank 1" in found[1][1]
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])

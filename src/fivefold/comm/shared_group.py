@@ -126,7 +126,9 @@ class SharedGroup(dist.ProcessGroup):
 
     # --- memory that peers see, and the end -----------------------------------------------------
 
-    supports_tensor_alloc = True
+    def supports_tensor_alloc(self, device: Any = "cpu") -> bool:
+        """Whether `allocate_tensor` gives memory that peers see."""
+        return torch.device(device).type == "cpu"
 
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
