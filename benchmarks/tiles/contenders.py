@@ -24,11 +24,14 @@ def _named(*kinds: Kind) -> dict[str, Kind]:
 
 SPEED = _named(
     Kind("half", "one thread on half the image", (), 1, 1, _HEAP),
+    Kind("halves", "two processes, half the image each", _fivefold(RANKS), RANKS, 1),
     Kind("single", "one process, two threads", (), 1, RANKS, _HEAP),
     Kind("one-thread", "one process, one thread", (), 1, 1, _HEAP),
     Kind("layers", "torchrun, half the layers each", _TORCHRUN, RANKS, 1, _HEAP),
     Kind("tiles", "fivefold run, width=2", _fivefold(RANKS), RANKS, 1),
     Kind("tiles-never", "fivefold run, width=2, nothing fused", _fivefold(RANKS), RANKS, 1),
+    Kind("tiles-2", "fivefold run, width=2, two layers fused", _fivefold(RANKS), RANKS, 1),
+    Kind("tiles-4", "fivefold run, width=2, four layers fused", _fivefold(RANKS), RANKS, 1),
 )
 """whose steps are timed"""
 MEMORY = _named(

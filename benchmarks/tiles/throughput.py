@@ -30,7 +30,7 @@ def measure(asked: argparse.Namespace, model: str, features: int | None) -> dict
     ):
         running: list[Contender] = []
         for name in asked.contenders:
-            width = asked.image // RANKS if name == "half" else asked.image
+            width = asked.image // RANKS if name in ("half", "halves") else asked.image
             words = worker_options(model, asked.image, width, features)
             contender = Contender(SPEED[name], HERE / "worker.py", words, Path(folder))
             running.append(stack.enter_context(contender))

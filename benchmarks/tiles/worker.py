@@ -50,13 +50,29 @@ def tiles(work: Workload, fuse: str) -> Callable[[], None]:
     return step
 
 
+def halves(work: Workload) -> Callable[[], None]:
+    """Torch alone in every process, on half of the image; they wait for each other at the end of a step."""
+    import fivefold as ff
+
+    mesh, step = ff.start(ff.Plan(layout=ff.Layout(data=2)), device="cpu"), plain(work)
+
+    def together() -> None:
+        step()
+        dist.barrier(mesh.group("data"))
+
+    return together
+
+
 CONTENDERS: dict[str, Callable[[Workload], Callable[[], None]]] = {
     "half": plain,
+    "halves": halves,
     "single": plain,
     "one-thread": plain,
     "layers": layers,
     "tiles": lambda work: tiles(work, "auto"),
     "tiles-never": lambda work: tiles(work, "never"),
+    "tiles-2": lambda work: tiles(work, "2"),
+    "tiles-4": lambda work: tiles(work, "4"),
 }
 
 
