@@ -249,3 +249,15 @@ def test_stages_begin_where_the_plan_says() -> None:
     first, second = on_pipe(check, cut="8")
     assert second == {"8.weight", "8.bias"}
     assert "4.weight" in first
+
+
+def test_stages_are_told() -> None:
+    def check(mesh: Mesh) -> str:
+        return str(started(mesh, loss=nn.CrossEntropyLoss()).stages)
+
+    one, other = on_pipe(check, schedule="gpipe", micro_batches=2, cut="3")
+    assert one == other
+    lines = one.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["0", "0", "conv2d"], ["1", "1", "conv2d"]]
+    assert "120" in lines[1] and "181" in lines[2], "parameters"
+    assert lines[4].startswith("rank 0 |F0F1")

@@ -21,6 +21,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.pipeline.check import check
 from fivefold.parallel.pipeline.cut import Cut, balanced, named
+from fivefold.parallel.pipeline.describe import described
 from fivefold.parallel.pipeline.gradients import StageGradients
 from fivefold.parallel.pipeline.held import everywhere, released
 from fivefold.parallel.pipeline.run import Feed, Step
@@ -93,6 +94,9 @@ class PipelinedNet:
         self._joint = mesh.plan.parallel.batch_norm == "global"
 
     # ---- what lies where
+
+    def __str__(self) -> str:
+        return described(self._net, self._tape(), self.cut, self.schedule)
 
     @property
     def begins(self) -> bool:
