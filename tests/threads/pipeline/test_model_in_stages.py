@@ -261,3 +261,28 @@ def test_stages_are_told() -> None:
     assert [line.split()[:3] for line in lines[1:3]] == [["0", "0", "conv2d"], ["1", "1", "conv2d"]]
     assert "120" in lines[1] and "181" in lines[2], "parameters"
     assert lines[4].startswith("rank 0 |F0F1")
+
+
+@pytest.mark.parametrize("layout", [Layout(pipe=2), Layout(pipe=2, width=2)], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems"])
+def test_autocast_crosses_stages_in_its_dtype(layout: Layout, schedule: Any) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+                        nn.Conv2d(8, 5, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fmt: skip
+    plain = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(plain(X), Y)
+    loss.backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, net)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model.step(*model.shard(X, Y))
+        torch.testing.assert_close(found, loss.detach(), rtol=0.02, atol=0.02)
+        for name, parameter in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            assert parameter.grad is not None
+            assert expected is not None
+            assert (parameter.grad - expected).norm() <= 0.1 * expected.norm(), name
+
+    plan = Plan(layout=layout, pipeline=Pipeline(schedule, 2))
+    run_ranks(layout, check, plan=plan)

@@ -93,7 +93,8 @@ class Step:
                 case Op.WEIGHT:
                     flight = self._flights.pop(_key(action))
                     assert flight.deferred is not None
-                    flight.deferred.finish(counted=self._counts(action))
+                    with self._backwards():
+                        flight.deferred.finish(counted=self._counts(action))
                 case Op.REDUCE:
                     self._reduce(action)
         for messages in self._leaving:
@@ -148,7 +149,7 @@ class Step:
             tensors = arrived.wait() if arrived is not None else []
         else:
             by_index = dict(zip(ready.program.tape.inputs, ready.inputs, strict=True))
-            tensors = [by_index[value.index] for value in stage.takes]
+            tensors = [by_index[value.index].detach() for value in stage.takes]
         taken = {
             value.index: tensor.requires_grad_(value.trained and torch.is_grad_enabled())
             for value, tensor in zip(stage.takes, tensors, strict=True)
@@ -180,7 +181,7 @@ class Step:
         stage = self.feed(action.micro).stages[action.stage]
         flight = self._flights.pop(_key(action))
         states = () if self._counts(action) else self.net.state().values()
-        with span(Phase.BACKWARD), _without_effect(states):
+        with self._backwards(), _without_effect(states):
             if flight.loss is not None:
                 self.scaled(flight.loss).backward()
             else:
@@ -193,6 +194,13 @@ class Step:
             self._send(action, action.stage - 1, values, back)
         if action.op is Op.INPUT:
             self._flights[_key(action)] = _Flight({}, [], None, flight.deferred)
+
+    @contextmanager
+    def _backwards(self) -> Generator[None]:
+        """The block is backward, which autocast is not meant for."""
+        device = next(iter(self.wires.values())).device.type
+        with span(Phase.BACKWARD), torch.autocast(device, enabled=False):
+            yield
 
     def _differentiate(self, stage: Stage, flight: _Flight, arrived: Sequence[Tensor]) -> None:
         """Backward from the gradients of what the stage gave."""
