@@ -15,6 +15,8 @@ RESULTS = HERE / "results"
 SPEED_GOALS = (("tiles", "single", 1.0), ("tiles", "layers", 1.8), ("tiles", "tiles-never", 0.97))
 MEMORY_GOALS = {"1x2": 0.55, "2x2": 0.30}
 """of what one process saves"""
+PREDICTION_GOAL = 0.10
+"""how far it may be off"""
 PLAN_GOALS = {
     ("edsr", "1x2"): 10,
     ("resnet50", "1x2"): 4,
@@ -33,7 +35,9 @@ def keep(result: dict[str, Any], name: str, folder: Path) -> None:
 def renewed(text: str, folder: Path) -> str:
     """The text of the README with the tables of all results in `folder`."""
     kept = publishing.kept(folder)
-    order = {kind: number for number, kind in enumerate(("throughput", "memory", "plans"))}
+    order = {
+        kind: number for number, kind in enumerate(("throughput", "memory", "prediction", "plans"))
+    }
     names = sorted(kept, key=lambda name: (order[kept[name]["benchmark"]], name))
     return publishing.with_sections(text, [section(kept[name]) for name in names])
 
@@ -43,6 +47,7 @@ def section(result: dict[str, Any]) -> str:
     heading, text = {
         "throughput": (_speed_heading, throughput),
         "memory": (_memory_heading, memory),
+        "prediction": (_prediction_heading, prediction),
         "plans": (_plans_heading, plans),
     }[result["benchmark"]]
     return f"### {heading(result)}\n\n{text(result)}\n\n{publishing.conditions(result)}"
@@ -126,8 +131,56 @@ def memory(result: dict[str, Any]) -> str:
     return "\n\n".join([table(header, rows), *goals])
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f}"
+def _prediction_heading(result: dict[str, Any]) -> str:
+    return f"Memory predicted: one image of {result['image']}x{result['image']}"
+
+
+def prediction(result: dict[str, Any]) -> str:
+    """Predicted beside measured memory, and what ranks of a large image would need."""
+    rows: list[list[str]] = []
+    furthest, count = 0.0, 0
+    for model, found in result["ranks"].items():
+        for name, ranks in found.items():
+            cells = [f"{model}, {MEMORY[name].title}"]
+            for key in ("saved_bytes", "peak_bytes"):
+                ratios = [rank[f"predicted_{key}"] / rank[key] for rank in ranks]
+                worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+                furthest = max(furthest, abs(worst - 1))
+                cells += [
+                    _mib(max(rank[of] for rank in ranks), 2) for of in (f"predicted_{key}", key)
+                ]
+                cells.append(f"{worst:.4f}")
+            count += len(ranks)
+            rows.append([*cells, f"{max(rank['predict_s'] for rank in ranks):.1f}"])
+    header = [
+        "MiB", "saved: predicted", "measured", "ratio", "most alive: predicted", "measured", "ratio", "s",
+    ]  # fmt: skip
+    goal = (
+        f"Goal, on {count} ranks predicted within {PREDICTION_GOAL:.0%} of measured: off by {furthest:.2%} "
+        f"at most: {'met' if furthest <= PREDICTION_GOAL else 'missed'}."
+    )
+    return "\n\n".join([table(header, rows), goal, *_large(result["large"])])
+
+
+def _large(told: dict[str, Any]) -> tuple[str, str]:
+    rows = [
+        [
+            f"{model}, {place}",
+            *(f"{found[key] / 2**30:.3f}" for key in ("saved_bytes", "peak_bytes", "total_bytes")),
+            f"{found['predict_s']:.1f}",
+        ]
+        for model, places in told["ranks"].items()
+        for place, found in places.items()
+    ]
+    across, image = told["tiles"], told["image"]
+    return (
+        f"One image of {image:,} x {image:,} in {across}x{across} tiles, predicted by one process:",
+        table(["GiB", "saved", "most alive", "with all that exists before", "s"], rows),
+    )
+
+
+def _mib(size: float, digits: int = 0) -> str:
+    return f"{size / 2**20:,.{digits}f}"
 
 
 def plans(result: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from contenders import SPEED
 
 from fivefold.recipes.models import names
 
-PARTS = ("throughput", "memory", "plans")
+PARTS = ("throughput", "memory", "prediction", "plans")
 MEMORY_MODELS = ("edsr", "vgg16_bn", "resnet50")
 NARROW = 16
 """features of EDSR where nobody says otherwise: the paper's 64 would take a minute and 17 GB per step"""
@@ -47,10 +47,10 @@ def options() -> argparse.Namespace:
         "--features", type=int, default=NARROW, help="of EDSR; 0 for the model's own"
     )
     speed.add_argument("--steps", type=int, default=1, help="timed steps in a block")
-    room = parser.add_argument_group("memory")
+    room = parser.add_argument_group("memory, prediction")
     room.add_argument("--memory-model", nargs="+", choices=names(), default=MEMORY_MODELS)
     room.add_argument("--memory-image", type=int, default=512, help="pixels along each side")
-    plan = parser.add_argument_group("plans")
+    plan = parser.add_argument_group("plans, prediction")
     plan.add_argument("--tile", type=int, default=512, help="pixels along each side of a tile")
     plan.add_argument("--large", type=int, default=16384, help="pixels of the image in 64 tiles")
     return parser.parse_args()
@@ -69,8 +69,13 @@ def main() -> int:
         if "memory" in asked.parts:
             result = memory.measure(asked, asked.memory_model)
             _tell(result, report.memory, _memory_name(asked), asked.results)
+        if "prediction" in asked.parts:
+            import prediction  # with torch, which the contenders' parent has no use for
+
+            result = prediction.measure(asked, asked.memory_model)
+            _tell(result, report.prediction, _prediction_name(asked), asked.results)
         if "plans" in asked.parts:
-            import plans  # with torch, which the contenders' parent has no use for
+            import plans
 
             _tell(plans.measure(asked), report.plans, _plans_name(asked), asked.results)
     print(f"all of it took {time.monotonic() - begun:.0f} s")
@@ -90,10 +95,15 @@ def _name(asked: argparse.Namespace, model: str, features: int | None) -> str:
     return "-".join(filter(None, [model, wide, "" if asked.image == 1024 else f"{asked.image}px"]))
 
 
-def _memory_name(asked: argparse.Namespace) -> str:
+def _memory_name(asked: argparse.Namespace, what: str = "memory") -> str:
     usual = tuple(asked.memory_model) == MEMORY_MODELS
     size = "" if asked.memory_image == 512 else f"{asked.memory_image}px"
-    return "-".join(filter(None, ["memory", *(() if usual else asked.memory_model), size]))
+    return "-".join(filter(None, [what, *(() if usual else asked.memory_model), size]))
+
+
+def _prediction_name(asked: argparse.Namespace) -> str:
+    name = _memory_name(asked, "prediction")
+    return name if asked.large == 16384 else f"{name}-{asked.large}px"
 
 
 def _plans_name(asked: argparse.Namespace) -> str:
