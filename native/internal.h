@@ -73,8 +73,9 @@ struct ff_group {
     pthread_mutex_t lock;                   /* of all below */
     pthread_cond_t work, done;
     ff_op *first, *last;
-    bool busy, stopping, has_thread, thread_waits;
+    bool busy, stopping, has_thread, thread_sleeps;
     int waiters;
+    uint64_t posted_ns;                     /* when something was last posted */
     pthread_t thread;
     struct messages *messages;
 };
@@ -101,6 +102,8 @@ uint64_t ff_now_ns(void);
 uint64_t ff_deadline_ns(double timeout_s);
 struct patience ff_patience(const ff_group *group, double timeout_s, bool background);
 void ff_pause(void);
+bool ff_nap(pthread_cond_t *until, pthread_mutex_t *lock, uint64_t posted_ns);
+void ff_condition(pthread_cond_t *condition);
 void ff_futex_wake(_Atomic uint32_t *word);
 void ff_futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t ns);
 

@@ -22,7 +22,7 @@ int ff_messages_open(ff_group *group)
     if (!all)
         return -1;
     pthread_mutex_init(&all->lock, NULL);
-    pthread_cond_init(&all->work, NULL);
+    ff_condition(&all->work);
     group->messages = all;
     return 0;
 }
@@ -128,7 +128,11 @@ static void *thread_main(void *argument)
     pthread_mutex_lock(&all->lock);
     while (!all->stopping) {
         if (!all->pending || all->waiters) {
-            pthread_cond_wait(&all->work, &all->lock);
+            if (!ff_nap(&all->work, &all->lock, all->posted_ns)) {
+                all->thread_sleeps = true;
+                pthread_cond_wait(&all->work, &all->lock);
+                all->thread_sleeps = false;
+            }
             continue;
         }
         uint32_t seen = atomic_load(&group->bells[group->rank].rung);
@@ -161,6 +165,7 @@ static ff_message *post(ff_group *group, ff_message message, double timeout_s)
     pthread_mutex_lock(&all->lock);
     own->report.sequence = all->posted++;
     all->pending++;
+    all->posted_ns = ff_now_ns();
     if (own->sends)
         append_to(&all->sends[own->peer], own);
     else if (!ff_messages_take_stray(group, own))
@@ -169,7 +174,7 @@ static ff_message *post(ff_group *group, ff_message message, double timeout_s)
     if (!atomic_load(&own->done)) {
         if (!all->has_thread)
             start_thread(group);
-        else if (!all->waiters)
+        else if (all->thread_sleeps && !all->waiters)
             pthread_cond_signal(&all->work);
     }
     pthread_mutex_unlock(&all->lock);
@@ -234,7 +239,7 @@ int ff_message_wait(ff_group *group, ff_message *message, double timeout_s, ff_r
         all->waiters++;
         wait_until_done(group, message, ff_deadline_ns(timeout_s));
         all->waiters--;
-        if (all->pending && all->has_thread && !all->waiters)
+        if (all->pending && all->thread_sleeps && !all->waiters)
             pthread_cond_signal(&all->work);
         pthread_mutex_unlock(&all->lock);
     }

@@ -44,7 +44,8 @@ struct messages {
     struct coming coming[FF_MAX_RANKS];
     uint64_t posted;
     int pending, waiters;
-    bool stopping, has_thread;
+    bool stopping, has_thread, thread_sleeps;
+    uint64_t posted_ns;
     pthread_t thread;
 };
 

@@ -21,13 +21,9 @@ struct ff_op {
 
 int ff_queue_open(ff_group *group)
 {
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&group->lock, NULL);
-    pthread_cond_init(&group->work, &monotonic);
-    pthread_cond_init(&group->done, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    ff_condition(&group->work);
+    ff_condition(&group->done);
     return 0;
 }
 
@@ -74,10 +70,10 @@ static void *thread_main(void *argument)
     while (!group->stopping) {
         if (group->first && !group->busy) {
             run_first(group, true);
-        } else {
-            group->thread_waits = true;
+        } else if (!ff_nap(&group->work, &group->lock, group->posted_ns)) {
+            group->thread_sleeps = true;
             pthread_cond_wait(&group->work, &group->lock);
-            group->thread_waits = false;
+            group->thread_sleeps = false;
         }
     }
     pthread_mutex_unlock(&group->lock);
@@ -86,7 +82,7 @@ static void *thread_main(void *argument)
 
 static void wake_thread(ff_group *group)
 {
-    if (group->first && group->has_thread && group->thread_waits && !group->busy)
+    if (group->first && group->thread_sleeps && !group->busy)
         pthread_cond_signal(&group->work);
 }
 
@@ -151,6 +147,7 @@ ff_op *ff_post(ff_group *group, const ff_call *call)
     else
         group->first = op;
     group->last = op;
+    group->posted_ns = ff_now_ns();
     if (!group->has_thread)
         start_thread(group);
     wake_thread(group);

@@ -47,6 +47,32 @@ void ff_pause(void)
 #endif
 }
 
+/* A thread of a group that finds nothing to do, though something was posted just now, looks again soon:
+ * whoever posts one operation after the other need not wake it each time. Returns false if that was longer
+ * ago, and the thread should sleep until it is woken. */
+bool ff_nap(pthread_cond_t *until, pthread_mutex_t *lock, uint64_t posted_ns)
+{
+    static const uint64_t RECENT_NS = 2 * 1000 * 1000, NAP_NS = 100 * 1000;
+    uint64_t now_ns = ff_now_ns();
+    if (now_ns - posted_ns > RECENT_NS)
+        return false;
+    now_ns += NAP_NS;
+    struct timespec end = {.tv_sec = (time_t)(now_ns / UINT64_C(1000000000)),
+                           .tv_nsec = (long)(now_ns % UINT64_C(1000000000))};
+    pthread_cond_timedwait(until, lock, &end);
+    return true;
+}
+
+/* Conditions are waited for by the clock of ff_now_ns. */
+void ff_condition(pthread_cond_t *condition)
+{
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
 void ff_futex_wake(_Atomic uint32_t *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);

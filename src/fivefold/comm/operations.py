@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ __all__ = ["Operations"]
 
 _KIND = {name: code for code, name in enumerate(KINDS)}
 _MANY = 64
+_DONE = Finished()
 
 
 class Operations:
@@ -39,6 +40,7 @@ class Operations:
         """under way; kept because memory that the core writes to must not go, even if the work is dropped"""
         self._messages: list[MessageWork] = []
         self._all_reduce_now = core().ff_all_reduce
+        self._nothing = torch.empty(0, dtype=torch.uint8)
         self._report = Report()
         self._report_at = ctypes.byref(self._report)
 
@@ -162,8 +164,7 @@ class Operations:
 
     def barrier(self, *, later: bool, timeout_s: float | None = None) -> dist.Work:
         """Wait for all ranks."""
-        nothing = torch.empty(0, dtype=torch.uint8)
-        return self._start("barrier", nothing, [], later=later, timeout_s=timeout_s)
+        return self._start("barrier", self._nothing, [], later=later, timeout_s=timeout_s)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Send to rank `peer`."""
@@ -197,7 +198,7 @@ class Operations:
         ):
             call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
             raise explain(self.group, self._report, call)
-        return Finished([tensor])
+        return _DONE
 
     def _start(
         self, kind: str, block: Tensor, results: Sequence[Tensor],
@@ -208,22 +209,21 @@ class Operations:
     ) -> dist.Work:  # fmt: skip
         """`block`: what one rank contributes or receives; the others as in `ff_call`."""
         dtype, parts = code_of(block)
-        call = Call(kind=_KIND[kind], dtype=dtype, reduction=reduction, root=root)
-        call.count = 0 if sizes else block.numel() * parts
+        call = Call(
+            _KIND[kind], dtype, reduction, root, 0 if sizes else block.numel() * parts,
+            0 if reads_from is None else reads_from.data_ptr(),
+            0 if writes_to is None else writes_to.data_ptr(),
+        )  # fmt: skip
         call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        arrays: list[object] = []
-        for name, tensor in (("input", reads_from), ("output", writes_to)):
-            if tensor is not None:
-                setattr(call, name, tensor.data_ptr())
+        arrays: list[ctypes.Array[Any]] = []
         for name, tensors in (("inputs", all_from), ("outputs", all_to)):
             if tensors is not None:
                 arrays.append(addresses(tensors))
-                setattr(
-                    call, name, ctypes.addressof(cast(ctypes.Array[ctypes.c_void_p], arrays[-1]))
-                )
-        for name, numbers in zip(("input_counts", "output_counts"), sizes or (), strict=False):
-            arrays.append(counts([n * parts for n in numbers]))
-            setattr(call, name, ctypes.addressof(cast(ctypes.Array[ctypes.c_uint64], arrays[-1])))
+                setattr(call, name, ctypes.addressof(arrays[-1]))
+        if sizes is not None:
+            for name, numbers in zip(("input_counts", "output_counts"), sizes, strict=True):
+                arrays.append(counts([n * parts for n in numbers]))
+                setattr(call, name, ctypes.addressof(arrays[-1]))
         if not later:
             self.group.run(call)
             if after is not None:

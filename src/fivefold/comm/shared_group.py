@@ -177,12 +177,13 @@ class SharedGroup(dist.ProcessGroup):
         tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         if not tensor.is_cpu or tensor.is_sparse:
             return self.elsewhere(tensor.device).allreduce(tensors, opts)
-        if isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            chosen, opts = opts, dist.AllreduceOptions()
-            opts.reduceOp = chosen
-        if isinstance(tensors, list) and len(tensors) != 1:
+        if (
+            type(opts) is not dist.AllreduceOptions
+        ):  # dist.all_reduce gives these: the way of small sums
+            opts = _all_reduce_options(opts)
+        if tensor is not tensors and len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
-        return self._noted(self._operations.all_reduce(tensor, _op(opts), later=_later(opts)))
+        return self._noted(self._operations.all_reduce(tensor, _op(opts), later=opts.asyncOp))
 
     @_of_cpus
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -337,6 +338,16 @@ class SharedGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _all_reduce_options(opts: Any) -> Any:
+    """What torch accepts besides options: nothing, or a reduction."""
+    if isinstance(opts, dist.AllreduceCoalescedOptions):
+        return opts
+    full = dist.AllreduceOptions()
+    if opts is not None:
+        full.reduceOp = opts
+    return full
 
 
 def _one(tensors: Any) -> Tensor:
