@@ -55,6 +55,26 @@ def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
     assert json.loads(told.read_text())["passed"]
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "more"),
+    [
+        ("resnet20", "width=2", []),
+        ("unet", "height=2,width=2", ["--loss", "mse"]),
+        ("edsr_small", "height=2", ["--loss", "l1"]),
+        ("resnet20", "pipe=2", ["--set", "pipeline.schedule=gems"]),
+        ("resnet20", "pipe=2,height=2", ["--set", "pipeline.schedule=zero-bubble"]),
+        ("unet", "data=2,pipe=2", ["--loss", "mse"]),
+    ],
+)
+def test_tiles_and_stages_verify_on_the_gpu(
+    model: str, layout: str, more: list[str], tmp_path: Path
+) -> None:
+    told = tmp_path / "report.json"
+    command = ["verify", model, "--layout", layout, "--batch", "5", "--steps", "2", *more, "--json"]
+    run(tmp_path, FIVEFOLD, *command, told)
+    assert json.loads(told.read_text())["passed"]
+
+
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, for NCCL; there are {GPUS}")
 def test_ranks_with_a_gpu_each_talk_over_nccl(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
