@@ -158,8 +158,29 @@ def checkpoint() -> Tensor:
     return state["a"]
 
 
+def bucketed() -> Tensor:
+    """Fivefold's own reducer; over shared memory its buckets lie where all ranks see them."""
+    import fivefold as ff
+    from fivefold.comm.own_arena import own_arena
+
+    model = ff.parallelize(net(), ff.start(), loss=nn.MSELoss())
+    before = own_arena().touched_bytes
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randn(7, 50, generator=generator), torch.zeros(7, 5)
+        model.step(*model.shard(inputs, targets))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    if dist.get_backend() == "fivefold":
+        assert own_arena().touched_bytes > before
+    return flat(model.parameters())
+
+
 _CONSUMERS = (data_parallel, zero_redundancy, fully_sharded, first_fully_sharded, distributed_tensors,
-              tensor_parallel, functional, pipeline, checkpoint)  # fmt: skip
+              tensor_parallel, functional, pipeline, checkpoint, bucketed)  # fmt: skip
 ALL = [consumer.__name__ for consumer in _CONSUMERS]
 
 

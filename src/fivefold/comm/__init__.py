@@ -17,6 +17,7 @@ from fivefold.comm.collectives import (
 from fivefold.comm.messages import Messages, start_messages
 from fivefold.comm.registration import BACKEND, register
 from fivefold.comm.replay import Log
+from fivefold.comm.shared_tensor import shared_zeros
 
 __all__ = [
     "BACKEND",
@@ -30,6 +31,7 @@ __all__ = [
     "broadcast_text",
     "reduce_scatter",
     "register",
+    "shared_zeros",
     "start_all_reduce",
     "start_messages",
 ]

@@ -37,6 +37,8 @@ class Bucket:
     """Parameters of one dtype and device whose gradients travel together."""
 
     parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None = None
+    """whose ranks sum it, if that is known: the bucket then lies where they see it"""
     flat: Tensor = field(init=False)
     missing: set[int] = field(init=False)
     """numbers of the parameters whose gradient has not come in this step"""
@@ -44,7 +46,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = self.parameters[0].detach().new_zeros(sum(sizes) + len(sizes) + 1)
+        first = self.parameters[0].detach()
+        self.flat = comm.shared_zeros(sum(sizes) + len(sizes) + 1, first, self.group)
         *parts, self._used, self.loss = self.flat.split([*sizes, len(sizes), 1])
         self._views = [_like(part, p) for part, p in zip(parts, self.parameters, strict=True)]
         self.missing = set(range(len(sizes)))
@@ -88,7 +91,9 @@ class Bucket:
         self.missing = set(range(len(self.parameters)))
 
 
-def packed(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+def packed(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+) -> list[Bucket]:
     """Buckets in the order in which gradients come: the last layers first."""
     groups: list[list[nn.Parameter]] = []
     room_bytes = 0
@@ -99,7 +104,7 @@ def packed(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
             groups.append([])
         groups[-1].append(parameter)
         room_bytes -= parameter.numel() * parameter.element_size()
-    return [Bucket(group) for group in groups]
+    return [Bucket(members, group) for members in groups]
 
 
 def _like(part: Tensor, parameter: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Bucketed:
             return
         for hook in self._hooks:
             hook.remove()
-        self._trained, self.buckets = trained, packed(trained)
+        self._trained, self.buckets = trained, packed(trained, self._group)
         # Weakly: no collector of garbage sees the hooks that autograd keeps, and the group would stay alive.
         own: weakref.ref[Bucketed] = weakref.ref(self)
         self._hooks = [
