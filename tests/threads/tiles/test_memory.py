@@ -183,5 +183,7 @@ def test_what_cannot_be_told() -> None:
     told = partial(predicted, Small(), inputs=X, targets=torch.randn(2, 5, 60, 46))
     with pytest.raises(UsageError, match="cannot be told beforehand: run a step and measure"):
         told(Plan(layout=Layout(width=2)), 0, loss=selected)
-    with pytest.raises(PlanError, match="not for data=2: set height, width or depth"):
+    with pytest.raises(
+        PlanError, match="not for data=2: set height, width or depth, and leave pipe"
+    ):
         told(Plan(layout=Layout(data=2)), 0, loss=LOSS)

@@ -112,8 +112,8 @@ def predicted(
     """
     if plan.layout.tiles == 1 or plan.layout.pipe > 1:
         raise PlanError(
-            f"memory is predicted for layouts of data and tile axes, not for {plan.layout}: set height, "
-            "width or depth, and no pipe"
+            f"memory is predicted for layouts with tile axes and without pipe, not for {plan.layout}: set "
+            "height, width or depth, and leave pipe at 1"
         )
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     with fake_mesh(plan, rank, device) as mesh:
