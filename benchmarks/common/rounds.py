@@ -19,23 +19,33 @@ def alternate(
     steps: int,
     told: Callable[[int, Mapping[str, Sequence[Sequence[float]]]], str],
 ) -> tuple[Blocks, Bystanders]:
-    """Rounds of one block per contender that nobody disturbed, in an order that changes from round to round.
+    """Rounds of one block of `steps` steps per contender, see `take_turns`."""
+    return take_turns(running, rounds, lambda contender: contender.block(steps), told)
 
-    `told(done, blocks)` is the line that is printed after each.
+
+def take_turns(
+    running: Sequence[Contender],
+    rounds: int,
+    ask: Callable[[Contender], T],
+    told: Callable[[int, Mapping[str, Sequence[T]]], str],
+) -> tuple[dict[str, list[T]], Bystanders]:
+    """Rounds of one question per contender that nobody disturbed, in an order that changes every time.
+
+    `told(done, answers)` is the line that is printed after each.
     """
-    blocks: Blocks = {c.kind.name: [] for c in running}
+    answers: dict[str, list[T]] = {c.kind.name: [] for c in running}
     others = Bystanders(rounds, lambda: sum(c.used_s() for c in running))
     done = 0
     while done < rounds:
         others.begin()
-        latest = {c.kind.name: c.block(steps) for c in order(running, done + others.disturbed)}
+        latest = {c.kind.name: ask(c) for c in order(running, done + others.disturbed)}
         if not others.were_quiet():
             continue
         done += 1
-        for name, step_s in latest.items():
-            blocks[name].append(step_s)
-        print(told(done, blocks), flush=True)
-    return blocks, others
+        for name, answer in latest.items():
+            answers[name].append(answer)
+        print(told(done, answers), flush=True)
+    return answers, others
 
 
 def order(running: Sequence[T], number: int) -> list[T]:

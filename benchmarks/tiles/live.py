@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -38,11 +38,11 @@ class Live(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for storage in _storages((args, kwargs)):
-            self._known.setdefault(storage, None)  # made before, or counted already
+            self._known.setdefault(storage, False)  # made before, or counted already
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage not in self._known:
-                self._known[storage] = None
+                self._known[storage] = True
                 self._add(storage.nbytes())
                 weakref.finalize(storage, self._add, -storage.nbytes())
         return result
@@ -58,6 +58,11 @@ class Live(TorchDispatchMode):
 
         with mock.patch.object(torch.autograd, "backward", noting):
             yield
+
+    def made_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of those among some tensors that were made since."""
+        found = {id(s): s for s in _storages(list(tensors)) if self._known.get(s)}
+        return sum(storage.nbytes() for storage in found.values())
 
     def _add(self, size: int) -> None:
         self.bytes += size

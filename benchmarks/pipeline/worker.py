@@ -1,0 +1,132 @@
+"""One contender's process: builds everything, then makes steps, or counts memory, when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from plain import pipelining, stage_times
+from torch import nn
+from ways import COUNT_MEMORY, STAGES, TORCH_SCHEDULES, WAYS, Way
+from workload import Workload, parser
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tiles"))
+
+from live import Live  # pyright: ignore[reportMissingImports] - that of benchmarks/tiles
+from serving import serve
+
+import fivefold as ff
+from fivefold.plan import Memory, Pipeline, Tiles
+
+
+class Ours:
+    """Fivefold, started by `fivefold run`."""
+
+    def __init__(self, work: Workload, way: Way) -> None:
+        together = 1 if way.by_itself else work.micro_batches
+        named = work.cut if "pipe" in way.layout else ""
+        schedule = cast("Any", way.schedule)
+        plan = ff.Plan(
+            layout=ff.Layout(**way.layout),
+            pipeline=Pipeline(schedule, together, way.stages_per_rank, named),
+            memory=Memory(recompute=way.recompute),
+            tiles=Tiles(fuse=way.fuse),
+        )
+        mesh = ff.start(plan, device="cpu")
+        example = torch.empty(work.shape(together), device="meta")
+        self.model = ff.parallelize(work.net(), mesh, example=example, loss=nn.CrossEntropyLoss())
+        self.optimiser = work.optimiser(self.model)
+        images, classes = work.batch()
+        pieces = zip(images.split(len(example)), classes.split(len(example)), strict=True)
+        self.pieces = [self.model.shard(*piece) for piece in pieces]
+
+    def __call__(self) -> float:
+        """One step; the loss of the whole batch."""
+        self.optimiser.zero_grad()
+        losses = [self.model.step(*piece) for piece in self.pieces]
+        self.optimiser.step()
+        return float(torch.stack(losses).mean())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of one step: of activations, and of what there is for every parameter."""
+        parameters = list(self.model.parameters())
+        self.optimiser.zero_grad()
+        live = Live()
+        with live, _noting(live, parameters) as saved:
+            losses = [self.model.step(*piece) for piece in self.pieces]
+        del losses
+        states = [t for p in parameters for t in self.optimiser.state[p].values()]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return {
+            "saved_bytes": max(saved),
+            "parameter_bytes": _bytes(parameters),
+            "gradient_bytes": _bytes(grads),
+            "optimiser_bytes": _bytes([s for s in states if isinstance(s, torch.Tensor)]),
+        }
+
+
+@contextlib.contextmanager
+def _noting(live: Any, parameters: Sequence[nn.Parameter]) -> Generator[list[int]]:
+    """The bytes that are alive whenever backward begins, without the gradients of parameters."""
+    found = [0]
+    backward = torch.autograd.backward
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        found.append(live.bytes - live.made_bytes(grads))
+        backward(*args, **kwargs)
+
+    with mock.patch.object(torch.autograd, "backward", noting):
+        yield found
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def timed(step: Callable[[], float], steps: int) -> dict[str, Any]:
+    """Seconds of each of some steps, and the loss of the last one where this rank knows it."""
+    found: list[float] = []
+    loss = math.nan
+    for _ in range(steps):
+        begin = time.perf_counter()
+        loss = step()
+        found.append(time.perf_counter() - begin)
+    return {"step_s": found, "loss": None if math.isnan(loss) else loss}
+
+
+def main() -> None:
+    """Build, make a step, and serve until the socket closes."""
+    asked = parser([*WAYS, *TORCH_SCHEDULES, *STAGES], __doc__).parse_args()
+    work, device = Workload.of(asked), torch.device("cpu")
+    if asked.contender in STAGES:
+        times = stage_times(work)
+        serve(asked.socket, lambda _: times(), device)
+    elif asked.contender in WAYS:
+        ours = Ours(work, WAYS[asked.contender])
+        first = ours()
+        serve(
+            asked.socket,
+            lambda n: ours.memory() if n == COUNT_MEMORY else timed(ours, n) | {"first": first},
+            device,
+        )
+    else:
+        step = pipelining(work, one_f_one_b=asked.contender == "torch-1f1b")
+        first = step()
+        told = {"first": None if math.isnan(first) else first}
+        serve(asked.socket, lambda n: timed(step, n) | told, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
