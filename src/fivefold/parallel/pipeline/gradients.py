@@ -1,13 +1,17 @@
 """Gradients of a stage, summed over the ranks that hold it: replicas, tiles, and the opposite chain.
 
-A stage's buckets leave when its last micro-batch is done, and travel while other stages compute. What
-earlier steps have left in `.grad` is set aside meanwhile: the ranks of a pair hold it alike, and it must not
-be added twice.
+A stage's buckets leave while its last micro-batch goes backward, as soon as they are full, and travel while
+other stages compute. What earlier steps have left in `.grad` is set aside meanwhile: the ranks of a pair hold
+it alike, and it must not be added twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,36 +29,79 @@ class StageGradients:
         self._parameters, self._group = list(parameters), group
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
+        self._hooks: list[Any] = []
         self._before: list[Tensor | None] = []
-        self._launched = False
+        self._next = 0
+        """number of the bucket to be sent next: all ranks send in this order"""
+        self._complete = self._last = False
 
     def begin(self) -> None:
         """Start a step: set aside what earlier ones left."""
         trained = [p for p in self._parameters if p.requires_grad]
         if [id(p) for p in trained] != [id(p) for p in self._trained]:
-            self._trained, self._buckets = trained, packed(trained) if trained else []
+            self._follow(trained)
         self._before = [p.grad for p in trained]
         for parameter in trained:
             parameter.grad = None
-        self._launched = False
+        self._next, self._complete = 0, False
+
+    @contextmanager
+    def last(self) -> Generator[None]:
+        """In the block gradients are added for the last time: buckets leave as soon as they are full."""
+        self._last = True
+        try:
+            yield
+        finally:
+            self._last = False
 
     def launch(self) -> None:
-        """Start to sum; every rank of the group does so for its stages in the same order."""
-        self._launched = True
-        if self._group.size() == 1:
-            return
-        for bucket in self._buckets:
+        """Send what has not left yet; every rank of the group does so for its stages in the same order."""
+        self._complete = True
+        for bucket in self._buckets[self._next :]:
             bucket.missing = {n for n, p in enumerate(bucket.parameters) if p.grad is None}
             bucket.launch(self._group, average=False)
+        self._next = len(self._buckets)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the sums, and add what was set aside."""
-        assert self._launched, "the schedule has a sum for every stage"
-        if self._group.size() > 1:
-            for bucket in self._buckets:
-                bucket.finish()
+        assert self._complete, "the schedule has a sum for every stage"
+        for bucket in self._buckets:
+            bucket.finish()
         for parameter, before in zip(self._trained, self._before, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._before = []
+
+    def _follow(self, trained: list[nn.Parameter]) -> None:
+        """Pack buckets anew when parameters were frozen or thawed."""
+        for hook in self._hooks:
+            hook.remove()
+        alone = self._group.size() == 1 or not trained
+        self._trained, self._buckets = trained, [] if alone else packed(trained, self._group)
+        # Weakly: no collector of garbage sees the hooks that autograd keeps.
+        own: weakref.ref[StageGradients] = weakref.ref(self)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(_arrived, own, bucket, number)
+            )
+            for bucket in self._buckets
+            for number, parameter in enumerate(bucket.parameters)
+        ]
+
+    def arrived(self, bucket: Bucket, number: int) -> None:
+        """Take note of a gradient: parameter `number` of a bucket has its own."""
+        if not self._last:
+            return
+        bucket.missing.discard(number)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._buckets[self._next].launch(self._group, average=False)
+            self._next += 1
+
+
+def _arrived(
+    stage: weakref.ref[StageGradients], bucket: Bucket, number: int, _parameter: Tensor
+) -> None:
+    alive = stage()
+    if alive is not None:
+        alive.arrived(bucket, number)

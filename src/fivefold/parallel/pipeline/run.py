@@ -9,7 +9,7 @@ R   start to sum the stage's gradients over the ranks that hold it
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,7 +78,10 @@ class Step:
     _sums: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
-        self._actions = frozenset(self.schedule.rows[self.rank])
+        row = self.schedule.rows[self.rank]
+        self._actions = frozenset(row)
+        # The last backward of every stage, which completes its gradients if nothing is left to W.
+        self._last = {a.stage: a for a in row if a.op in (Op.BACKWARD, Op.WEIGHT)}.values()
 
     def run(self) -> None:
         """Carry out this rank's row. Collective over the pipe axis, and over what its stages need."""
@@ -181,7 +184,8 @@ class Step:
         stage = self.feed(action.micro).stages[action.stage]
         flight = self._flights.pop(_key(action))
         states = () if self._counts(action) else self.net.state().values()
-        with self._backwards(), _without_effect(states):
+        last = self.gradients[action.stage].last() if action in self._last else nullcontext()
+        with self._backwards(), _without_effect(states), last:
             if flight.loss is not None:
                 self.scaled(flight.loss).backward()
             else:
