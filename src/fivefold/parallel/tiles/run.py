@@ -179,11 +179,11 @@ def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_ho
     """Save for backward not what was moved, but what it was made from: the owned part is saved by others
     already, and only the margins come on top.
     """
-    known = {tensor.data_ptr(): (tensor.shape, tensor.stride(), k) for tensor, k in kept}
+    known = {_memory(tensor): k for tensor, k in kept}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        shape, stride, found = known.get(tensor.data_ptr(), (None, None, None))
-        if found is None or shape != tensor.shape or stride != tensor.stride():
+        found = known.get(_memory(tensor))
+        if found is None:
             return tensor
         assert found.again is not None
         return found.again
@@ -192,3 +192,9 @@ def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_ho
         return packed if isinstance(packed, Tensor) else packed()
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors share that are the same numbers; without addresses, which fake tensors do not have."""
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,22 +42,12 @@ def weightless() -> Generator[FakeTensorMode]:
     alone = torch.autograd.set_multithreading_enabled(False)
     try:
         with _one_at_a_time, alone, FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            FakeTensor.data_ptr = _address
-            try:
-                yield fake
-            finally:
-                del FakeTensor.data_ptr
+            yield fake
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UsageError(
             f"how much memory a step needs depends on the numbers that it computes ({problem.func}), so it "
             "cannot be told beforehand: run a step and measure"
         ) from problem
-
-
-def _address(self: Tensor) -> int:
-    """Backward knows by its address what was moved; a tensor without memory has none of its own."""
-    storage = self.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    return (storage << 48) + self.storage_offset() * self.element_size()
 
 
 @dataclass(frozen=True)
