@@ -68,7 +68,7 @@ def _shared_s(name: str, work: Workload, ranks: Sequence[Mapping[str, Any]]) -> 
     """A step on as many cores as there are, see `sharing`."""
     schedule = _schedule(name, work)
     alone, busy = (
-        _again(_times(ranks, key)) if WAYS[name].recompute else _times(ranks, key)
+        _again(_times(ranks, key)) if WAYS[name].recompute != "none" else _times(ranks, key)
         for key in ("alone_s", "busy_s")
     )
     passes = work.micro_batches // schedule.micro_batches

@@ -138,16 +138,20 @@ def pairs(result: dict[str, Any]) -> str:
 
 
 def _memory_table(result: dict[str, Any]) -> str:
-    """Activations of the worst rank, and the rest of all ranks together."""
+    """Activations of every rank, and the rest of all ranks together."""
     rows: list[list[str]] = []
     for name, ranks in result["memory"].items():
-        kinds = ("parameter_bytes", "gradient_bytes", "optimiser_bytes")
-        totals = [sum(rank[key] for rank in ranks) for key in kinds]
-        saved = [rank["saved_bytes"] for rank in ranks]
-        each = " ".join(f"{size / 2**20:.0f}" for size in saved)
-        rows.append([_title(name), _mib(max(saved)), each, *map(_mib, totals)])
+        each = (
+            " ".join(f"{rank[key] / 2**20:.0f}" for rank in ranks)
+            for key in ("saved_bytes", "peak_bytes")
+        )
+        totals = (
+            _mib(sum(rank[key] for rank in ranks))
+            for key in ("parameter_bytes", "gradient_bytes", "optimiser_bytes")
+        )
+        rows.append([_title(name), *each, *totals])
     header = [
-        "MiB", "activations, most", "of each rank", "parameters of all", "gradients", "optimiser",
+        "MiB", "saved, by rank", "most alive, by rank", "parameters of all", "gradients", "optimiser",
     ]  # fmt: skip
     return table(header, rows)
 
@@ -160,7 +164,7 @@ def headline(result: dict[str, Any]) -> str:
     """Times under a cap, the best of those that fit, and its gain over the others beside the bounds."""
     step_s, cap = result["step_s"], result["cap_bytes"]
     fits = {
-        name: max(rank["saved_bytes"] for rank in ranks) <= cap
+        name: max(rank["peak_bytes"] for rank in ranks) <= cap
         for name, ranks in result["memory"].items()
     }
     rows = [

@@ -43,11 +43,16 @@ SIZES = {
     "headline": Size(768, 1, 2),
     "memory": Size(64, 2, 8),
 }
-CUTS = {"torch": "layer3.1", "pairs": "layer2.0, layer3.1, layer4.0"}
-"""of ResNet-50 where its parts take about equally long"""
+CUTS = {
+    ("torch", "resnet50"): "layer3.1",
+    ("pairs", "resnet50"): "layer2.0, layer3.1, layer4.0",
+    ("headline", "resnet50"): "layer2.3",
+    ("headline", "amoebanet_d"): "cells.3",
+}
+"""where the parts take about equally long, as measured at these sizes"""
 HEADLINE = {"resnet50": {}, "amoebanet_d": {"layers": 6, "filters": 64}}
 """models and their options"""
-CAP_MIB = 1024
+CAP_MIB = 1536
 
 
 def options() -> argparse.Namespace:
@@ -96,7 +101,7 @@ def measured(asked: argparse.Namespace, part: str, model: str) -> dict[str, Any]
         asked.image or size.image,
         asked.samples or size.samples,
         asked.micro_batches or size.micro_batches,
-        CUTS.get(part, ""),
+        CUTS.get((part, model), ""),
     )
     steps = asked.steps or size.steps
     match part:

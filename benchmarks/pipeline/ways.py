@@ -25,7 +25,7 @@ class Way:
     layout: Mapping[str, int]
     schedule: str = "1f1b"
     stages_per_rank: int = 1
-    recompute: int = 0
+    recompute: str = "none"
     fuse: str = "auto"
 
     @property
@@ -39,7 +39,7 @@ WAYS: Mapping[str, Way] = {
     **{
         f"{name}-4": Way({"pipe": 4}, name, 2 if name == "interleaved" else 1) for name in SCHEDULES
     },
-    "1f1b-recompute-4": Way({"pipe": 4}, "1f1b", recompute=4),
+    "1f1b-recompute-4": Way({"pipe": 4}, "1f1b", recompute="auto"),
     "tiles": Way({"width": 2}),
     "tiles-never": Way({"width": 2}, fuse="never"),
 }
