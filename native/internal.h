@@ -83,6 +83,7 @@ struct ff_group {
 /* How long to wait, and in which manner. */
 struct patience {
     uint64_t deadline_ns;
+    uint64_t spin_ns, spun_ns;              /* how long to spin at all, and until when */
     int spins, yields;
 };
 
@@ -101,7 +102,7 @@ struct run {
 uint64_t ff_now_ns(void);
 uint64_t ff_deadline_ns(double timeout_s);
 struct patience ff_patience(const ff_group *group, double timeout_s, bool background);
-void ff_pause(void);
+bool ff_bide(struct patience *patience);
 bool ff_nap(pthread_cond_t *until, pthread_mutex_t *lock, uint64_t posted_ns);
 void ff_condition(pthread_cond_t *condition);
 void ff_futex_wake(_Atomic uint32_t *word);

@@ -9,7 +9,6 @@
 #define _GNU_SOURCE
 #include "messages.h"
 
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -210,24 +209,22 @@ int ff_message_done(ff_group *group, ff_message *message)
 static void wait_until_done(ff_group *group, ff_message *message, uint64_t deadline_ns)
 {
     struct messages *all = group->messages;
-    struct patience patience = ff_patience(group, -1, false);
-    int idle = 0;
+    const struct patience fresh = ff_patience(group, -1, false);
+    struct patience patience = fresh;
     while (!atomic_load(&message->done)) {
         uint32_t seen = atomic_load(&group->bells[group->rank].rung);
         if (ff_messages_move(group)) {
-            idle = 0;
-            continue;
-        }
-        if (idle >= patience.spins + patience.yields) {
-            sleep_on_bell(group, seen);
-            if (ff_now_ns() >= deadline_ns)
-                return;
+            patience = fresh;
             continue;
         }
         pthread_mutex_unlock(&all->lock);
-        idle < patience.spins ? ff_pause() : (void)sched_yield();
-        idle++;
+        bool awake = ff_bide(&patience);
         pthread_mutex_lock(&all->lock);
+        if (!awake) {
+            sleep_on_bell(group, seen);
+            if (ff_now_ns() >= deadline_ns)
+                return;
+        }
     }
 }
 

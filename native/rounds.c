@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "internal.h"
 
-#include <sched.h>
 #include <string.h>
 
 /* How often a sleeper looks whether its peers still live. */
@@ -72,17 +71,12 @@ static int wait_for(struct run *run, int rank)
     ff_group *group = run->group;
     struct post *post = ff_posted(group, rank, group->round);
     uint32_t flag = group->round + 1;
-    for (int i = 0; i < run->patience.spins; i++) {
+    struct patience patience = run->patience;
+    do {
         if (has_come(post, flag))
             return FF_OK;
-        ff_pause();
-    }
-    for (int i = 0; i < run->patience.yields; i++) {
-        if (has_come(post, flag))
-            return FF_OK;
-        sched_yield();
-    }
-    return has_come(post, flag) ? FF_OK : sleep_for(run, rank);
+    } while (ff_bide(&patience));
+    return sleep_for(run, rank);
 }
 
 static uint32_t what_is(const ff_call *call)

@@ -10,7 +10,8 @@
 #include <unistd.h>
 
 /* A rank that is about to arrive does so within microseconds; waking a core that sleeps costs tens. */
-enum { SPINS = 2000, YIELDS = 100, YIELDS_CROWDED = 300, BACKGROUND_SPINS = 200, BACKGROUND_YIELDS = 4 };
+static const uint64_t SPIN_NS = 200 * 1000, BACKGROUND_SPIN_NS = 10 * 1000;
+enum { YIELDS = 20, YIELDS_CROWDED = 300, BACKGROUND_YIELDS = 4, SPINS_PER_LOOK = 64 };
 
 uint64_t ff_now_ns(void)
 {
@@ -32,19 +33,41 @@ struct patience ff_patience(const ff_group *group, double timeout_s, bool backgr
     if (group->crowded) {
         patience.yields = YIELDS_CROWDED;
     } else {
-        patience.spins = background ? BACKGROUND_SPINS : SPINS;
+        patience.spin_ns = background ? BACKGROUND_SPIN_NS : SPIN_NS;
         patience.yields = background ? BACKGROUND_YIELDS : YIELDS;
     }
     return patience;
 }
 
-void ff_pause(void)
+static void pause_briefly(void)
 {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("isb" ::: "memory");   /* `yield` does nothing on most cores */
 #endif
+}
+
+/* One step of waiting without sleep; false when it is time to sleep. How long a pause takes differs by ten
+ * times between processors, so now and then it looks at the clock. */
+bool ff_bide(struct patience *patience)
+{
+    if (patience->spin_ns) {
+        pause_briefly();
+        if (++patience->spins % SPINS_PER_LOOK == 0) {
+            uint64_t now_ns = ff_now_ns();
+            if (!patience->spun_ns)
+                patience->spun_ns = now_ns + patience->spin_ns;
+            else if (now_ns >= patience->spun_ns)
+                patience->spin_ns = 0;
+        }
+        return true;
+    }
+    if (patience->yields <= 0)
+        return false;
+    patience->yields--;
+    sched_yield();
+    return true;
 }
 
 /* A thread of a group that finds nothing to do, though something was posted just now, looks again soon:
