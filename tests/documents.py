@@ -4,7 +4,7 @@
 |-------------|----------------------------------------------------------------------------------|
 | ```python   | Python in this process; blocks of one document share their names                 |
 | ```console  | each line `$ command`, in bash; it must succeed, what it prints is not compared   |
-| ```toml     | a plan: it must parse                                                            |
+| ```toml     | a plan, or a cluster if it has links: it must parse                              |
 
 All blocks of a document share one temporary folder, their working directory. A comment on the line
 before a block changes this:
@@ -160,8 +160,10 @@ def _python(example: Example) -> None:
 
 def _toml(example: Example) -> None:
     from fivefold import Plan
+    from fivefold.cluster.description import Cluster
 
-    Plan.parse(example.parsed.source, example.path)
+    source = example.parsed.source
+    (Cluster if "[within]" in source else Plan).parse(source, example.path)
 
 
 RUNNERS: dict[str, Callable[[Example], None]] = {

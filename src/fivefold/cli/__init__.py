@@ -46,6 +46,7 @@ COMMANDS = {
     "run": _Entry("fivefold.cli.run:Run", "Start a script in several processes"),
     "train": _Entry("fivefold.cli.train:Train", "Train a recipe"),
     "verify": _Entry("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
+    "plan": _Entry("fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"),
     "bench": _Entry("fivefold.cli.bench:Bench", "Measure how fast processes communicate"),
 }
 

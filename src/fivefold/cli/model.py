@@ -17,7 +17,7 @@ from fivefold.recipes import models
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FORMS", "check", "check_shape", "load"]
+__all__ = ["FORMS", "check", "check_shape", "load", "parse_shape"]
 
 FORMS = (
     "a model is one of Fivefold's own by name, package.module:callable (a function without arguments, a "
@@ -44,6 +44,21 @@ def check_shape(text: str, shape: Sequence[int]) -> None:
             f"--input {given} is no volume, but {text} takes volumes: channels, depth, height and width, "
             "such as 1x16x32x32"
         )
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`3x32x32` as numbers. Raises `UsageError`.
+
+    >>> parse_shape("3x32x32"), parse_shape("64")
+    ((3, 32, 32), (64,))
+    """
+    parts = text.lower().split("x")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(
+            f"--input {text} is not the shape of a sample; write positive numbers with x between, channels "
+            "first: 3x32x32, or 64 for a vector"
+        )
+    return tuple(int(part) for part in parts)
 
 
 def load(text: str, classes: int, channels: int) -> nn.Module:

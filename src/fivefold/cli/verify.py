@@ -107,7 +107,7 @@ class Verify:
     def _checked(self) -> Plan:
         """The plan, or what is wrong with the options, before anything has been started."""
         models.check(self.model)
-        models.check_shape(self.model, _parse_shape(self.shape))
+        models.check_shape(self.model, models.parse_shape(self.shape))
         for name, value in {
             "batch": self.batch,
             "steps": self.steps,
@@ -173,7 +173,7 @@ class Verify:
         from fivefold.train.verify.sample import random_batches
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        shape, (kind, targets) = _parse_shape(self.shape), LOSSES[self.loss]
+        shape, (kind, targets) = models.parse_shape(self.shape), LOSSES[self.loss]
         torch.manual_seed(self.seed)
         net = models.load(self.model, self.classes, shape[0])
         batch = random_batches(
@@ -211,18 +211,3 @@ def _wait_for_first(mesh: Mesh) -> None:
     from fivefold import comm
 
     comm.broadcast_text("told", mesh.group(*AXES), mesh.device)
-
-
-def _parse_shape(text: str) -> tuple[int, ...]:
-    """`3x32x32` as numbers. Raises `UsageError`.
-
-    >>> _parse_shape("3x32x32"), _parse_shape("64")
-    ((3, 32, 32), (64,))
-    """
-    parts = text.lower().split("x")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(
-            f"--input {text} is not the shape of a sample; write positive numbers with x between, channels "
-            "first: 3x32x32, or 64 for a vector"
-        )
-    return tuple(int(part) for part in parts)

@@ -1,0 +1,31 @@
+"""Search for a plan: candidates, what each would take and need, and the best of them."""
+
+from __future__ import annotations
+
+from fivefold.tune.candidates import Candidate, candidates
+from fivefold.tune.machine import this_machine
+from fivefold.tune.measure import measured_factors
+from fivefold.tune.need import OPTIMIZERS
+from fivefold.tune.predict import Case, Parts, Prediction
+from fivefold.tune.report import Question, nothing_fits, plan_of, reasons, rows
+from fivefold.tune.search import Found, search
+from fivefold.tune.subject import Subject
+
+__all__ = [
+    "OPTIMIZERS",
+    "Candidate",
+    "Case",
+    "Found",
+    "Parts",
+    "Prediction",
+    "Question",
+    "Subject",
+    "candidates",
+    "measured_factors",
+    "nothing_fits",
+    "plan_of",
+    "reasons",
+    "rows",
+    "search",
+    "this_machine",
+]

@@ -1,0 +1,134 @@
+"""This machine as a cluster, measured in about a second.
+
+Its devices are the cores that were granted, each with its share of the memory. All of them compute at once
+while one is measured, as in a run; messages go between two threads over gloo and the loopback device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.cluster import granted_cores
+from fivefold.cluster.description import Cluster, Device, Link
+
+__all__ = ["this_machine"]
+
+_SMALL, _LARGE = 64, 1 << 20
+"""numbers in a message"""
+
+
+def this_machine(devices: int | None = None) -> Cluster:
+    """One node of `devices` that are each like a core of this machine; as many as were granted by default.
+
+    With another number of devices, it is a cluster that does not exist, and says so.
+    """
+    cores = granted_cores()
+    count = devices or cores
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        device = _device(_memory_bytes() // cores, min(count, cores))
+    finally:
+        torch.set_num_threads(threads)
+    link = _link()
+    few = count <= cores
+    name = "this machine" if few else f"{count} cores like those of this machine, which has {cores}"
+    return Cluster(name, 1, count, device, link, link, here=few)
+
+
+def _device(memory_bytes: int, at_once: int) -> Device:
+    x, weight = torch.rand(1, 32, 64, 64), torch.rand(32, 32, 3, 3)
+    source = torch.ones(1 << 23)  # more than a cache holds
+    target, few = torch.ones_like(source), torch.ones(8)
+    convolved_s = _together(lambda: F.conv2d(x, weight), at_once)
+    copied_s = _together(lambda: target.copy_(source), at_once)
+    called_s = _together(lambda: torch.relu(few), at_once)
+    flops = 2 * 32 * 32 * 9 * 62 * 62
+    moved = 2 * source.numel() * source.element_size()
+    return Device(memory_bytes, flops / convolved_s, moved / copied_s, called_s, overlaps=False)
+
+
+def _together(run: Callable[[], Tensor], threads: int) -> float:
+    """Seconds of a call while as many threads make it, the fastest: others may be at work here."""
+    taken: list[float] = []
+    gate = threading.Barrier(threads)
+
+    def repeat() -> None:
+        with torch.no_grad():
+            run()
+            gate.wait(60)
+            taken.extend(_seconds(run, 7))
+
+    _threads([repeat] * threads)
+    return max(min(taken), 1e-9)
+
+
+def _link() -> Link:
+    """Between two threads of this process."""
+    store = dist.HashStore()
+    found: dict[tuple[str, int], float] = {}
+
+    def rank(number: int) -> None:
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
+
+        def swap(tensor: Tensor, into: Tensor) -> None:
+            sent = group.send([tensor], 1 - number, 0)
+            group.recv([into], 1 - number, 0).wait()
+            sent.wait()
+
+        for size in (_SMALL, _LARGE):
+            one, other = torch.zeros(size), torch.zeros(size)
+            found["message", size] = min(_seconds(lambda one=one, other=other: swap(one, other), 9))
+        few = torch.zeros(_SMALL)
+
+        def total() -> None:
+            group.allreduce([few]).wait()
+
+        found["sum", _SMALL] = min(_seconds(total, 9))
+
+    _threads([lambda: rank(0), lambda: rank(1)])
+    latency_s = found["message", _SMALL]
+    more_s = max(found["message", _LARGE] - latency_s, 1e-9)
+    return Link(latency_s, 4 * (_LARGE - _SMALL) / more_s, found["sum", _SMALL])
+
+
+def _threads(bodies: list[Callable[[], None]]) -> None:
+    problems: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as problem:  # noqa: BLE001 - raised again by who waits
+            problems.append(problem)
+
+    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def _seconds(run: Callable[[], object], times: int) -> list[float]:
+    run()
+    found: list[float] = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,93 @@
+"""How much memory a candidate needs, predicted.
+
+    parameters, gradients, their buckets, the optimiser's numbers
+    + the samples
+    + what micro-batches keep for backward, as many as the schedule has alive
+    + the most beside it while one of them is differentiated
+
+Not counted: workspaces of kernels, what an allocator wastes, torch itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from fivefold.parallel.pipeline.schedule import Schedule
+from fivefold.parallel.pipeline.simulate import Timeline
+from fivefold.parallel.tiles.recompute import divided
+from fivefold.parallel.tiles.run import returned
+from fivefold.tune.candidates import Candidate
+from fivefold.tune.saved import sizes_of
+from fivefold.tune.subject import Staged
+
+__all__ = ["OPTIMIZERS", "Need"]
+
+OPTIMIZERS = {"sgd": 1, "adam": 2}
+"""how many numbers an optimiser keeps for each parameter; sgd has momentum"""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory of the ranks of one replica, in the tile that is in the middle."""
+
+    candidate: Candidate
+    staged: Staged
+    samples: int
+    """of a replica"""
+    rows: int
+    """of a micro-batch"""
+    copies: int
+    """numbers that the optimiser keeps for each parameter"""
+
+    def most_bytes(self, schedule: Schedule) -> int:
+        """Of the rank that needs most."""
+        saved, beside = self.activations()
+        alive = Timeline(schedule, {}).peak_bytes(saved)
+        return max(
+            self.standing_bytes(schedule, rank)
+            + alive[rank]
+            + max(beside[stage] for stage in schedule.stages_of(rank))
+            for rank in range(schedule.ranks)
+        )
+
+    def standing_bytes(self, schedule: Schedule, rank: int) -> int:
+        """What is there before a step: parameters and what goes with them, and the samples."""
+        stages, staged = schedule.stages_of(rank), self.staged
+        trained = sum(staged.trained_bytes[stage] for stage in stages)
+        copies = 1 + (self.candidate.reducers > 1) + self.copies
+        samples = round(staged.takes_bytes[0] * self.samples) if 0 in stages else 0
+        return sum(staged.parameter_bytes[stage] for stage in stages) + copies * trained + samples
+
+    def activations(self) -> tuple[list[int], list[int]]:
+        """By stage: what a micro-batch keeps, and the most beside it while it is differentiated."""
+        staged, told = self.staged, self.candidate.recompute
+        each = max(round(told / self.candidate.stages), 1) if told else 0
+        scale = self.rows / staged.work.rows
+        saved: list[int] = []
+        beside: list[int] = []
+        for span in staged.spans:
+            if each:
+                kept, most = _recomputed(staged, span, each)
+            else:
+                kept = staged.work.held.saved_bytes(span)
+                most = max(staged.work.held.peak_bytes(span) - kept, 0.0)
+            saved.append(round(kept * scale))
+            beside.append(round(most * scale))
+        return saved, beside
+
+
+@functools.lru_cache(4096)
+def _recomputed(staged: Staged, span: range, parts: int) -> tuple[float, float]:
+    """Bytes that are kept at the borders of segments, and the most that one of them makes again."""
+    sizes = sizes_of(staged.program, staged.here)
+    wanted = returned(staged.program)
+    segments = divided(staged.program, parts, wanted, lambda index: sizes.get(index, 0), span)
+    kept: set[int] = set()
+    alive: list[float] = []
+    for segment in segments:
+        kept |= set(segment.takes)
+        own = staged.work.held.peak_bytes(range(segment.first, segment.stop))
+        alive.append(sum(sizes[index] for index in kept) + own)  # what lies behind is gone by then
+    borders = float(sum(sizes[index] for index in kept))
+    return borders, max(max(alive) - borders, 0.0)

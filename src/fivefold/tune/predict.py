@@ -1,0 +1,232 @@
+"""Time and memory of a candidate, predicted.
+
+stages' costs ──► schedule simulated ──► + update of the weights          seconds of a step
+parameters, gradients, buckets, optimiser ──► + activations alive at once     bytes of a rank
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fivefold.cluster.description import Cluster, Link
+from fivefold.parallel.buckets import OTHER_BYTES
+from fivefold.parallel.pipeline.schedule import Op, Schedule
+from fivefold.parallel.pipeline.simulate import StageTimes, Timeline, simulate
+from fivefold.plan import Layout
+from fivefold.tune.candidates import Candidate
+from fivefold.tune.need import OPTIMIZERS, Need
+from fivefold.tune.subject import Staged, Subject
+from fivefold.tune.work import Links, StageCost
+
+__all__ = ["Case", "Parts", "Prediction"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the time of a step goes, on the rank that is busy longest. The sum is the step."""
+
+    compute_s: float
+    exchange_s: float
+    """waiting for pixels of neighbouring tiles"""
+    statistics_s: float
+    """sums of batch norm and the like"""
+    idle_s: float
+    """waiting for other stages"""
+    gradients_s: float
+    """summing gradients, as far as nothing hides it"""
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        waits = self.exchange_s + self.statistics_s + self.idle_s + self.gradients_s
+        return self.compute_s + waits + self.update_s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a candidate."""
+
+    candidate: Candidate
+    parts: Parts
+    memory_bytes: int
+    """of the rank that needs most"""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a training step."""
+        return self.parts.step_s
+
+
+class Case:
+    """A candidate for a net, which is divided into tiles once somebody wants more than a bound."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        candidate: Candidate,
+        batch: int,
+        optimizer: str,
+        make: Callable[[Candidate], Schedule] = Candidate.make,
+    ) -> None:
+        """`batch` is global; `make` may remember schedules that were made before."""
+        layout = candidate.layout
+        self.candidate = candidate
+        self._subject, self._cluster = subject, subject.cluster
+        self._copies, self._make = OPTIMIZERS[optimizer], make
+        self._samples = -(-batch // layout.data)  # of the largest replica
+        self._rows = -(-self._samples // candidate.micro_batches)
+        self._fewest = max(batch // layout.data // candidate.micro_batches, 1)
+        self._links = Links(
+            self._cluster.link(layout.tiles),
+            self._cluster.link(layout.size if layout.data > 1 else layout.tiles),
+            layout.tiles,
+            layout.data,
+            self._cluster.device.overlaps,
+        )
+
+    @functools.cached_property
+    def _staged(self) -> Staged:
+        return self._subject.staged(self.candidate.layout, self.candidate.stages, self._fewest)
+
+    @functools.cached_property
+    def need(self) -> Need:
+        """Its memory. Raises `UsageError` where the net cannot be divided so."""
+        return Need(self.candidate, self._staged, self._samples, self._rows, self._copies)
+
+    def memory_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return self.need.most_bytes(self._make(self.candidate))
+
+    def bound_s(self) -> float:
+        """No step is faster, told without dividing the net into tiles: as if they had no borders.
+
+        Raises `UsageError` for a net that cannot be cut into so many stages.
+        """
+        whole = self._subject.staged(Layout(), self.candidate.stages, 1)
+        return self._least_s(self._costs(whole, self._rows / self.candidate.layout.tiles))
+
+    def least_s(self) -> float:
+        """The same with borders. Raises `UsageError` where the net cannot be divided so."""
+        return self._least_s(self._costs(self._staged, self._rows))
+
+    def _least_s(self, costs: Sequence[StageCost]) -> float:
+        """The busiest rank, and the way to it and back."""
+        ranks, micro = self.candidate.layout.pipe, self.candidate.micro_batches
+        if self.candidate.chains > 1:
+            pairs = zip(costs, reversed(costs), strict=True)
+            return max(micro / 2 * (_both(one) + _both(other)) for one, other in pairs)
+        busy = [micro * sum(map(_both, costs[rank::ranks])) for rank in range(ranks)]
+        later = self.candidate.schedule == "zero-bubble"  # which fills the way back with weights
+        ways = [c.forward_s + (0.0 if later else c.backward_s) for c in costs]
+        waits = [sum(ways[:rank]) for rank in range(ranks)]
+        return max(b + wait for b, wait in zip(busy, waits, strict=True))
+
+    def predict(self) -> Prediction:
+        """Simulate a step."""
+        schedule = self._make(self.candidate)
+        costs = self._costs(self._staged, self._rows)
+        sums = [self._sum_s(schedule, size) for size in self._staged.trained_bytes]
+        times = StageTimes(
+            tuple(c.forward_s for c in costs),
+            tuple(c.backward_s for c in costs),
+            tuple(c.backward_s - c.weight_s for c in costs),
+            tuple(c.weight_s for c in costs),
+            tuple(sums),
+        )
+        blocks = not self._cluster.device.overlaps
+        timeline = simulate(schedule, times, self._travel_s(schedule), sends_block=blocks)
+        computed = max(end for a, (_, end) in timeline.spans.items() if a.op is not Op.REDUCE)
+        gradients = self._exposed_s(timeline, computed, sums, costs)
+        busiest = max(range(schedule.ranks), key=lambda rank: timeline.busy_s[rank])
+        counts = [(len(schedule.micros_of(chain)), costs[s]) for chain, s in schedule.held(busiest)]
+        exchange = sum(n * c.exchange_s for n, c in counts)
+        statistics = sum(n * c.statistics_s for n, c in counts)
+        parts = Parts(
+            timeline.busy_s[busiest] - exchange - statistics,
+            exchange,
+            statistics,
+            computed - timeline.busy_s[busiest],
+            gradients,
+            max(self._update_s(schedule, rank) for rank in range(schedule.ranks)),
+        )
+        return Prediction(self.candidate, parts, self.memory_bytes())
+
+    def _costs(self, staged: Staged, rows: float) -> list[StageCost]:
+        costs = [staged.work.cost(span, rows, self._links) for span in staged.spans]
+        return [_again(cost) for cost in costs] if self.candidate.recompute else costs
+
+    def _exposed_s(
+        self,
+        timeline: Timeline,
+        computed: float,
+        sums: Sequence[float],
+        costs: Sequence[StageCost],
+    ) -> float:
+        """Seconds of sums of gradients that come behind everything else."""
+        if self.candidate.layout.pipe > 1:
+            late = timeline.makespan_s - computed
+            return late if self._cluster.device.overlaps else max(late, *sums)
+        if not self._cluster.device.overlaps:
+            return sums[0]
+        # Buckets leave while backward goes on; the last one cannot.
+        last = self._sum_s(timeline.schedule, min(self._staged.trained_bytes[0], OTHER_BYTES) / 25)
+        return max(sums[0] - costs[0].backward_s, last)
+
+    def _sum_s(self, schedule: Schedule, size_bytes: float) -> float:
+        """To sum the gradients of a stage, in buckets."""
+        if self.candidate.reducers == 1:
+            return 0.0
+        paired = schedule.chains > 1
+        link = self._links.everyone
+        if paired:
+            link = self._cluster.link(self.candidate.layout.size)
+        buckets = 1 + int(size_bytes // OTHER_BYTES)
+        return (
+            link.all_reduce_s(size_bytes, self.candidate.reducers) + (buckets - 1) * link.latency_s
+        )
+
+    def _update_s(self, schedule: Schedule, rank: int) -> float:
+        """Read and write parameters and the optimiser's numbers; and pack and unpack gradients."""
+        trained = sum(self._staged.trained_bytes[stage] for stage in schedule.stages_of(rank))
+        passes = 3 + 2 * self._copies + 4 * (self.candidate.reducers > 1)
+        return passes * trained / self._cluster.device.bytes_per_s
+
+    def _travel_s(self, schedule: Schedule) -> Callable[[int, int], float]:
+        layout = self.candidate.layout
+
+        def seconds(source: int, target: int) -> float:
+            places = schedule.rank_of(0, source), schedule.rank_of(0, target)
+            link = _link_of(self._cluster, layout, places)
+            return link.message_s(self._rows * self._staged.takes_bytes[target])
+
+        return seconds
+
+
+def _link_of(cluster: Cluster, layout: Layout, places: tuple[int, int]) -> Link:
+    """The slowest link between two places on the pipe axis, of any replica and tile."""
+    node = cluster.devices_per_node
+    for replica in range(min(layout.data, node)):
+        first = replica * layout.pipe * layout.tiles
+        for tile in range(layout.tiles):
+            one, other = (first + place * layout.tiles + tile for place in places)
+            if one // node != other // node:
+                return cluster.between
+    return cluster.within
+
+
+def _again(cost: StageCost) -> StageCost:
+    return StageCost(
+        cost.forward_s,
+        cost.backward_s + cost.again_s,
+        cost.weight_s,
+        cost.again_s,
+        cost.exchange_s,
+        cost.statistics_s,
+    )
+
+
+def _both(cost: StageCost) -> float:
+    return cost.forward_s + cost.backward_s

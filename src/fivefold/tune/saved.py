@@ -1,0 +1,159 @@
+"""How many bytes a program holds while it trains, estimated from its list of calls.
+
+Autograd saves an operation's inputs, its results, or nothing; what several operations save counts once, views
+and in-place results with what they are made of:
+
+    step        v1 = conv(v0)   v2 = batch_norm(v1)   v3 = relu_(v2)   v4 = conv(v3)
+    saves       v0              v1                    v2 (= v3)        -
+
+In backward, what a step saved goes when its gradient is done; gradients of a value are there from its last
+reader to its maker. See `fivefold.parallel.tiles.memory` for the same by the byte, a thousand times slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from fivefold.parallel.tiles.names import is_in_place
+from fivefold.parallel.tiles.program import Compute, Move, Program, exchange_of
+from fivefold.parallel.tiles.rule import Here
+from fivefold.parallel.tiles.tape import Node, Value
+
+__all__ = ["VIEWS", "Held", "changed_in_place", "held_bytes", "sizes_of"]
+
+VIEWS = {
+    "flatten", "view", "reshape", "permute", "transpose", "__getitem__", "unsqueeze", "squeeze", "chunk",
+    "split", "T", "detach", "expand", "unbind", "narrow",
+}  # fmt: skip
+"""operations whose results lie in the memory of their operand, and cost nothing"""
+_NOTHING = {
+    "add", "sub", "neg", "cat", "stack", "interpolate", "upsample", "pad", "pixel_shuffle", "mean", "sum",
+    "pixel_unshuffle", "channel_shuffle",
+}  # fmt: skip
+_RESULT = {"relu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "softplus"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes by step of a program."""
+
+    saved: np.ndarray
+    """what a step is the first to save"""
+    passing: np.ndarray
+    """gradients that are alive while the step is differentiated"""
+
+    def saved_bytes(self, span: range) -> float:
+        """What some steps keep for backward."""
+        return float(self.saved[span.start : span.stop].sum())
+
+    def peak_bytes(self, span: range) -> float:
+        """The most that is alive while these steps are differentiated, the last one first."""
+        part = slice(span.start, span.stop)
+        alive = np.cumsum(self.saved[part]) + self.passing[part]
+        return float(alive.max(initial=0.0))
+
+
+def sizes_of(program: Program, here: Here) -> dict[int, int]:
+    """Bytes of every value on `here.rank`; what was exchanged is a value of its own."""
+    tape = program.tape
+    found: dict[int, int] = {}
+    for index, spread in program.spreads.items():
+        elements = math.prod(spread.local_shape(here.grid, here.rank))
+        found[index] = elements * tape.dtypes[index].itemsize
+    for step in program.steps:
+        if isinstance(step, Move):
+            each = tape.element_bytes(step.source)
+            found[step.target] = math.prod(step.exchange.result) * each
+    return found
+
+
+def held_bytes(program: Program, here: Here) -> Held:
+    """What every step of `here.rank` saves, and the gradients beside it."""
+    sizes, count = sizes_of(program, here), len(program.steps)
+    saved = np.zeros(count)
+    roots: dict[int, int] = {}
+    known: set[int] = set()
+    made: dict[int, int] = {}
+
+    def root(index: int) -> int:
+        return roots.get(index, index)
+
+    for number, step in enumerate(program.steps):
+        saved[number] += _strips(program, step)
+        if isinstance(step, Move):
+            made[step.target] = number
+            if isinstance(step.source, Value) and _mostly_own(step):
+                roots[step.target] = root(step.source.index)
+            continue
+        made |= dict.fromkeys(step.node.outputs, number)
+        read = [ref.index for ref in step.operands if isinstance(ref, Value)]
+        if read and (step.node.name in VIEWS or changed_in_place(step.node)):
+            roots |= dict.fromkeys(step.node.outputs, root(read[0]))
+        for index in _kept(step.node, read):
+            if root(index) not in known:
+                known.add(root(index))
+                saved[number] += sizes[root(index)]
+        saved[number] += _beside(step.node, sizes)
+    return Held(saved, _passing(program, sizes, made, count))
+
+
+def _passing(
+    program: Program, sizes: dict[int, int], made: dict[int, int], count: int
+) -> np.ndarray:
+    change = np.zeros(count + 1)
+    for index, number in made.items():
+        last = program.last_use.get(index, number)
+        change[number] += sizes[index]
+        change[last + 1] -= sizes[index]
+    return np.cumsum(change)[:count]
+
+
+def changed_in_place(node: Node) -> bool:
+    """Whether the result is the first operand, changed."""
+    if isinstance(node.function, nn.Module):
+        return False
+    return bool(node.kwargs.get("inplace")) or is_in_place(node.function)
+
+
+def _kept(node: Node, read: Sequence[int]) -> Sequence[int]:
+    if not node.grad or node.name in VIEWS | _NOTHING:
+        return ()
+    if node.name in _RESULT:
+        return node.outputs
+    if node.name in {"mul", "div"} and len(node.operands) == 1:
+        return ()  # by a number
+    return read if node.name in {"mul", "div", "matmul", "bmm"} else read[:1]
+
+
+def _beside(node: Node, sizes: dict[int, int]) -> float:
+    """Indices of maxima, masks."""
+    if node.name.startswith(("max_pool", "adaptive_max_pool")):
+        return 8 * sizes[node.outputs[0]] / node.output_bytes
+    return sizes[node.outputs[0]] / node.output_bytes if node.name.startswith("dropout") else 0.0
+
+
+def _mostly_own(step: Move) -> bool:
+    """Whether an exchange adds a margin to what the rank has, which is remade in backward."""
+    own = sum(math.prod(s.stop - s.start for s in place) for _, place in step.exchange.own)
+    return 2 * own > math.prod(step.exchange.result)
+
+
+def _strips(program: Program, step: Move | Compute) -> float:
+    """What was received of neighbours is kept."""
+    moved = exchange_of(step)
+    if moved is None:
+        return 0.0
+    source, exchange = moved
+    if isinstance(step, Move) and not _mostly_own(step):
+        return 0.0  # counted as a value, by whoever saves it
+    elements = sum(
+        math.prod(s.stop - s.start for s in piece)
+        for _, pieces in exchange.receives
+        for piece in pieces
+    )
+    return float(elements * program.tape.element_bytes(source))

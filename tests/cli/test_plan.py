@@ -1,0 +1,110 @@
+"""`fivefold plan` as it is typed: what it prints, the plan that it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold import Plan, recipes
+from fivefold.cli.train import Train, resolve
+from fivefold.launch.environment import without_places
+
+CLEAN = {
+    name: value
+    for name, value in without_places(os.environ).items()
+    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
+} | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+CLUSTER = """
+name = "four boxes"
+nodes = 4
+devices_per_node = 2
+device = {memory = "1GiB", flops_per_s = 1e13, bytes_per_s = 1e12}
+within = {latency_s = 1e-5, bytes_per_s = 1e11}
+between = {latency_s = 1e-4, bytes_per_s = 1e10}
+"""
+
+
+def plan(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold", "plan", *words.split()],
+        cwd=folder,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_plan_for_devices_that_are_not_here(tmp_path: Path) -> None:
+    (tmp_path / "boxes.toml").write_text(CLUSTER)
+    done = plan(
+        tmp_path, "resnet20 --input 3x64x64 --batch 16 --cluster boxes.toml --out plan.toml"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == (
+        "resnet20, 16 samples of 3x64x64, on 8 devices of four boxes: predictions, nothing was trained"
+    )
+    assert lines[1] == "A simulation of devices that are not here, from these figures:"
+    assert "10,000 GFLOP/s" in lines[2] and "100 us and 10.0 GB/s between nodes" in lines[2]
+    assert lines[-1] == "written to plan.toml" and lines[-2].endswith("slower in any case.")
+    chosen = Plan.load(tmp_path / "plan.toml")
+    assert chosen.layout.size == 8 and chosen.train.batch_size == 16
+    assert str(chosen.layout) in lines[4]
+    assert str(chosen.origin("layout.data")).startswith("tuned: predicted ")
+    # What `fivefold train cifar10 --plan plan.toml` makes of it.
+    options = Train("cifar10", plan=tmp_path / "plan.toml")
+    resolved = resolve(options, recipes.get("cifar10"), {})
+    assert (resolved.layout, resolved.pipeline) == (chosen.layout, chosen.pipeline)
+    assert resolved.train.batch_size == 16 and resolved.origin("layout.data").kind == "tuned"
+
+
+def test_a_plan_for_this_machine_with_operations_timed(tmp_path: Path) -> None:
+    done = plan(tmp_path, "resnet20 --input 3x32x32 --batch 2 --devices 1 --measure")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "on 1 devices of this machine: predictions" in done.stdout
+    assert "A simulation" not in done.stdout and "operations timed here" in done.stdout
+    assert "data=1" in done.stdout
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    (tmp_path / "boxes.toml").write_text(CLUSTER)
+    done = plan(
+        tmp_path,
+        "resnet20 --batch 2 --cluster boxes.toml --devices 2 --memory 1MiB --out plan.toml",
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr.startswith("error: no plan fits: the closest (")
+        and done.stderr.count("\n") == 1
+    )
+    assert not (tmp_path / "plan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("resnet21", "unknown model 'resnet21'"),
+        ("resnet20 --memory lots", "--memory: 'lots' is no size of memory"),
+        ("resnet20 --devices 0", "--devices 0: at least 1 is needed"),
+        ("resnet20 --optimizer sdg", "unknown optimizer 'sdg'; did you mean 'sgd'"),
+        ("resnet20 --cluster none.toml", "cannot read the cluster none.toml"),
+        ("resnet20 --cluster boxes.toml --devices 9", "--devices 9, but boxes.toml describes 4 x 2 = 8"),
+        ("resnet20 --cluster boxes.toml --measure", "use one of them"),
+        ("resnet20 --out no/plan.toml", "--out no/plan.toml: there is no folder"),
+        ("resnet20 --input 3xx", "--input 3xx is not the shape of a sample"),
+        ("unet3d --input 3x64x64", "takes volumes"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_a_line(words: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "boxes.toml").write_text(CLUSTER)
+    done = plan(tmp_path, words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,221 @@
+"""Predictions beside sums that were made by hand, and beside the bytes that a step really needs."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fivefold.cluster.description import Cluster, Device, Link
+from fivefold.parallel.tiles.memory import predicted
+from fivefold.plan import Layout, Memory, Plan
+from fivefold.recipes.models import build
+from fivefold.tune import (
+    Case,
+    Question,
+    Subject,
+    candidates,
+    nothing_fits,
+    plan_of,
+    reasons,
+    search,
+)
+from fivefold.tune.candidates import Candidate
+from fivefold.tune.measure import measured_factors
+
+PIXELS, CHANNELS = 32, 64
+IMAGE_BYTES = 4 * CHANNELS * PIXELS * PIXELS
+FREE = Link(1e-15, 1e30)
+LAYER_S = 2 * CHANNELS * 9 * CHANNELS * PIXELS * PIXELS / 1e6
+"""one convolution of one sample at 1 MFLOP/s"""
+
+
+def chain(layers: int = 4) -> nn.Module:
+    """Convolutions that all take as long; nobody asks for the gradient of the images."""
+    return nn.Sequential(*(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(layers)))
+
+
+def cluster(link: Link = FREE, nodes: int = 1, devices: int = 2) -> Cluster:
+    return Cluster("test", nodes, devices, Device(1 << 30, 1e6, 1e30), link, link)
+
+
+def subject(link: Link = FREE, layers: int = 4, net: nn.Module | None = None) -> Subject:
+    return Subject(net or chain(layers), (CHANNELS, PIXELS, PIXELS), cluster(link))
+
+
+def layers_of(candidate: Candidate, batch: int = 4, link: Link = FREE) -> float:
+    """A step in units of a layer's forward."""
+    return Case(subject(link), candidate, batch, "sgd").predict().step_s / LAYER_S
+
+
+def test_replicas_share_the_samples() -> None:
+    # Per sample 4 forward, and 1 + 3 x 2 backward: 11; two samples per replica.
+    assert layers_of(Candidate(Layout(data=2))) == pytest.approx(22)
+
+
+def test_tiles_share_the_pixels() -> None:
+    assert layers_of(Candidate(Layout(width=2))) == pytest.approx(22)
+
+
+def test_layers_follow_each_other() -> None:
+    assert layers_of(Candidate(Layout(pipe=2), "layer")) == pytest.approx(44)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
+    # Stage 1: 2 forward, 4 backward, four times, behind 2 of stage 0; then 3 for its last backward.
+    assert layers_of(Candidate(Layout(pipe=2), "1f1b", 4)) == pytest.approx(2 + 4 * 6 + 3)
+
+
+def test_recomputation_costs_another_forward() -> None:
+    assert layers_of(Candidate(Layout(width=2), recompute=2)) == pytest.approx(22 + 8)
+
+
+def test_exchanges_take_their_latency() -> None:
+    # Four halos there and back, each hidden behind what is computed meanwhile, unless that is shorter.
+    slow = Link(100 * LAYER_S, 1e30)
+    compute = 22 * LAYER_S
+    told = Case(subject(slow), Candidate(Layout(width=2)), 4, "sgd").predict().parts
+    assert told.compute_s == pytest.approx(compute)
+    # 2 x 4 exchanges less the compute behind which they hide, which is all of it.
+    assert told.exchange_s == pytest.approx(8 * 100 * LAYER_S - compute)
+
+
+def test_no_candidate_is_faster_than_its_bounds() -> None:
+    for link in (FREE, Link(0.1 * LAYER_S, 1e6)):
+        net = subject(link)
+        for candidate in candidates(2, net.pixels, 4, 4):
+            case = Case(net, candidate, 4, "sgd")
+            step_s = case.predict().step_s * (1 + 1e-9)
+            assert case.bound_s() <= step_s and case.least_s() <= step_s, candidate
+
+
+def test_what_is_saved_counts_once() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1),
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1),
+    )
+    held = subject(net=net).staged(Layout(), 1, 1).work.held
+    # The images, what the norm takes, and what it makes, which the second convolution takes as well.
+    assert held.saved.tolist() == [IMAGE_BYTES, IMAGE_BYTES, IMAGE_BYTES, 0]
+
+
+def test_stages_hold_their_parameters_and_what_is_alive() -> None:
+    layer_bytes = 4 * (CHANNELS * CHANNELS * 9 + CHANNELS)
+    case = Case(subject(), Candidate(Layout(pipe=2), "gpipe", 4), 4, "adam")
+    schedule = case.candidate.make()
+    standing = [case.need.standing_bytes(schedule, rank) for rank in (0, 1)]
+    # Parameters, gradients and two numbers of the optimiser; the first rank has the images.
+    assert standing == [2 * 4 * layer_bytes + 4 * IMAGE_BYTES, 2 * 4 * layer_bytes]
+    saved, _ = case.need.activations()
+    assert saved == [2 * IMAGE_BYTES] * 2
+
+
+def test_recomputation_keeps_borders_only() -> None:
+    saved = {
+        parts: Case(subject(layers=12), Candidate(Layout(width=2), recompute=parts), 4, "sgd").need
+        for parts in (0, 4)
+    }
+    # Four images a step, halves of them on a rank; a layer's strips come on top.
+    plain, again = (need.activations()[0][0] for need in saved.values())
+    assert plain == pytest.approx(12 * 4 * IMAGE_BYTES / 2, rel=0.1)
+    assert again == 4 * 4 * IMAGE_BYTES / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "recompute"), [("resnet20", {}, 0), ("unet", {"width": 8}, 4)]
+)
+def test_memory_is_near_to_what_a_step_needs(
+    model: str, options: dict[str, object], recompute: int
+) -> None:
+    size = 96
+    net = build(model, 10, 3, **options)
+    layout, shape = Layout(width=2), (3, size, size)
+    dense = model == "unet"
+    targets = torch.empty((2, size, size) if dense else (2,), dtype=torch.long, device="meta")
+    exact = predicted(
+        net, Plan(layout=layout, memory=Memory(recompute=recompute)), 1,
+        inputs=torch.empty((2, *shape), device="meta"), targets=targets, loss=nn.CrossEntropyLoss(),
+    )  # fmt: skip
+    case = Case(Subject(net, shape, cluster()), Candidate(layout, recompute=recompute), 2, "sgd")
+    momentum = sum(p.numel() * 4 for p in net.parameters())
+    assert case.memory_bytes() - momentum == pytest.approx(exact.total_bytes, rel=0.15)
+
+
+def question(memory_bytes: int) -> Question:
+    return Question("test:chain", (CHANNELS, PIXELS, PIXELS), 4, 2, memory_bytes, cluster())
+
+
+def test_the_fastest_that_fits_is_found() -> None:
+    net = subject(Link(1e-3 * LAYER_S, 1e9))
+    every = list(candidates(2, net.pixels, 4, 4))
+    cases = [Case(net, c, 4, "sgd") for c in every]
+    needs = {case.candidate: case.memory_bytes() for case in cases}
+    steps = {case.candidate: case.predict().step_s for case in cases}
+    for budget in (max(needs.values()), sorted(needs.values())[len(needs) // 3]):
+        found = search(net, every, 4, budget)
+        fit = sorted(steps[c] for c in every if needs[c] <= budget)
+        assert [told.step_s for told in found.best] == fit[:5]
+        assert all(told.memory_bytes <= budget for told in found.best)
+        assert found.candidates == len(every) and not found.impossible
+
+
+def test_nothing_fits() -> None:
+    net = subject()
+    found = search(net, candidates(2, net.pixels, 4, 4), 4, 1000)
+    assert not found.best and found.closest is not None
+    assert found.too_large == found.candidates
+    said = str(nothing_fits(found, question(1000)))
+    assert f"the closest ({found.closest[0]}) needs" in said and "What helps: --memory" in said
+
+
+def test_nothing_can_be_divided() -> None:
+    net = subject()
+    found = search(net, candidates(64, net.pixels, 1, 4), 1, 1 << 40)
+    assert "cannot be divided over" in str(nothing_fits(found, question(1 << 40)))
+
+
+def test_the_choice_is_explained_and_becomes_a_plan() -> None:
+    net, asked = subject(), question(1 << 30)
+    found = search(net, candidates(2, net.pixels, 4, 4), 4, 1 << 30)
+    first, *_, last = reasons(found, asked)
+    assert first.startswith("data=2: computing 100%") or "computing" in first
+    assert last.startswith(f"{found.candidates} candidates: 0 impossible, 0 larger")
+    plan = Plan.parse(plan_of(found, asked).to_toml())
+    assert plan.layout == found.best[0].candidate.layout and plan.train.batch_size == 4
+    assert plan.origin("layout.data").kind == "tuned"
+    assert "on test, simulated" in plan.origin("layout.data").reason
+
+
+def test_thousands_of_devices_take_few_plans() -> None:
+    many = Cluster(
+        "many", 256, 8, Device(80 << 30, 2e13, 2e12, 1e-5), Link(1e-5, 2e11), Link(2e-5, 2.5e10)
+    )
+    net = Subject(chain(8), (CHANNELS, 4096, 4096), many)
+    found = search(net, candidates(2048, net.pixels, 16, net.most_stages), 16, 80 << 30)
+    assert all(told.candidate.layout.size == 2048 for told in found.best)
+    assert len(found.best) == 5 and found.candidates > 500
+    assert net.programs < 40  # each takes a while: most candidates are ruled out without
+    # A device does about its share, and no more than all of its time is told.
+    one = Case(net, Candidate(Layout()), 16, "sgd").predict()
+    fastest = found.best[0]
+    assert one.parts.compute_s / 2048 <= fastest.parts.compute_s < one.parts.compute_s / 100
+    assert fastest.step_s == pytest.approx(sum(vars(fastest.parts).values()))
+
+
+def test_operations_are_timed() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(CHANNELS, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(8 * 15 * 15, 3),
+    )  # fmt: skip
+    before = copy.deepcopy(net.state_dict())
+    tape = subject(net=net).tape(1)
+    factors = measured_factors(net, tape, cluster().device, repeats=1)
+    assert len(factors) == len(tape.nodes)
+    assert all(math.isfinite(f) and f > 0 for pair in factors.values() for f in pair)
+    assert factors["0", "conv2d", 0] != (1.0, 1.0)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
