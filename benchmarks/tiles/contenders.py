@@ -29,6 +29,7 @@ SPEED = _named(
     Kind("one-thread", "one process, one thread", (), 1, 1, _HEAP),
     Kind("layers", "torchrun, half the layers each", _TORCHRUN, RANKS, 1, _HEAP),
     Kind("tiles", "fivefold run, width=2", _fivefold(RANKS), RANKS, 1),
+    Kind("tiles-shared", "fivefold run, width=2, backend fivefold", _fivefold(RANKS), RANKS, 1),
     Kind("tiles-never", "fivefold run, width=2, nothing fused", _fivefold(RANKS), RANKS, 1),
     Kind("tiles-2", "fivefold run, width=2, two layers fused", _fivefold(RANKS), RANKS, 1),
     Kind("tiles-4", "fivefold run, width=2, four layers fused", _fivefold(RANKS), RANKS, 1),

@@ -14,7 +14,9 @@ from figures import Median, middle_half, ratio, table
 RESULTS = HERE / "results"
 SPEED_GOALS = (
     ("tiles", "single", 1.0),
+    ("tiles-shared", "single", 1.0),
     ("tiles", "layers", 1.8),
+    ("tiles-shared", "layers", 1.8),
     ("tiles", "tiles-never", 0.97),
     ("tiles", "tiles-2", 0.97),
     ("tiles", "tiles-4", 0.97),

@@ -31,12 +31,13 @@ def plain(work: Workload) -> Callable[[], None]:
     return step
 
 
-def tiles(work: Workload, fuse: str) -> Callable[[], None]:
+def tiles(work: Workload, fuse: str, backend: str = "gloo") -> Callable[[], None]:
     """Fivefold, started by `fivefold run`."""
     import fivefold as ff
-    from fivefold.plan import Tiles
+    from fivefold.plan import Comm, Tiles
 
-    mesh = ff.start(ff.Plan(layout=ff.Layout(width=2), tiles=Tiles(fuse=fuse)), device="cpu")
+    plan = ff.Plan(layout=ff.Layout(width=2), tiles=Tiles(fuse=fuse), comm=Comm(backend=backend))
+    mesh = ff.start(plan, device="cpu")
     model = ff.parallelize(work.net(), mesh, loss=work.loss())
     optimiser = work.optimiser(model)
     source = cycle([model.shard(*batch) for batch in work.batches()])
@@ -70,6 +71,7 @@ CONTENDERS: dict[str, Callable[[Workload], Callable[[], None]]] = {
     "one-thread": plain,
     "layers": layers,
     "tiles": lambda work: tiles(work, "auto"),
+    "tiles-shared": lambda work: tiles(work, "auto", "fivefold"),
     "tiles-never": lambda work: tiles(work, "never"),
     "tiles-2": lambda work: tiles(work, "2"),
     "tiles-4": lambda work: tiles(work, "4"),
