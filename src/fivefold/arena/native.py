@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from fivefold.errors import FivefoldError
 
-__all__ = ["DTYPES", "KINDS", "REDUCTIONS", "ArenaError", "Call", "Report", "core", "problem"]
+__all__ = ["DTYPES", "KINDS", "REDUCTIONS", "ArenaError", "Call", "Report", "core", "library_path", "problem"]
 
 ABI = 1
 LIBRARY = "libfivefold_core.so"
@@ -117,8 +117,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def _find() -> Path | None:
-    """The library: an editable installation keeps it in a second folder of this package."""
+def library_path() -> Path | None:
+    """Where the core is: an editable installation keeps it in a second folder of this package."""
     import fivefold.arena
 
     places = (Path(folder) / LIBRARY for folder in fivefold.arena.__path__)
@@ -145,7 +145,7 @@ def core() -> CDLL:
 
 @functools.cache
 def _load() -> tuple[CDLL | None, str]:
-    path = _find()
+    path = library_path()
     if path is None:
         return None, (
             "Fivefold was installed without its C core: install a C compiler (on Debian and Ubuntu: apt "

@@ -20,7 +20,7 @@ from fivefold.errors import FivefoldError, UsageError
 from fivefold.launch.mpirun import flavour
 from fivefold.launch.port import reserved_port
 
-__all__ = ["CONTENDERS", "BenchError", "Contender", "start"]
+__all__ = ["CONTENDERS", "BenchError", "Contender", "mpirun_of", "start"]
 
 CONTENDERS: Mapping[str, str] = {
     "fivefold": "Fivefold",
@@ -94,10 +94,11 @@ class Contender:
         self.close()
 
 
-def start(name: str, ranks: int, folder: Path) -> Contender:
+def start(name: str, ranks: int, folder: Path, script: Sequence[str] = ()) -> Contender:
     """Start the ranks of a contender; `folder` takes its log and socket.
 
-    Raises `UsageError` if it is not installed, `BenchError` if it does not start.
+    `script` is the command of another benchmark, to be started instead of the worker; it is given the socket.
+    Raises `UsageError` if the contender is not installed, `BenchError` if it does not start.
     """
     address = str(Path(tempfile.mkdtemp(dir=folder)) / "socket")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -107,7 +108,7 @@ def start(name: str, ranks: int, folder: Path) -> Contender:
         started = Contender(name, ranks, [], [], folder / f"{name}.log")
         try:
             with reserved_port(None) as port:
-                for command, environment in _commands(name, ranks, address, port):
+                for command, environment in _commands(name, ranks, [*script, address], port):
                     started.processes.append(_spawned(command, environment, started.log))
                 started.wires = _met(listener, started)
         except BaseException:
@@ -147,11 +148,12 @@ def _met(listener: socket.socket, contender: Contender) -> list[IO[str]]:
 
 
 def _commands(
-    name: str, ranks: int, address: str, port: int
+    name: str, ranks: int, words: list[str], port: int
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    worker = [sys.executable, "-m", "fivefold.bench.worker", name, address]
+    own = len(words) == 1
+    worker = [sys.executable, "-m", "fivefold.bench.worker", name, *words] if own else words
     if name in ("openmpi", "mpich"):
-        mpirun = _mpirun(name)
+        mpirun = mpirun_of(name)
         library = str(mpirun.parent.parent / "lib")
         environment = {"MPI4PY_MPIABI": name}
         if Path(library, "libmpi.so").exists() or list(Path(library).glob("libmpi*")):
@@ -171,7 +173,7 @@ def _mpi_options(name: str) -> list[str]:
     return ["--oversubscribe", "--bind-to", "none", *["--allow-run-as-root"] * (os.geteuid() == 0)]
 
 
-def _mpirun(name: str) -> Path:
+def mpirun_of(name: str) -> Path:
     """An mpirun of this MPI: beside this Python, in an environment of its own there, or on PATH."""
     home = Path(sys.executable).parent
     named = os.environ.get("FIVEFOLD_MPIRUN", "mpirun")

@@ -73,7 +73,7 @@ class _Buffers:
             return _all(self.one, expected[operation])
         if operation in ("allgather", "alltoall"):
             return all(_all(part, q + 1) for q, part in enumerate(self.got.reshape(ranks, -1)))
-        return operation == "barrier" or rank > 1 or _all(self.one, 1)
+        return operation in ("barrier", "stream") or rank > 1 or _all(self.one, 1)
 
 
 def _all(values: Any, expected: int) -> bool:
@@ -129,6 +129,8 @@ class Torch:
             "alltoall": lambda: dist.all_to_all_single(got, sent, group=group, async_op=later),
             "barrier": lambda: dist.barrier(group=group, async_op=later),
             "p2p": lambda: self._ping_pong(one),
+            # Not communication but its limit: all ranks read and write as many bytes at once.
+            "stream": lambda: one.add_(1),
         })  # fmt: skip
         buffers = _Buffers(one, sent, got)
         return run, lambda: buffers.right(operation, run, self.rank, self.size)
