@@ -3,8 +3,9 @@
 
 #include <string.h>
 
-/* Up to here every rank adds everything, in one round; above, each adds a slice, and they are shared. */
-static const size_t WHOLE_BYTES = 8 * 1024;
+/* While a rank reads no more than this from all others, every rank adds everything, in one round; above, each
+ * adds a slice, and they are shared. */
+static const size_t WHOLE_BYTES = 16 * 1024;
 /* What is added at a time of tensors that all ranks see, so that it is still cached when it is copied. */
 static const size_t PIECE_BYTES = 16 * 1024;
 
@@ -146,47 +147,50 @@ static void get_slices(struct run *run, const struct slices *of, size_t chunk, u
  * its own the sum of chunk k - 1, so that one round serves both:
  *
  *     round k    put the others' slices of chunk k; turn; add own slice of k; get the sums of k - 1
+ *
+ * `begun`: round 0 has been posted already.
  */
-static int reduce_slices(struct run *run, size_t bytes)
+static int reduce_slices(struct run *run, const struct slices *of, bool begun)
 {
     ff_group *group = run->group;
-    const struct slices of = slices_of(group, bytes, false);
     char *out = run->call->out;
-    for (size_t k = 0; k <= of.chunks; k++) {
-        uint32_t round = group->round;
-        if (k < of.chunks)
-            put_slices(run, &of, k);
-        int status = ff_turn(run);
-        if (status)
-            return status;
-        if (k < of.chunks) {
-            char *next = ff_staging(group, group->rank, round + 1) + (size_t)group->rank * of.slice;
-            size_t own = slice_bytes(&of, group, k, group->rank);
+    for (size_t k = 0; k <= of->chunks; k++) {
+        uint32_t round = begun && k == 0 ? group->round - 1 : group->round;
+        if (round == group->round) {
+            if (k < of->chunks)
+                put_slices(run, of, k);
+            int status = ff_turn(run);
+            if (status)
+                return status;
+        }
+        if (k < of->chunks) {
+            char *next = ff_staging(group, group->rank, round + 1) + (size_t)group->rank * of->slice;
+            size_t own = slice_bytes(of, group, k, group->rank);
             if (wants_result(run)) {
-                char *to = out + slice_at(&of, group, k, group->rank);
-                add_slice(run, &of, k, round, to);
+                char *to = out + slice_at(of, group, k, group->rank);
+                add_slice(run, of, k, round, to);
                 memcpy(next, to, own);
             } else {
-                add_slice(run, &of, k, round, next);
+                add_slice(run, of, k, round, next);
             }
         }
         if (k > 0 && wants_result(run))
-            get_slices(run, &of, k - 1, round);
+            get_slices(run, of, k - 1, round);
     }
     return FF_OK;
 }
 
-/* Every rank's tensor, if all of them lie in arenas that are mapped here. */
-static bool see_tensors(const struct run *run, uint32_t round, size_t bytes, char **tensors)
+/* Where every rank's tensor lies, as far as it lies in an arena that is mapped here; how many do. */
+static int see_tensors(const struct run *run, uint32_t round, char **tensors)
 {
     ff_group *group = run->group;
+    int seen = 0;
     for (int q = 0; q < group->ranks; q++) {
         uint64_t place = ff_posted(group, q, round)->place;
-        if (!place)
-            return false;
         tensors[q] = q == group->rank ? (char *)run->call->in : group->peers[q].arena + place - 1;
+        seen += place > 0;
     }
-    return bytes > 0;
+    return seen;
 }
 
 /* All tensors are shared: rank r adds slice r where it lies and writes the sum to all of them. */
@@ -217,6 +221,26 @@ static uint64_t place_in_arena(const struct run *run, size_t bytes)
     return inside && data == run->call->out ? (uint64_t)(data - own->arena) + 1 : 0;
 }
 
+/* Nobody knows beforehand whether all tensors lie in arenas. So each rank tells in round 0 where its own is, and
+ * one that is in no arena puts its first chunk as well. If all are, they are added in place; if none is, the
+ * first chunk has been put; if only some are, all begin anew. */
+static int reduce_large(struct run *run, size_t bytes)
+{
+    ff_group *group = run->group;
+    const struct slices of = slices_of(group, bytes, false);
+    char *tensors[FF_MAX_RANKS];
+    uint32_t round = group->round;
+    run->place = run->call->kind == FF_ALLREDUCE ? place_in_arena(run, bytes) : 0;
+    if (!run->place)
+        put_slices(run, &of, 0);
+    int status = ff_turn(run);
+    if (status)
+        return status;
+    int seen = see_tensors(run, round, tensors);
+    run->place = 0;
+    return seen == group->ranks ? reduce_in_place(run, bytes, tensors) : reduce_slices(run, &of, !seen);
+}
+
 int ff_run_all_reduce(struct run *run)
 {
     size_t bytes = run->call->count * run->size;
@@ -224,21 +248,9 @@ int ff_run_all_reduce(struct run *run)
         return cannot_reduce(run);
     if (bytes <= INLINED)
         return reduce_inlined(run, bytes);
-    if (bytes <= least(WHOLE_BYTES, run->group->staging_bytes))
-        return reduce_whole(run, bytes);
-    if (run->call->kind == FF_ALLREDUCE) {
-        /* A rank outside of an arena cannot know where the others are: they all tell in a round. */
-        char *tensors[FF_MAX_RANKS];
-        uint32_t round = run->group->round;
-        run->place = place_in_arena(run, bytes);
-        int status = ff_turn(run);
-        if (status)
-            return status;
-        if (see_tensors(run, round, bytes, tensors))
-            return reduce_in_place(run, bytes, tensors);
-        run->place = 0;
-    }
-    return reduce_slices(run, bytes);
+    size_t others = (size_t)(run->group->ranks > 1 ? run->group->ranks - 1 : 1);
+    return bytes * others <= least(WHOLE_BYTES, run->group->staging_bytes) ? reduce_whole(run, bytes)
+                                                                          : reduce_large(run, bytes);
 }
 
 int ff_run_reduce_scatter(struct run *run)
