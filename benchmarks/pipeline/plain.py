@@ -85,71 +85,70 @@ def pipelining(work: Workload, one_f_one_b: bool) -> Callable[[], float]:
     return step
 
 
-def stage_times(work: Workload) -> Callable[[], dict[str, Any]]:
-    """How long this rank's stage takes; each call measures anew. Started by torchrun.
+class StageTimes:
+    """How long this rank's stage takes; each call measures anew. Started by torchrun."""
 
-    Returns seconds of forward, backward and update, alone and with another core busy, and of the sum of the
-    gradients of a stage with the rank that stands opposite, both pairs at once.
-    """
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    stages = divided(work.net(), work.cut)
-    stage, last = stages[rank], rank + 1 == size
-    sizes = shapes(stages, work.shape())
-    taken = torch.randn(sizes[rank], requires_grad=rank > 0)
-    gradient = None if last else torch.randn(sizes[rank + 1])
-    optimiser = work.optimiser(stage)
-    optimiser.param_groups[0]["lr"] = 0.0  # as much work, and numbers stay what they are
-    classes = work.batch()[1][: work.samples]
-    pairs = [_group([r, size - 1 - r]) for r in range(size // 2)]
-    numels = [sum(p.numel() for p in s.parameters()) for s in stages]
+    def __init__(self, work: Workload) -> None:
+        dist.init_process_group("gloo")
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        stages = divided(work.net(), work.cut)
+        sizes = shapes(stages, work.shape())
+        self._stage, last = stages[self._rank], self._rank + 1 == self._size
+        self._taken = torch.randn(sizes[self._rank], requires_grad=self._rank > 0)
+        self._gradient = None if last else torch.randn(sizes[self._rank + 1])
+        self._classes = work.batch()[1][: work.samples] if last else None
+        self._optimiser = work.optimiser(self._stage)
+        self._optimiser.param_groups[0]["lr"] = 0.0  # as much work, and numbers stay what they are
+        opposite = self._size - 1 - self._rank
+        # All ranks make all groups.
+        pairs = [dist.new_group([r, self._size - 1 - r]) for r in range(self._size // 2)]
+        self._pair = cast("dist.ProcessGroup", pairs[min(self._rank, opposite)])
+        of_both = (*stages[self._rank].parameters(), *stages[opposite].parameters())
+        self._summed = torch.zeros(sum(p.numel() for p in of_both))
 
-    def once() -> tuple[float, float]:
-        begin = time.perf_counter()
-        given = stage(taken)
-        made = nn.functional.cross_entropy(given, classes) if last else given
-        middle = time.perf_counter()
-        made.backward(gradient)
-        return middle - begin, time.perf_counter() - middle
+    def __call__(self) -> dict[str, Any]:
+        """Seconds of (forward, backward), alone and with another core busy, of the update, and of the sum
+        of a stage's gradients over two ranks.
+        """
+        # With as many ranks as cores no stage is ever alone.
+        alone = [self._phase((r,)) for r in range(self._size)] if self._size > 2 else []
+        busy = [self._phase((r, r + 1)) for r in range(0, self._size, 2)]
+        update_s = self._timed(self._optimiser.step)
+        self._optimiser.zero_grad()
+        both_s = self._timed(self._sum)
+        return {
+            "alone_s": alone[self._rank] if alone else None,
+            "busy_s": busy[self._rank // 2],
+            "update_s": update_s,
+            "reduce_s": both_s / 2,  # the two stages that a pair holds
+        }
 
-    def phase(ranks: tuple[int, ...]) -> tuple[float, float] | None:
+    def _phase(self, ranks: tuple[int, ...]) -> tuple[float, float] | None:
+        """Medians of forward and backward of this rank's stage, while some ranks compute and others wait."""
         dist.barrier()
-        if rank not in ranks:
+        if self._rank not in ranks:
             return None
         end = time.monotonic() + PHASE_S
-        found = [once()]
+        found = [self._once()]
         while time.monotonic() < end:
-            found.append(once())
+            found.append(self._once())
         forward, backward = (statistics.median(each) for each in zip(*found, strict=True))
         return forward, backward
 
-    def measured() -> dict[str, Any]:
-        alone = [phase((r,)) for r in range(size)] if size > 2 else []
-        busy = [phase((r, r + 1)) for r in range(0, size, 2)]
+    def _once(self) -> tuple[float, float]:
+        begin = time.perf_counter()
+        given = self._stage(self._taken)
+        if self._classes is not None:
+            given = nn.functional.cross_entropy(given, self._classes)
+        middle = time.perf_counter()
+        given.backward(self._gradient)
+        return middle - begin, time.perf_counter() - middle
+
+    def _sum(self) -> None:
+        dist.all_reduce(self._summed, group=self._pair)
+
+    def _timed(self, work: Callable[[], Any]) -> float:
         dist.barrier()
         begin = time.perf_counter()
-        optimiser.step()
-        update_s = time.perf_counter() - begin
-        optimiser.zero_grad()
-        return {
-            "alone_s": alone[rank] if alone else None,
-            "busy_s": busy[rank // 2],
-            "update_s": update_s,
-            "reduce_s": _sum_s(pairs[min(rank, size - 1 - rank)], [numels[rank], numels[size - 1 - rank]]),
-        }  # fmt: skip
-
-    return measured
-
-
-def _group(ranks: list[int]) -> dist.ProcessGroup:
-    """Collective over all ranks, of which some get a group that is of no use to them."""
-    return cast("dist.ProcessGroup", dist.new_group(ranks))
-
-
-def _sum_s(pair: dist.ProcessGroup, sizes: list[int]) -> float:
-    """Seconds of one sum of a stage's gradients, the mean of the two stages that a pair holds."""
-    dist.barrier()
-    flat = torch.ones(sum(sizes))
-    begin = time.perf_counter()
-    dist.all_reduce(flat, group=pair)
-    return (time.perf_counter() - begin) / 2
+        work()
+        return time.perf_counter() - begin

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from plain import pipelining, stage_times
+from plain import StageTimes, pipelining
 from torch import nn
 from ways import COUNT_MEMORY, STAGES, TORCH_SCHEDULES, WAYS, Way
 from workload import Workload, parser
@@ -95,7 +95,7 @@ def main() -> None:
     asked = parser([*WAYS, *TORCH_SCHEDULES, *STAGES], __doc__).parse_args()
     work, device = Workload.of(asked), torch.device("cpu")
     if asked.contender in STAGES:
-        times = stage_times(work)
+        times = StageTimes(work)
         serve(asked.socket, lambda _: times(), device)
     elif asked.contender in WAYS:
         ours = Ours(work, WAYS[asked.contender])
