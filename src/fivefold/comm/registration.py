@@ -7,6 +7,7 @@ no C core, no memory       torch's gloo, said in one line
 
 from __future__ import annotations
 
+import functools
 import logging
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from fivefold.comm.shared_group import SharedGroup
 __all__ = ["BACKEND", "create", "register"]
 
 BACKEND = "fivefold"
+_TESTED = ((2, 11), (2, 13))
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +38,7 @@ def create(options: Any, _given: Any) -> Any:
     rank, size = int(options.group_rank), int(options.group_size)
     store, name = options.store, str(options.group_id)
     met = meet(dist.PrefixStore("fivefold", store), rank, size, timeout, name)
+    _note_version()
     if isinstance(met, Apart):
         if rank == 0:
             _log.warning("group %s of %d ranks uses gloo: %s", name, size, met.reason)
@@ -45,6 +48,18 @@ def create(options: Any, _given: Any) -> Any:
         return _torchs_own(device, store, rank, size, timeout)
 
     return SharedGroup(Operations(met, timeout.total_seconds()), elsewhere, name)
+
+
+@functools.cache
+def _note_version() -> None:
+    """One line if this torch is none that Fivefold is tested with: what a process group is differs."""
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not _TESTED[0] <= release <= _TESTED[1]:
+        oldest, newest = (".".join(map(str, version)) for version in _TESTED)
+        _log.warning(
+            "the backend fivefold is tested with torch %s to %s, this is %s: if groups misbehave, choose gloo",
+            oldest, newest, torch.__version__,
+        )  # fmt: skip
 
 
 def _torchs_own(
