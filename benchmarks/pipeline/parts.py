@@ -47,7 +47,11 @@ def with_torch(work: Workload, rounds: int, steps: int) -> dict[str, Any]:
 def _ideal_s(name: str, work: Workload, ranks: Sequence[Mapping[str, Any]]) -> float:
     """A step of a schedule whose messages take no time, with its update."""
     schedule = make(WAYS[name].schedule, len(ranks), work.micro_batches)
-    made = simulate(schedule, _times(ranks, "busy_s")).makespan_s
+    alone = (
+        0.0,
+    ) * schedule.stages  # no other rank holds a stage: its gradients are summed with nobody's
+    times = dataclasses.replace(_times(ranks, "busy_s"), reduce_s=alone)
+    made = simulate(schedule, times).makespan_s
     return round(made + max(rank["update_s"] for rank in ranks), 5)
 
 
