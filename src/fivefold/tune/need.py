@@ -63,18 +63,27 @@ class Need:
         """By stage: what a micro-batch keeps, and the most beside it while it is differentiated."""
         staged, told = self.staged, self.candidate.recompute
         each = max(round(told / self.candidate.stages), 1) if told else 0
-        scale = self.rows / staged.work.rows
         saved: list[int] = []
         beside: list[int] = []
-        for span in staged.spans:
-            if each:
-                kept, most = _recomputed(staged, span, each)
-            else:
-                kept = staged.work.held.saved_bytes(span)
-                most = max(staged.work.held.peak_bytes(span) - kept, 0.0)
+        for stage, span in enumerate(staged.spans):
+            kept, most = _recomputed(staged, span, each) if each else _kept(staged, span)
+            scale = self.rows / staged.work.rows
             saved.append(round(kept * scale))
-            beside.append(round(most * scale))
+            beside.append(round(most * scale + self.rows * self._under_way(stage)))
         return saved, beside
+
+    def _under_way(self, stage: int) -> float:
+        """Bytes per sample of messages that a stage awaits: the next micro-batch, and gradients."""
+        takes = self.staged.takes_bytes
+        ahead = takes[stage] if stage and self.candidate.micro_batches > 1 else 0.0
+        return ahead + (takes[stage + 1] if stage + 1 < len(takes) else 0.0)
+
+
+@functools.lru_cache(4096)
+def _kept(staged: Staged, span: range) -> tuple[float, float]:
+    """Bytes that some steps keep, and the most beside it."""
+    kept = float(staged.work.held.saved(span).sum())
+    return kept, max(staged.work.held.peak_bytes(span) - kept, 0.0)
 
 
 @functools.lru_cache(4096)

@@ -13,7 +13,7 @@ reader to its maker. See `fivefold.parallel.tiles.memory` for the same by the by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,19 +42,28 @@ _RESULT = {"relu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "
 class Held:
     """Bytes by step of a program."""
 
-    saved: np.ndarray
-    """what a step is the first to save"""
+    roots: Sequence[tuple[int, ...]]
+    """values whose memory a step saves"""
+    sizes: Mapping[int, int]
+    """bytes of every value"""
+    beside: np.ndarray
+    """what else a step saves: masks, what was received of neighbours"""
     passing: np.ndarray
     """gradients that are alive while the step is differentiated"""
 
-    def saved_bytes(self, span: range) -> float:
-        """What some steps keep for backward."""
-        return float(self.saved[span.start : span.stop].sum())
+    def saved(self, span: range) -> np.ndarray:
+        """What each of some steps is the first of them to save."""
+        known: set[int] = set()
+        found = self.beside[span.start : span.stop].copy()
+        for number, step in enumerate(span):
+            new = set(self.roots[step]) - known
+            found[number] += sum(self.sizes[index] for index in new)
+            known |= new
+        return found
 
     def peak_bytes(self, span: range) -> float:
         """The most that is alive while these steps are differentiated, the last one first."""
-        part = slice(span.start, span.stop)
-        alive = np.cumsum(self.saved[part]) + self.passing[part]
+        alive = np.cumsum(self.saved(span)) + self.passing[span.start : span.stop]
         return float(alive.max(initial=0.0))
 
 
@@ -75,35 +84,33 @@ def sizes_of(program: Program, here: Here) -> dict[int, int]:
 def held_bytes(program: Program, here: Here) -> Held:
     """What every step of `here.rank` saves, and the gradients beside it."""
     sizes, count = sizes_of(program, here), len(program.steps)
-    saved = np.zeros(count)
+    beside = np.zeros(count)
+    saved: list[tuple[int, ...]] = []
     roots: dict[int, int] = {}
-    known: set[int] = set()
     made: dict[int, int] = {}
 
     def root(index: int) -> int:
         return roots.get(index, index)
 
     for number, step in enumerate(program.steps):
-        saved[number] += _strips(program, step)
+        beside[number] += _strips(program, step)
         if isinstance(step, Move):
             made[step.target] = number
             if isinstance(step.source, Value) and _mostly_own(step):
                 roots[step.target] = root(step.source.index)
+            saved.append(())
             continue
         made |= dict.fromkeys(step.node.outputs, number)
         read = [ref.index for ref in step.operands if isinstance(ref, Value)]
         if read and (step.node.name in VIEWS or changed_in_place(step.node)):
             roots |= dict.fromkeys(step.node.outputs, root(read[0]))
-        for index in _kept(step.node, read):
-            if root(index) not in known:
-                known.add(root(index))
-                saved[number] += sizes[root(index)]
-        saved[number] += _beside(step.node, sizes)
-    return Held(saved, _passing(program, sizes, made, count))
+        saved.append(tuple(root(index) for index in _kept(step.node, read)))
+        beside[number] += _beside(step.node, sizes)
+    return Held(saved, sizes, beside, _passing(program, sizes, made, count))
 
 
 def _passing(
-    program: Program, sizes: dict[int, int], made: dict[int, int], count: int
+    program: Program, sizes: Mapping[int, int], made: dict[int, int], count: int
 ) -> np.ndarray:
     change = np.zeros(count + 1)
     for index, number in made.items():

@@ -101,7 +101,7 @@ def test_what_is_saved_counts_once() -> None:
     )
     held = subject(net=net).staged(Layout(), 1, 1).work.held
     # The images, what the norm takes, and what it makes, which the second convolution takes as well.
-    assert held.saved.tolist() == [IMAGE_BYTES, IMAGE_BYTES, IMAGE_BYTES, 0]
+    assert held.saved(range(4)).tolist() == [IMAGE_BYTES, IMAGE_BYTES, IMAGE_BYTES, 0]
 
 
 def test_stages_hold_their_parameters_and_what_is_alive() -> None:
@@ -111,8 +111,10 @@ def test_stages_hold_their_parameters_and_what_is_alive() -> None:
     standing = [case.need.standing_bytes(schedule, rank) for rank in (0, 1)]
     # Parameters, gradients and two numbers of the optimiser; the first rank has the images.
     assert standing == [2 * 4 * layer_bytes + 4 * IMAGE_BYTES, 2 * 4 * layer_bytes]
-    saved, _ = case.need.activations()
+    saved, beside = case.need.activations()
     assert saved == [2 * IMAGE_BYTES] * 2
+    # The gradients of what a layer takes and makes, and a message of the other stage that is awaited.
+    assert beside == [3 * IMAGE_BYTES] * 2
 
 
 def test_recomputation_keeps_borders_only() -> None:
