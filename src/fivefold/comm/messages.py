@@ -36,10 +36,6 @@ class Messages:
             self.kept.clear()
         return self.buffers
 
-    def done(self) -> bool:
-        """Whether everything has arrived and left, without waiting."""
-        return all(work.is_completed() for work in self.works)
-
 
 def start_messages(
     sent: Mapping[int, Tensor], buffers: Mapping[int, Tensor], group: dist.ProcessGroup, tag: Tag

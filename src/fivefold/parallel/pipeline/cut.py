@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from fivefold.errors import PlanError, UsageError, suggest
-from fivefold.parallel.tiles.costs import Costs, flops_of
+from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.tape import Node, State, Tape, Value
 
 __all__ = ["Cut", "balanced", "named", "states_of"]
@@ -62,7 +62,7 @@ def balanced(tape: Tape, stages: int, costs: Costs | None = None) -> Cut:
     Raises `PlanError` if there are too few places to cut.
     """
     costs = costs or Costs()
-    times = np.array([costs.compute_s(3 * flops_of(node) * _elements(node)) for node in tape.nodes])
+    times = np.array([3 * costs.forward_s(node) for node in tape.nodes])  # backward costs twice
     sent = 2 * _crossing_bytes(tape) / costs.bytes_per_s  # there and, as a gradient, back
     tied = _tied(tape)
     free = [n for n in range(1, len(times)) if n not in tied]
@@ -166,10 +166,6 @@ def _crossing_bytes(tape: Tape) -> np.ndarray:
         change[made[value] + 1] += size
         change[number + 1] -= size
     return np.cumsum(change)[: len(tape.nodes) + 1]
-
-
-def _elements(node: Node) -> int:
-    return sum(math.prod(shape) for shape in node.output_shapes)
 
 
 def _call(node: Node) -> _Call:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.parallel.tiles.program import Compute
 
@@ -31,7 +32,7 @@ class Deferred:
     """What W has to do for one stage and micro-batch."""
 
     def __init__(self) -> None:
-        self._todo: list[tuple[Tensor, Tensor, list[nn.Parameter], list[Tensor]]] = []
+        self._todo: list[tuple[GradientEdge, Tensor, list[nn.Parameter], list[Tensor]]] = []
 
     def __call__(
         self, step: Compute, run: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor]
@@ -43,7 +44,9 @@ class Deferred:
             return run(operands)
         return _InputOnly.apply(operands[0], self, run, operands, weights)
 
-    def put(self, y: Tensor, dy: Tensor, weights: list[nn.Parameter], own: list[Tensor]) -> None:
+    def put(
+        self, y: GradientEdge, dy: Tensor, weights: list[nn.Parameter], own: list[Tensor]
+    ) -> None:
         """Leave the gradients of `weights`, which stand as `own` in the graph of `y`, for later."""
         self._todo.append((y, dy, weights, own))
 
@@ -71,7 +74,8 @@ class _InputOnly(torch.autograd.Function):
         own = {id(w): w.detach().requires_grad_() for w in weights}
         with torch.enable_grad():
             y = run([own_x, *(own.get(id(t), t) for t in operands[1:])])
-        ctx.kept = deferred, own_x, y, weights, [own[id(w)] for w in weights]
+        # Of y only its graph: the numbers may go when nobody else wants them.
+        ctx.kept = deferred, own_x, get_gradient_edge(y), weights, [own[id(w)] for w in weights]
         return y.detach()
 
     @staticmethod

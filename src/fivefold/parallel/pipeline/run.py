@@ -43,6 +43,16 @@ class _Flight:
 
 
 @dataclass(frozen=True)
+class _Leaving:
+    """A message that was sent."""
+
+    messages: comm.Messages
+    peer: int
+    read: int
+    """number of the action in the peer's row that reads it"""
+
+
+@dataclass(frozen=True)
 class Feed:
     """What one micro-batch is computed from on this rank."""
 
@@ -74,12 +84,13 @@ class Step:
         default_factory=dict[tuple[int, int, int], _Flight]
     )
     _arriving: dict[Action, Arriving] = field(default_factory=dict[Action, Arriving])
-    _leaving: list[comm.Messages] = field(default_factory=list[comm.Messages])
+    _leaving: list[_Leaving] = field(default_factory=list["_Leaving"])
     _sums: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
         row = self.schedule.rows[self.rank]
         self._actions = frozenset(row)
+        self._numbers = [{a: n for n, a in enumerate(row)} for row in self.schedule.rows]
         # The last backward of every stage, which completes its gradients if nothing is left to W.
         self._last = {a.stage: a for a in row if a.op in (Op.BACKWARD, Op.WEIGHT)}.values()
 
@@ -100,8 +111,8 @@ class Step:
                         flight.deferred.finish(counted=self._counts(action))
                 case Op.REDUCE:
                     self._reduce(action)
-        for messages in self._leaving:
-            messages.wait()
+        for leaving in self._leaving:
+            leaving.messages.wait()
 
     # ---- messages
 
@@ -136,20 +147,44 @@ class Step:
     def _send(
         self, action: Action, stage: int, values: Sequence[Crossing], tensors: Sequence[Tensor]
     ) -> None:
-        self._leaving = [messages for messages in self._leaving if not messages.done()]
         if values:
             peer = self.schedule.rank_of(action.chain, stage)
             wire = self.wires[action.chain, action.op is not Op.FORWARD]
-            self._leaving.append(wire.send(values, tensors, peer))
+            messages = wire.send(values, tensors, peer)
+            self._leaving.append(_Leaving(messages, peer, self._number(peer, action, stage)))
+
+    def _arrived(self, action: Action) -> list[Tensor]:
+        """What an action waits for. It proves that what its sender has read before has left.
+
+        Backends do not tell whether a message has left unless one waits for it, and till then it is alive.
+        """
+        arriving, source = self._arriving.pop(action, None), self._source(action)
+        if arriving is None or source is None:
+            return []
+        tensors = arriving.wait()
+        peer = self.schedule.rank_of(action.chain, source)
+        sent = self._number(peer, action, source)
+        for leaving in self._leaving:
+            if leaving.peer == peer and leaving.read < sent:
+                leaving.messages.wait()
+        self._leaving = [one for one in self._leaving if one.peer != peer or one.read >= sent]
+        return tensors
+
+    def _number(self, rank: int, action: Action, stage: int) -> int:
+        """Where in its row a rank does for `stage` what is done here in `action`."""
+        if action.op is Op.FORWARD:
+            return self._numbers[rank][action.same(Op.FORWARD, stage)]
+        backward = action.same(Op.BACKWARD, stage)
+        numbers = self._numbers[rank]
+        return numbers[backward if backward in numbers else action.same(Op.INPUT, stage)]
 
     # ---- actions
 
     def _forward(self, action: Action) -> None:
         feed = self.feed(action.micro)
         ready, stage = feed.ready, feed.stages[action.stage]
-        arrived = self._arriving.pop(action, None)
         if action.stage:
-            tensors = arrived.wait() if arrived is not None else []
+            tensors = self._arrived(action)
         else:
             by_index = dict(zip(ready.program.tape.inputs, ready.inputs, strict=True))
             tensors = [by_index[value.index].detach() for value in stage.takes]
@@ -189,8 +224,7 @@ class Step:
             if flight.loss is not None:
                 self.scaled(flight.loss).backward()
             else:
-                arrived = self._arriving.pop(action, None)
-                self._differentiate(stage, flight, [] if arrived is None else arrived.wait())
+                self._differentiate(stage, flight, self._arrived(action))
         if action.stage:
             values = _trained(stage.takes)
             leaves = [flight.taken[value.index] for value in values]

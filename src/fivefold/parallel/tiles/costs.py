@@ -52,6 +52,15 @@ class Costs:
         """Some floating-point operations."""
         return flops / self.flops_per_s
 
+    def forward_s(self, node: Node) -> float:
+        """A whole node: its arithmetic, and its operands and results through memory."""
+        elements = sum(math.prod(shape) for shape in (*node.shapes, *node.output_shapes))
+        moved_s = elements * node.output_bytes / self.copied_bytes_per_s
+        if flops_of(node) == _MEMORY_BOUND:
+            return moved_s
+        made = sum(math.prod(shape) for shape in node.output_shapes)
+        return self.compute_s(made * flops_of(node)) + moved_s
+
 
 @dataclass(frozen=True)
 class Options:
