@@ -361,3 +361,25 @@ def on_two_nodes() -> tuple[list[str], float, list[str]]:
         type(group).__name__ if isinstance(group, dist.ProcessGroup) else "" for group in groups
     ]
     return kinds, tensor.item(), lines
+
+
+def after_the_end() -> str:
+    """A group that was destroyed refuses everything, instead of touching memory that is gone."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    dropped = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    assert dropped is not None
+    dropped.wait()
+    dist.destroy_process_group(group)
+    texts: list[str] = []
+    for act in (
+        lambda: group.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait(),
+        lambda: group.barrier().wait(),
+        lambda: group.send([torch.ones(1)], 1 - dist.get_rank(), 0).wait(),
+    ):
+        try:
+            act()
+        except RuntimeError as problem:
+            texts.append(str(problem))
+    assert len(set(texts)) == 1 and len(texts) == 3, texts
+    return texts[0]

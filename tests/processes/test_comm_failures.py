@@ -59,7 +59,13 @@ def test_a_message_that_does_not_fit_is_told() -> None:
     assert "rank 0 sent 40 bytes, more than the tensor holds" in texts[1]
 
 
-def test_a_group_cannot_be_made_without_all_ranks() -> None:
+def test_a_destroyed_group_refuses_everything() -> None:
+    with Pool(2) as pool:
+        texts = pool.run("fivefold", comm_checks.after_the_end)
+    assert all("was destroyed; make a new one" in text for text in texts)
+
+
+def test_a_group_of_one_needs_nobody_else() -> None:
     with Pool(2) as pool:
         pool.start("fivefold", comm_checks.dropped_works, size=1, timeout_s=1)
-        assert not isinstance(pool.collect([0])[0], Failed), "a group of one needs nobody else"
+        assert not isinstance(pool.collect([0])[0], Failed)

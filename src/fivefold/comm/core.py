@@ -39,16 +39,30 @@ class Core:
     """whether there are more ranks than cores"""
     name: str = ""
     """of the group, for messages"""
-    pointer: int = field(init=False)
+    _pointer: int = field(init=False, repr=False)
     _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         library = core()
         opened = library.ff_group_open(self.memory.address, self.rank, int(self.crowded))
         assert opened, "the memory was set up by rank 0"
-        self.pointer = opened
+        self._pointer = opened
         for rank, (arena, watch) in enumerate(zip(self.arenas, self.watches, strict=True)):
             library.ff_group_peer(opened, rank, watch, arena.address, arena.size_bytes)
+
+    @property
+    def pointer(self) -> int:
+        """What the core calls this group. Raises `RuntimeError` once it is closed."""
+        if not self._pointer:
+            raise RuntimeError(
+                f"group {self.name or '?'} was destroyed; make a new one (dist.new_group)"
+            )
+        return self._pointer
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left."""
+        return not self._pointer
 
     @staticmethod
     def memory_for(size: int) -> Segment:
@@ -69,9 +83,9 @@ class Core:
     def close(self) -> None:
         """Leave the group. Operations under way fail, here and on the others."""
         with self._closing:
-            if self.pointer:
-                core().ff_group_close(self.pointer)
-                self.pointer = 0
+            if self._pointer:
+                core().ff_group_close(self._pointer)
+                self._pointer = 0
                 self.memory.close()
                 for watch in self.watches:
                     if watch >= 0:

@@ -178,6 +178,8 @@ class Operations:
 
     def close(self) -> None:
         """End what is under way, with errors, and leave the group."""
+        if self.group.closed:
+            return
         works = [*self._collectives, *self._messages]
         if sum(work.is_completed() for work in works) < len(works):
             core().ff_group_break(self.group.pointer)

@@ -57,7 +57,7 @@ def _note_version() -> None:
     if not _TESTED[0] <= release <= _TESTED[1]:
         oldest, newest = (".".join(map(str, version)) for version in _TESTED)
         _log.warning(
-            "the backend fivefold is tested with torch %s to %s, this is %s: if groups misbehave, choose gloo",
+            "the backend fivefold is tested with torch %s to %s, this is %s: if it misbehaves, choose gloo",
             oldest, newest, torch.__version__,
         )  # fmt: skip
 
