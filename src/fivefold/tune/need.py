@@ -98,5 +98,6 @@ def _recomputed(staged: Staged, span: range, parts: int) -> tuple[float, float]:
         kept |= set(segment.takes)
         own = staged.work.held.peak_bytes(range(segment.first, segment.stop))
         alive.append(sum(sizes[index] for index in kept) + own)  # what lies behind is gone by then
+    kept |= set(segments[-1].gives)  # what is sent stays until its gradient comes
     borders = float(sum(sizes[index] for index in kept))
     return borders, max(max(alive) - borders, 0.0)

@@ -7,15 +7,18 @@ tape (samples) ──► cut (stages)
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fivefold.cluster.description import Cluster
+from fivefold.errors import UsageError
 from fivefold.mesh import owned
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.pipeline.cut import Cut, balanced
@@ -56,10 +59,7 @@ class Staged:
 
 
 class Subject:
-    """A net for samples of one shape, on devices of a cluster.
-
-    Raises `UsageError` for a net that cannot be recorded.
-    """
+    """A net for samples of one shape, on devices of a cluster."""
 
     def __init__(
         self,
@@ -95,11 +95,15 @@ class Subject:
         return len(self._programs)
 
     def tape(self, rows: int, sample: tuple[int, ...] | None = None) -> Tape:
-        """The net recorded for `rows` samples, of another shape if one is given."""
+        """The net recorded for `rows` samples, of another shape if one is given.
+
+        Raises `UsageError` for a net that cannot be recorded, or does not take such samples.
+        """
         shape = (rows, *(sample or self.sample))
         if shape not in self._tapes:
             example = torch.empty(shape, device="meta")
-            self._tapes[shape] = record(self.net, call_with, example, [torch.Size(shape)])
+            with _told_briefly(shape):
+                self._tapes[shape] = record(self.net, call_with, example, [torch.Size(shape)])
         return self._tapes[shape]
 
     def staged(self, layout: Layout, stages: int, rows: int) -> Staged:
@@ -194,6 +198,23 @@ def _tiled(shape: tuple[int, ...], grid: Grid) -> Spread:
         bounds = [owned(shape[dim], parts, part).start for part in range(parts)]
         spread = spread.with_cut(dim, TileCut.at((index,), (*bounds, shape[dim])))
     return spread
+
+
+@contextmanager
+def _told_briefly(shape: tuple[int, ...]) -> Generator[None]:
+    """Make a `UsageError` of what a net says to samples that it does not take."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # would print a traceback of its own
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except UsageError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as problem:
+        said = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        raise UsageError(f"the model cannot take a batch of shape {shape}: {said}") from problem
+    finally:
+        log.setLevel(level)
 
 
 def _bytes(crossing: Crossing) -> int:
