@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import fivefold as ff
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, part_of
+from fivefold.parallel.tiles import costs
+from fivefold.parallel.tiles.net import TiledNet
 from fivefold.plan import Layout, Pipeline, Plan
 from ranks import run_ranks
 
@@ -286,3 +288,15 @@ def test_autocast_crosses_stages_in_its_dtype(layout: Layout, schedule: Any) -> 
 
     plan = Plan(layout=layout, pipeline=Pipeline(schedule, 2))
     run_ranks(layout, check, plan=plan)
+
+
+def test_all_ranks_plan_by_the_same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages whose plans differ would send each other tensors of other shapes than expected."""
+    numbers = iter(range(1, 1000))
+    monkeypatch.setattr(costs, "_fastest", lambda _run: 10.0 ** -next(numbers))
+
+    def check(mesh: Mesh) -> costs.Costs:
+        return TiledNet(copy.deepcopy(NET), mesh).costs
+
+    found = run_ranks(Layout(data=2, pipe=2, height=2), check)
+    assert found == [found[0]] * 8

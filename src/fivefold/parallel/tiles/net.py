@@ -75,8 +75,9 @@ class TiledNet:
         self.here = Here(self.grid, self.group.rank(), mesh.layout.data)
         tiles, self._recompute = mesh.plan.tiles, mesh.plan.memory.recompute
         fuse = int(tiles.fuse) if tiles.fuse.isdecimal() else tiles.fuse
-        everyone = self._groups[tuple(range(len(self.grid.axes))), True]
         if costs is None:
+            # Replicas and stages have to make the same plan.
+            everyone = mesh.group(*AXES)
             costs = measured(self.group, everyone, mesh.device) if fuse == "auto" else Costs()
         self.costs = costs
         self._options = Options(fuse, tiles.strict, costs)
