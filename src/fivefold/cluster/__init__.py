@@ -1,4 +1,4 @@
-"""What exists: so far the cores that were granted."""
+"""What exists: the cores that were granted, and clusters as data (`fivefold.cluster.description`)."""
 
 from __future__ import annotations
 
