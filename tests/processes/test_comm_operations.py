@@ -71,3 +71,8 @@ def test_random_sums_of_all_sizes_and_eight_ranks(seed: int) -> None:
 
 def test_works_that_nobody_waits_for_do_no_harm(pool: Pool) -> None:
     assert pool.run("fivefold", comm_checks.dropped_works, size=2) == [[2.0, 2.0]] * 2
+
+
+def test_futures_hold_the_sums(pool: Pool) -> None:
+    found = pool.run("fivefold", comm_checks.futures, size=2)
+    assert found == [[2.0 * number for number in range(200)]] * 2

@@ -7,6 +7,7 @@ the caller computes. Tensors need not be contiguous; results are then copied int
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["Operations"]
 _KIND = {name: code for code, name in enumerate(KINDS)}
 _MANY = 64
 _DONE = Finished()
+_GRACE_S = 0.1
+"""what is under way when a group is destroyed may take so long before it is broken off, on all ranks"""
 
 
 class Operations:
@@ -181,7 +184,12 @@ class Operations:
         if self.group.closed:
             return
         works = [*self._collectives, *self._messages]
-        if sum(work.is_completed() for work in works) < len(works):
+        until = time.monotonic() + _GRACE_S
+        while not (done := sum(work.is_completed() for work in works) == len(works)):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        if not done:
             core().ff_group_break(self.group.pointer)
         for work in works:
             try:

@@ -159,10 +159,15 @@ class _Pending(_Work):
 
     def is_completed(self) -> bool:
         """Whether the result, or an error, is there."""
-        if not self._ended and self._core_done():
-            with self._ending:
-                if not self._ended:
-                    self._end(_FOREVER_S)
+        if self._ended:
+            return True
+        if not self._ending.acquire(blocking=False):
+            return False  # another thread waits, and will free what we would ask
+        try:
+            if not self._ended and self._core_done():
+                self._end(_FOREVER_S)
+        finally:
+            self._ending.release()
         return self._ended
 
     def is_success(self) -> bool:
