@@ -16,7 +16,17 @@ from typing import ClassVar
 
 from fivefold.errors import FivefoldError
 
-__all__ = ["DTYPES", "KINDS", "REDUCTIONS", "ArenaError", "Call", "Report", "core", "library_path", "problem"]
+__all__ = [
+    "DTYPES",
+    "KINDS",
+    "REDUCTIONS",
+    "ArenaError",
+    "Call",
+    "Report",
+    "core",
+    "library_path",
+    "problem",
+]
 
 ABI = 1
 LIBRARY = "libfivefold_core.so"
