@@ -11,7 +11,7 @@
 
 /* A rank that is about to arrive does so within microseconds; waking a core that sleeps costs tens. */
 static const uint64_t SPIN_NS = 20 * 1000, BACKGROUND_SPIN_NS = 10 * 1000;
-enum { YIELDS = 400, YIELDS_CROWDED = 300, BACKGROUND_YIELDS = 4, SPINS_PER_LOOK = 64 };
+enum { YIELDS = 400, YIELDS_CROWDED = 5, BACKGROUND_YIELDS = 4, SPINS_PER_LOOK = 64 };
 
 uint64_t ff_now_ns(void)
 {
