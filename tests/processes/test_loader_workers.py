@@ -203,7 +203,8 @@ def workers_of_this_process() -> list[psutil.Process]:
         child
         for child in psutil.Process().children()
         if child.status() != psutil.STATUS_ZOMBIE
-        and "resource_tracker" not in " ".join(child.cmdline())
+        and "from multiprocessing."
+        not in " ".join(child.cmdline())  # a tracker, or the pool's server
     ]
 
 
