@@ -25,6 +25,8 @@ from contenders import SPEED
 from fivefold.recipes.models import names
 
 PARTS = ("throughput", "memory", "prediction", "plans")
+AT_ONCE = ("single", "halves", "layers", "tiles", "tiles-shared", "tiles-never", "tiles-4")
+"""contenders by default: all exist at the same time, and 24 GB hold no more of them with their freed memory"""
 MEMORY_MODELS = ("edsr", "vgg16_bn", "resnet50")
 NARROW = 16
 """features of EDSR where nobody says otherwise: the paper's 64 would take a minute and 17 GB per step"""
@@ -41,7 +43,7 @@ def options() -> argparse.Namespace:
     )
     speed = parser.add_argument_group("throughput")
     speed.add_argument("--model", nargs="+", choices=names(), default=("resnet50", "edsr_small"))
-    speed.add_argument("--contenders", nargs="+", choices=SPEED, default=tuple(SPEED))
+    speed.add_argument("--contenders", nargs="+", choices=SPEED, default=AT_ONCE)
     speed.add_argument("--image", type=int, default=1024, help="pixels along each side")
     speed.add_argument(
         "--features", type=int, default=NARROW, help="of EDSR; 0 for the model's own"
