@@ -72,7 +72,9 @@ def fewest(tape: Tape, shape: tuple[int, ...], sizes: tuple[int, int]) -> tuple[
     """The plan with the fewest messages that computes at most so much twice, and the latency that gave it."""
     found: list[tuple[float, Totals]] = []
     for latency_s in LATENCIES_S:
-        told = drawn(tape, shape, sizes, Options("auto", costs=Costs(latency_s=latency_s)))
+        told = drawn(
+            tape, shape, sizes, Options("auto", costs=Costs(latency_s=latency_s, overlaps=False))
+        )
         if told.extra_flops <= MOST_EXTRA:
             found.append((latency_s, told))
     return min(found, key=lambda pair: (pair[1].messages, pair[1].extra_flops))

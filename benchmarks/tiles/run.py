@@ -26,7 +26,7 @@ from fivefold.recipes.models import names
 
 PARTS = ("throughput", "memory", "prediction", "plans")
 AT_ONCE = ("single", "halves", "layers", "tiles", "tiles-shared", "tiles-never", "tiles-4")
-"""contenders by default: all exist at the same time, and 24 GB hold no more of them with their freed memory"""
+"""contenders by default: all exist at the same time, with their freed memory; 24 GB hold no more"""
 MEMORY_MODELS = ("edsr", "vgg16_bn", "resnet50")
 NARROW = 16
 """features of EDSR where nobody says otherwise: the paper's 64 would take a minute and 17 GB per step"""

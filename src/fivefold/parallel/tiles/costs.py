@@ -31,6 +31,8 @@ class Costs:
     bytes_per_s: float = 1e9
     flops_per_s: float = 5e10
     copied_bytes_per_s: float = 5e9
+    overlaps: bool = True
+    """whether messages travel while a tile is computed"""
 
     def exchange_s(self, messages: int, size_bytes: int) -> float:
         """One exchange: its messages travel at once, but each has to be posted."""
@@ -46,6 +48,8 @@ class Costs:
     def apart_s(self, messages: int, sent_bytes: int, compute_s: float) -> float:
         """An exchange and its adjoint that travel while a tile is computed, which takes `compute_s`."""
         each = self.exchange_s(messages, sent_bytes)
+        if not self.overlaps:
+            return 2 * each
         return max(each - compute_s, 0.0) + max(each - 2 * compute_s, 0.0)
 
     def compute_s(self, flops: float) -> float:
