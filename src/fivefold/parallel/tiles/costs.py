@@ -132,7 +132,10 @@ def measured(group: dist.ProcessGroup, everyone: dist.ProcessGroup, device: torc
     )
     found = found.to(device)
     comm.broadcast_all([found], everyone, Tag.CONTROL)
-    return Costs(*(2.0 ** round(math.log2(value)) for value in found.tolist()))
+    latency_s, bytes_per_s, flops_per_s, copied = (
+        2.0 ** round(math.log2(value)) for value in found.tolist()
+    )
+    return Costs(latency_s, bytes_per_s, flops_per_s, copied)
 
 
 def _fastest(run: Callable[[], Tensor]) -> float:
