@@ -7,10 +7,9 @@ import secrets
 import socket
 import struct
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from fivefold.arena.native import ArenaError
+from fivefold.closing import Closing
 
 __all__ = ["Connection", "Gate", "connect"]
 
@@ -19,7 +18,7 @@ _MOST_FDS = 250  # Linux takes 253 at a time
 
 
 @dataclass
-class Connection:
+class Connection(Closing):
     """A line to another process. Messages keep their borders, and carry segments."""
 
     line: socket.socket
@@ -49,19 +48,8 @@ class Connection:
         """Hang up."""
         self.line.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Gate:
+class Gate(Closing):
     """Where other processes of the same user and network namespace ask for segments.
 
     The address is a random name in the abstract namespace: nothing in the file system that would remain
@@ -91,17 +79,6 @@ class Gate:
     def close(self) -> None:
         """Take no more calls."""
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def connect(address: str, timeout_s: float) -> Connection:

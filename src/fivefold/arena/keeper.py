@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
-from typing import Self
 
 from fivefold.arena.gate import Connection, Gate, connect
 from fivefold.arena.native import ArenaError
 from fivefold.arena.segment import Segment
+from fivefold.closing import Closing
 
 __all__ = ["Keeper", "fetch", "give", "withdraw"]
 
 _LINE_S = 10.0
 
 
-class Keeper:
+class Keeper(Closing):
     """A thread of an agent that takes segments into keeping, and gives them to who asks.
 
     A segment lives as long as any process knows it. One that a rank makes for itself ends with the ranks;
@@ -73,17 +72,6 @@ class Keeper:
             line.send(f"no: {'kept already' if known is not None else f'it keeps {kept}'}".encode())
         for fd in fds:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def give(address: str, name: str, segment: Segment) -> None:

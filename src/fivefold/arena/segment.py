@@ -8,11 +8,11 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from fivefold.arena.budget import check
 from fivefold.arena.native import ArenaError
+from fivefold.closing import Closing
 
 __all__ = ["Segment"]
 
@@ -22,7 +22,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass
-class Segment:
+class Segment(Closing):
     """A piece of shared memory, mapped here.
 
     It is a memory file without a name: nothing lies in /dev/shm that somebody would have to remove, and a
@@ -108,22 +108,10 @@ class Segment:
         os.close(self.fd)
         self.fd = -1
         del self._pin
-        with contextlib.suppress(
-            BufferError
-        ):  # a view is held: the last one takes the mapping along
+        # If a view is held, the last one takes the mapping along.
+        with contextlib.suppress(BufferError):
             self.memory.close()
         del self.memory
 
     def __del__(self) -> None:
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
         self.close()

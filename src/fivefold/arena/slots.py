@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from types import TracebackType
 from typing import Self
 
 from fivefold.arena.locality import watch
 from fivefold.arena.native import ArenaError, core
 from fivefold.arena.segment import Segment
+from fivefold.closing import Closing
 
 __all__ = ["Slots"]
 
@@ -25,7 +25,7 @@ _PAGE = 4096
 _MOST_HOLDERS = 64
 
 
-class Slots:
+class Slots(Closing):
     """Pieces of a segment with counted holders, as one of up to 64 processes sees them.
 
     Rings of batches, staging of checkpoints and shared weights are made of slots. What a slot holds, and
@@ -113,17 +113,6 @@ class Slots:
             core().ff_slots_leave(self._table, self.holder)
             self.holder = -1
             self.segment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _table_bytes(count: int) -> int:

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
+from fivefold.closing import Closing
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.launch.mpirun import flavour
 from fivefold.launch.port import reserved_port
@@ -41,7 +41,7 @@ class BenchError(FivefoldError):
 
 
 @dataclass
-class Contender:
+class Contender(Closing):
     """Running ranks that answer requests. A context manager that leaves none behind."""
 
     name: str
@@ -81,17 +81,6 @@ class Contender:
     def _failed(self, what: str) -> BenchError:
         told = self.log.read_text(errors="replace").strip().splitlines()[-8:]
         return BenchError("\n".join([what, *told]))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def start(name: str, ranks: int, folder: Path, script: Sequence[str] = ()) -> Contender:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,9 +70,6 @@ class _Work(dist.Work):
         self._completer = completer
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        raise NotImplementedError
-
     def result(self) -> list[Tensor]:
         """The tensors that hold the result."""
         return self._results
@@ -114,13 +111,32 @@ class Finished(_Work):
         """None."""
 
 
+class _Operation(Protocol):
+    """What the core has under way."""
+
+    def wait(self, timeout_s: float, report: Report) -> int:
+        """Block until it has ended, or for `timeout_s` (below 0: as long as it may take); its status."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    def free(self) -> None:
+        """Give it back; it is not asked again."""
+        ...
+
+    def explained(self, report: Report) -> Exception:
+        """What a failure says to people."""
+        ...
+
+
 class _Pending(_Work):
     """A work of the core that ends later. `kept` must live until then; `after` runs once it has ended."""
 
     def __init__(
         self,
-        group: Core,
-        handle: int,
+        operation: _Operation,
         *,
         completer: Completer,
         results: Sequence[Tensor],
@@ -128,23 +144,11 @@ class _Pending(_Work):
         after: Callable[[], None] | None,
     ) -> None:
         super().__init__(results, completer)
-        self._group, self._handle = group, handle
+        self._operation = operation
         self._kept, self._after = kept, after
         self._error: Exception | None = None
         self._ending = threading.Lock()
         self._ended = False
-
-    def _core_wait(self, timeout_s: float, report: Report) -> int:
-        raise NotImplementedError
-
-    def _core_done(self) -> bool:
-        raise NotImplementedError
-
-    def _core_free(self) -> None:
-        raise NotImplementedError
-
-    def _explained(self, report: Report) -> Exception:
-        raise NotImplementedError
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until done; a `timeout` above 0 bounds this wait alone. Raises `RuntimeError`."""
@@ -164,7 +168,7 @@ class _Pending(_Work):
         if not self._ending.acquire(blocking=False):
             return False  # another thread waits, and will free what we would ask
         try:
-            if not self._ended and self._core_done():
+            if not self._ended and self._operation.done():
                 self._end(_FOREVER_S)
         finally:
             self._ending.release()
@@ -180,16 +184,39 @@ class _Pending(_Work):
 
     def _end(self, timeout_s: float) -> None:
         report = Report()
-        status = self._core_wait(timeout_s, report)
-        if status and not self._core_done():  # only this wait has ended
-            raise self._explained(report)
-        self._core_free()
+        status = self._operation.wait(timeout_s, report)
+        if status and not self._operation.done():  # only this wait has ended
+            raise self._operation.explained(report)
+        self._operation.free()
         if status:
-            self._error = self._explained(report)
+            self._error = self._operation.explained(report)
         elif self._after is not None:
             self._after()
         self._kept = self._after = None
         self._ended = True
+
+
+class _Collective:
+    """Of a group of the core."""
+
+    def __init__(self, group: Core, call: Call) -> None:
+        self._handle = core().ff_post(group.pointer, ctypes.byref(call))
+        if not self._handle:
+            raise MemoryError("no memory for a collective")
+        self._group, self._call = group, call
+
+    def wait(self, timeout_s: float, report: Report) -> int:
+        group = self._group.pointer
+        return int(core().ff_wait(group, self._handle, timeout_s, ctypes.byref(report)))
+
+    def done(self) -> bool:
+        return bool(core().ff_op_done(self._handle))
+
+    def free(self) -> None:
+        core().ff_op_free(self._group.pointer, self._handle)
+
+    def explained(self, report: Report) -> Exception:
+        return explain(self._group, report, self._call)
 
 
 class OpWork(_Pending):
@@ -199,27 +226,31 @@ class OpWork(_Pending):
         self, group: Core, call: Call, *, completer: Completer, results: Sequence[Tensor], kept: object,
         after: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        handle = core().ff_post(group.pointer, ctypes.byref(call))
+        operation = _Collective(group, call)
+        super().__init__(operation, completer=completer, results=results, kept=kept, after=after)
+
+
+class _Message:
+    """Between two ranks of a group of the core."""
+
+    def __init__(self, group: Core, handle: int, peer: int) -> None:
         if not handle:
-            raise MemoryError("no memory for a collective")
-        self._call = call
-        super().__init__(
-            group, handle, completer=completer, results=results, kept=kept, after=after
-        )
+            raise MemoryError("no memory for a message")
+        self._group, self._handle, self.peer = group, handle, peer
 
-    def _core_wait(self, timeout_s: float, report: Report) -> int:
-        return int(
-            core().ff_wait(self._group.pointer, self._handle, timeout_s, ctypes.byref(report))
-        )
+    def wait(self, timeout_s: float, report: Report) -> int:
+        group = self._group.pointer
+        return int(core().ff_message_wait(group, self._handle, timeout_s, ctypes.byref(report)))
 
-    def _core_done(self) -> bool:
-        return bool(core().ff_op_done(self._handle))
+    def done(self) -> bool:
+        return bool(core().ff_message_done(self._group.pointer, self._handle))
 
-    def _core_free(self) -> None:
-        core().ff_op_free(self._group.pointer, self._handle)
+    def free(self) -> None:
+        self.peer = int(core().ff_message_peer(self._handle))
+        core().ff_message_free(self._group.pointer, self._handle)
 
-    def _explained(self, report: Report) -> Exception:
-        return explain(self._group, report, self._call)
+    def explained(self, report: Report) -> Exception:
+        return explain(self._group, report, peer=self.peer)
 
 
 class MessageWork(_Pending):
@@ -232,32 +263,14 @@ class MessageWork(_Pending):
         start = core().ff_send if sends else core().ff_receive
         size_bytes = tensor.numel() * tensor.element_size()
         handle = start(group.pointer, peer, tag, tensor.data_ptr(), size_bytes, timeout_s)
-        if not handle:
-            raise MemoryError("no memory for a message")
-        self._peer = peer
+        self._message = _Message(group, handle, peer)
         super().__init__(
-            group, handle, completer=completer, results=[tensor], kept=tensor, after=after
+            self._message, completer=completer, results=[tensor], kept=tensor, after=after
         )
 
     def _source_rank(self) -> int:
         """Who sent it."""
-        return self._peer
-
-    def _core_wait(self, timeout_s: float, report: Report) -> int:
-        status = core().ff_message_wait(
-            self._group.pointer, self._handle, timeout_s, ctypes.byref(report)
-        )
-        return int(status)
-
-    def _core_done(self) -> bool:
-        return bool(core().ff_message_done(self._group.pointer, self._handle))
-
-    def _core_free(self) -> None:
-        self._peer = int(core().ff_message_peer(self._handle))
-        core().ff_message_free(self._group.pointer, self._handle)
-
-    def _explained(self, report: Report) -> Exception:
-        return explain(self._group, report, peer=self._peer)
+        return self._message.peer
 
 
 class SeveralWorks(_Work):

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
+from fivefold.closing import Closing
 from fivefold.data.source import BatchId, Collate, Samples, Source
 from fivefold.data.tiling import TileCollate, noted, tiles_of
 from fivefold.data.workers import Key, Workers
@@ -41,7 +41,7 @@ class Cursor:
     """batches consumed since the beginning, over all epochs"""
 
 
-class Loader:
+class Loader(Closing):
     """Iterating runs from the batch after the cursor to the end of that epoch. Made by `loader`.
 
     One iteration at a time: starting another ends the one before. `close()` (or `with`) ends the worker
@@ -176,17 +176,6 @@ class Loader:
         self._iteration += 1
         if self._workers is not None:
             self._workers.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def loader(
