@@ -1,10 +1,15 @@
-"""In-place calls in tiles: they make new values, and mean what they meant."""
+"""In-place calls in tiles: they mean what they meant, and are made in place where nobody can tell."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.tiles.program import Compute
 from fivefold.plan import Layout
+from ranks import run_ranks
 from tiles import expect_tiles
 
 
@@ -28,3 +33,61 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("layout", [Layout(height=2, width=2), Layout(width=3)], ids=str)
 def test_in_place_calls_mean_what_they_meant(layout: Layout) -> None:
     expect_tiles(InPlace(), (2, 2, 7, 5), layout)
+
+
+class Block(nn.Module):
+    """Calls that may stay in place, and some that must not: their operand is read elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.relu(self.norm(self.first(x)), inplace=True)
+        z = nn.functional.relu6(self.second(y), True)
+        z += y
+        z.relu_()
+        both = self.first(y)
+        kept = both.tanh()
+        flat = self.second(both).flatten(2)
+        flat.relu_()
+        last = self.first(z)
+        last += y
+        return last + z.view(z.shape) + kept + flat.view(x.shape) * y
+
+
+@pytest.mark.parametrize("layout", [Layout(height=2), Layout(height=2, width=2)], ids=str)
+@pytest.mark.parametrize("recompute", [0, 2, 5, 100])
+def test_what_stays_in_place_is_exact(layout: Layout, recompute: int) -> None:
+    expect_tiles(Block(), (2, 3, 9, 8), layout, recompute=recompute)
+
+
+def test_only_what_nobody_else_reads_is_changed() -> None:
+    def found(mesh: Mesh) -> list[str]:
+        tiles = TiledNet(Block(), mesh)
+        x = torch.empty(2, 3, 8, 8, device="meta")
+        program = tiles.plan_for(x, mesh.share)
+        return [s.node.name for s in program.steps if isinstance(s, Compute) and s.in_place]
+
+    assert run_ranks(Layout(height=2), found)[0] == ["relu", "relu6", "relu", "add"]
+
+
+class Stale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        view = y.view(y.shape)
+        nn.functional.hardtanh(y, -1.0, 1.0, True)
+        return view
+
+
+def test_a_flag_by_position_is_seen() -> None:
+    def plan(mesh: Mesh) -> None:
+        TiledNet(Stale(), mesh).plan_for(torch.empty(2, 3, 8, 8, device="meta"), mesh.share)
+
+    with pytest.raises(UsageError, match="another view was changed in place"):
+        run_ranks(Layout(height=2), plan)

@@ -89,6 +89,7 @@ class Step:
 
     def __post_init__(self) -> None:
         row = self.schedule.rows[self.rank]
+        self._state = self.net.state()
         self._actions = frozenset(row)
         self._numbers = [{a: n for n, a in enumerate(row)} for row in self.schedule.rows]
         # The last backward of every stage, which completes its gradients if nothing is left to W.
@@ -201,7 +202,7 @@ class Step:
         with span(Phase.FORWARD):
             made = carry_out(
                 ready.program, dict(taken), stage.span, {value.index for value in stage.gives},
-                state=self.net.state(), moment=moment, group=self.net.group, defer=deferred,
+                state=self._state, moment=moment, group=self.net.group, defer=deferred,
             )  # fmt: skip
         given = [made[value.index] for value in stage.gives]
         loss = None
@@ -218,7 +219,7 @@ class Step:
     def _backward(self, action: Action) -> None:
         stage = self.feed(action.micro).stages[action.stage]
         flight = self._flights.pop(_key(action))
-        states = () if self._counts(action) else self.net.state().values()
+        states = () if self._counts(action) else self._state.values()
         last = self.gradients[action.stage].last() if action in self._last else nullcontext()
         with self._backwards(), _without_effect(states), last:
             if flight.loss is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.overrides import resolve_name
 
-__all__ = ["base_name", "is_in_place"]
+__all__ = ["asks_in_place", "base_name", "is_in_place", "with_flag"]
 
 
 def _own_name(function: Any) -> str:
@@ -22,6 +25,28 @@ def is_in_place(function: Any) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in {"__invert__", "__index__", "__int__"}
     return name.endswith("_") and not name.endswith("__")
+
+
+@functools.cache
+def with_flag(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function that has a parameter `inplace`."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    return signature if "inplace" in signature.parameters else None
+
+
+def asks_in_place(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call changes its first argument, by its name or because `inplace` is set."""
+    if is_in_place(function):
+        return True
+    signature = with_flag(function)
+    return signature is not None and bool(
+        signature.bind(*args, **kwargs).arguments.get("inplace", False)
+    )
 
 
 def base_name(function: Any) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fivefold.parallel.tiles.border import Border
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
+from fivefold.parallel.tiles.in_place import may_change
 from fivefold.parallel.tiles.margins import with_margins
 from fivefold.parallel.tiles.placing import Placement, place
 from fivefold.parallel.tiles.rule import (
@@ -56,6 +57,8 @@ class Compute:
     local: Local
     border: Border | None = None
     """computed in two parts: the first operand lies as it is owned, and is exchanged meanwhile"""
+    in_place: bool = False
+    """may be computed as the net did, in its first operand: nobody else reads that, see `in_place`"""
 
 
 def exchange_of(step: Move | Compute) -> tuple[Ref, Exchange] | None:
@@ -180,6 +183,7 @@ class _Lowering:
         self._program, self._here, self._shared = program, here, shared
         self._next = max(program.spreads, default=-1) + 1
         self._moved: dict[tuple[Any, ...], Ref] = {}
+        self._makers: dict[int, Node] = {}
 
     def add(self, node: Node, local: Local) -> None:
         given = self._program.given(node)
@@ -191,7 +195,15 @@ class _Lowering:
                 zip(node.operands, given, local.wants, fills, strict=True)
             )
         )
-        self._program.steps.append(Compute(node, operands, local, border))
+        in_place = border is None and self._in_place(node, local, operands)
+        self._program.steps.append(Compute(node, operands, local, border, in_place))
+        self._makers |= dict.fromkeys(node.outputs, node)
+
+    def _in_place(self, node: Node, local: Local, operands: tuple[Ref, ...]) -> bool:
+        if not local.in_place or operands[0] != node.operands[0]:
+            return False
+        assert isinstance(operands[0], Value)
+        return may_change(self._program.tape, node, self._makers.get(operands[0].index))
 
     def _border(self, node: Node, given: Sequence[Spread], local: Local) -> Border | None:
         """How to compute in two parts, unless several readers share the exchange."""

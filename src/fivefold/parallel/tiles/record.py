@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fivefold.errors import UsageError
 from fivefold.parallel.intercept import draws_mask
-from fivefold.parallel.tiles.names import base_name, is_in_place
+from fivefold.parallel.tiles.names import asks_in_place, base_name
 from fivefold.parallel.tiles.tape import Constant, Node, Ref, Slot, State, Tape, Value
 from fivefold.parallel.trees import leaves, map_tensors
 
@@ -198,7 +198,7 @@ class _Recorder(TorchFunctionMode):
             shapes.append(tuple(leaf.shape))
             return Slot(len(operands) - 1)
 
-        if is_in_place(func) or kwargs.get("out") is not None or kwargs.get("inplace"):
+        if kwargs.get("out") is not None or asks_in_place(func, args, kwargs):
             self._check_in_place(args[0] if args else None, kwargs)
         placed_args, placed_kwargs = tree_map(place, (args, kwargs))
         flat, returns = tree_flatten(result)

@@ -11,7 +11,6 @@ name of the function; see `names`.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fivefold.parallel.tiles.border import Border
 from fivefold.parallel.tiles.exchange import Exchange, Want
-from fivefold.parallel.tiles.names import base_name, is_in_place
+from fivefold.parallel.tiles.names import base_name, is_in_place, with_flag
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.tiles.tape import Node
 
@@ -123,6 +122,8 @@ class Local:
     """what the ranks exchange while it runs, if they do: counted in the plan's table"""
     bordered: Callable[[Exchange], Border | None] | None = None
     """how it computes the first operand's own part and what an exchange brings apart, if it can"""
+    in_place: bool = False
+    """whether the net's own call, which changes its first operand, does the same as `run`"""
 
 
 @dataclass(frozen=True)
@@ -229,11 +230,8 @@ def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_flag(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return function
-    if "inplace" not in signature.parameters:
+    signature = with_flag(function)
+    if signature is None:
         return function
 
     def call_plain(*args: Any, **kwargs: Any) -> Any:

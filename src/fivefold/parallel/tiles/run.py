@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from fivefold.parallel.tiles.exchange import Kept, exchange
+from fivefold.parallel.tiles.in_place import as_recorded
 from fivefold.parallel.tiles.program import Compute, Move, Program
 from fivefold.parallel.tiles.recompute import Segment, divided, recomputed, segments
 from fivefold.parallel.tiles.rule import Moment
@@ -115,6 +116,8 @@ class _Running:
         """what was moved -> how to make it again"""
         self._program, self._state, self._moment, self._group = program, state, moment, group
         self._remake = True
+        self._given = frozenset(values)
+        """what was made elsewhere, which is not to be changed"""
 
     def steps(self, span: range, keep: set[int], *, remake: bool) -> dict[int, Tensor]:
         """Carry out some steps; values, of which those in `keep` are sure to be there.
@@ -162,14 +165,20 @@ class _Running:
                     result = self._result(step, operands)
             else:
                 result = self._result(step, operands)
-        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        flat = [result] if isinstance(result, Tensor) else tree_flatten(result)[0]
+        made = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self.values.update(zip(step.node.outputs, made, strict=True))
         return step.operands
+
+    def _is_own(self, ref: Ref) -> bool:
+        return isinstance(ref, Value) and ref.index not in self._given
 
     def _result(self, step: Compute, operands: Sequence[Tensor]) -> Any:
         def run(operands: Sequence[Tensor]) -> Any:
             if step.border is not None:
                 return step.border.run(operands, self._group)
+            if step.in_place and self._defer is None and self._is_own(step.operands[0]):
+                return as_recorded(step.node, operands)
             return step.local.run(self._moment, operands)
 
         return run(operands) if self._defer is None else self._defer(step, run, operands)

@@ -9,6 +9,7 @@ See `record` for how it is made.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,15 @@ class Node:
         def put(leaf: Any) -> Any:
             return operands[leaf.index] if isinstance(leaf, Slot) else leaf
 
-        return tree_map(put, (self.args, self.kwargs))
+        if self._nested:
+            return tree_map(put, (self.args, self.kwargs))
+        return tuple(map(put, self.args)), {name: put(leaf) for name, leaf in self.kwargs.items()}
+
+    @functools.cached_property
+    def _nested(self) -> bool:
+        """Whether tensors are within lists or the like. Walking trees takes longer than a small operation."""
+        flat = (*self.args, *self.kwargs.values())
+        return sum(isinstance(leaf, Slot) for leaf in flat) != len(self.operands)
 
     def bound(self, names: Sequence[str]) -> dict[str, Any]:
         """The arguments by name, given the names of the positional ones; tensors are `Slot`s."""

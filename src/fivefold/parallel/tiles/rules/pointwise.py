@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fivefold.parallel.tiles.exchange import Want
+from fivefold.parallel.tiles.in_place import changes_its_operand
 from fivefold.parallel.tiles.rule import Local, Operation, Wants, call, rule
 from fivefold.parallel.tiles.spread import Spread
 
@@ -79,4 +80,4 @@ class Pointwise:
     def lower(self, op: Operation) -> Local:
         """Every operand where the result is."""
         wants = tuple(broadcast_wants(shape, op.made[0]) for shape in op.node.shapes)
-        return Local(wants, call(op.node))
+        return Local(wants, call(op.node), in_place=changes_its_operand(op.node))
