@@ -9,6 +9,7 @@ step(x, y):   weights of all targets  ─────────────┐
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import Batch, PipelinedNet, pipelined, some_rows
 from fivefold.parallel.reduce import Alone, reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
@@ -214,15 +216,20 @@ class ParallelModel(nn.Module):
         """How much memory a step on such a batch takes on this rank, told without making it.
 
         Both are the global batch's, meta tensors will do, or this rank's part, as `step` takes it. Printed,
-        the result is a table. Raises `UsageError` without tile axes or a loss, and where memory depends on
-        the numbers in the batch.
+        the result is a table. Raises `UsageError` without a loss or on the data axis alone, and where memory
+        depends on the numbers in the batch.
         """
         if self._tiles is None or self._loss is None:
             raise UsageError(
-                "memory is predicted for steps in tiles: set height, width or depth in the layout, and give "
-                "parallelize a loss"
+                "memory is predicted for steps in tiles and stages: set height, width, depth or pipe in the "
+                "layout, and give parallelize a loss"
             )
-        return predicted(
+        told = (
+            predicted
+            if self._stages is None
+            else functools.partial(predicted_in_stages, cut=self._stages.cut)
+        )
+        return told(
             self.module,
             self._mesh.plan,
             self._mesh.rank,

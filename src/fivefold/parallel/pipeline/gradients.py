@@ -28,7 +28,8 @@ class StageGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = list(parameters), group
         self._trained: list[nn.Parameter] = []
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
+        """in which they travel, once a step has begun"""
         self._hooks: list[Any] = []
         self._before: list[Tensor | None] = []
         self._next = 0
@@ -57,16 +58,16 @@ class StageGradients:
     def launch(self) -> None:
         """Send what has not left yet; every rank of the group does so for its stages in the same order."""
         self._complete = True
-        for bucket in self._buckets[self._next :]:
+        for bucket in self.buckets[self._next :]:
             bucket.missing = {n for n, p in enumerate(bucket.parameters) if p.grad is None}
             bucket.launch(self._group, average=False)
-        self._next = len(self._buckets)
+        self._next = len(self.buckets)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the sums, and add what was set aside."""
         assert self._complete, "the schedule has a sum for every stage"
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.finish()
         for parameter, before in zip(self._trained, self._before, strict=True):
             if before is not None:
@@ -78,14 +79,14 @@ class StageGradients:
         for hook in self._hooks:
             hook.remove()
         alone = self._group.size() == 1 or not trained
-        self._trained, self._buckets = trained, [] if alone else packed(trained, self._group)
+        self._trained, self.buckets = trained, [] if alone else packed(trained, self._group)
         # Weakly: no collector of garbage sees the hooks that autograd keeps.
         own: weakref.ref[StageGradients] = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(_arrived, own, bucket, number)
             )
-            for bucket in self._buckets
+            for bucket in self.buckets
             for number, parameter in enumerate(bucket.parameters)
         ]
 
@@ -94,8 +95,8 @@ class StageGradients:
         if not self._last:
             return
         bucket.missing.discard(number)
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._buckets[self._next].launch(self._group, average=False)
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self.buckets[self._next].launch(self._group, average=False)
             self._next += 1
 
 

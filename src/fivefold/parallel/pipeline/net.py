@@ -30,6 +30,7 @@ from fivefold.parallel.pipeline.schedules import PAIRED, make
 from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
 from fivefold.parallel.pipeline.statistics import Notes
 from fivefold.parallel.pipeline.wires import Wire
+from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.program import Program
 from fivefold.parallel.torch_losses import split_loss
@@ -52,18 +53,26 @@ class Batch:
 class PipelinedNet:
     """The user's net on a pipe axis. Creating it is collective; it takes over the first rank's weights.
 
-    Raises `UsageError` or `PlanError` for what cannot be cut as the plan says.
+    `costs` are measured if need be, and the net is cut as the plan says, unless they are given. Raises
+    `UsageError` or `PlanError` for what cannot be cut as the plan says.
     """
 
-    def __init__(self, net: nn.Module, mesh: Mesh, example: Any) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        mesh: Mesh,
+        example: Any,
+        costs: Costs | None = None,
+        cut: Cut | None = None,
+    ) -> None:
         held = [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
         comm.broadcast_all(held, mesh.group(*AXES), Tag.GRADIENTS)
         self._net, self._mesh, self._example = net, mesh, _shapes(example)
         self.rank = mesh.coordinate("pipe")
-        self.tiles = TiledNet(net, mesh)
+        self.tiles = TiledNet(net, mesh, costs)
         self.schedule = _schedule(mesh)
         self._schedules: dict[int, Schedule] = {}
-        self.cut = self._cut()
+        self.cut = self._cut() if cut is None else cut
         self._divided: dict[int, tuple[Program, list[Stage]]] = {}
         self.owner = owners(net, self._tape(), self.cut)
         """parameter or buffer -> its stage"""
@@ -139,6 +148,15 @@ class PipelinedNet:
         return self._divided[id(program)][1]
 
     # ---- running
+
+    def prepare(self, batch: Batch) -> None:
+        """Make what stays from step to step for batches like this one: plans, and buckets of gradients."""
+        for gradients in self.gradients.values():
+            gradients.begin()
+        count = self.schedule_for(batch.share.total).micro_batches
+        fewest = batch.share.total // self._mesh.layout.data // count
+        for rows in self._micro_batches(batch, count):
+            self._feed(batch, rows, fewest)
 
     def step(
         self,

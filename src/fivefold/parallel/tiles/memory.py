@@ -33,7 +33,7 @@ from fivefold.parallel.tiles.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
 from fivefold.plan import Layout, Plan
 
-__all__ = ["Predicted", "predicted"]
+__all__ = ["Predicted", "device_of", "made", "predicted", "storage_bytes"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Predicted:
     parameters_bytes: int
     """parameters and buffers of the net"""
     gradients_bytes: int
-    """of all parameters that are trained"""
+    """of all parameters that are trained; 0 with stages, where they count among what the step makes"""
     buckets_bytes: int
     """copies of gradients, in which they travel"""
     batch_bytes: int
@@ -113,14 +113,14 @@ def predicted(
     if plan.layout.tiles == 1 or plan.layout.pipe > 1:
         raise PlanError(
             f"memory is predicted for layouts with tile axes and without pipe, not for {plan.layout}: set "
-            "height, width or depth, and leave pipe at 1"
+            "height, width or depth, and leave pipe at 1; for stages, see fivefold.parallel.pipeline.memory"
         )
-    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    device = device_of(net)
     with fake_mesh(plan, rank, device) as mesh:
         step = _Step(net, mesh, loss, costs or Costs())
         batch = step.batch(inputs, targets)
         with weightless() as fake:
-            on_device = map_tensors(lambda part: _made(part, device), batch)
+            on_device = map_tensors(lambda part: made(part, device), batch)
             return functional_call(step, _stand_ins(fake, net), on_device)
 
 
@@ -190,7 +190,7 @@ class _Step(nn.Module):
         return Predicted(
             self._mesh.rank,
             self._mesh.layout,
-            **{name: sum(map(_bytes, found)) for name, found in existing.items()},
+            **{name: sum(map(storage_bytes, found)) for name, found in existing.items()},
             saved_bytes=saved,
             peak_bytes=count.most() - before,
         )
@@ -231,11 +231,19 @@ class _Step(nn.Module):
         return Share(rows_of(inputs, "inputs"), part.origin[0], part.shape[0], seed, 1, joint)
 
 
-def _made(part: Tensor, device: torch.device) -> Tensor:
+def device_of(net: nn.Module) -> torch.device:
+    """Where a net computes; what another rank holds is on the meta device."""
+    found = (p.device for p in net.parameters() if not p.is_meta)
+    return next(found, torch.device("cpu"))
+
+
+def made(part: Tensor, device: torch.device) -> Tensor:
+    """A part of a batch on a device, with its note of which one it is."""
     note = part_of(part)
     assert note is not None
     return attach(torch.empty(part.shape, dtype=part.dtype, device=device), note)
 
 
-def _bytes(tensor: Tensor) -> int:
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of what a tensor is a view of."""
     return tensor.untyped_storage().nbytes()

@@ -33,15 +33,16 @@ _one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def weightless() -> Generator[FakeTensorMode]:
-    """Within the block, tensors have no memory and operations compute nothing.
+def weightless(mode: FakeTensorMode | None = None) -> Generator[FakeTensorMode]:
+    """Within the block, tensors have no memory and operations compute nothing; `mode` made some before.
 
     Raises `UsageError` where shapes depend on numbers, unless `counting` has an answer.
     """
     # In this thread, where the modes are: backward would else begin threads for devices.
     alone = torch.autograd.set_multithreading_enabled(False)
     try:
-        with _one_at_a_time, alone, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        fake = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+        with _one_at_a_time, alone, fake:
             yield fake
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UsageError(

@@ -1,0 +1,177 @@
+"""How much memory a rank of a pipeline needs for a training step, told without making one.
+
+    plan, rank ─► fake mesh ─► net in stages, loss ─► the rank's row, on tensors without memory ─► bytes
+
+The row is the real one: forward and backward of all micro-batches in the order of the schedule, what they
+keep, what is computed again, messages that are expected or have not left, buckets of gradients. See
+`fivefold.parallel.tiles.memory`, which does the same without stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh.fake import fake_mesh
+from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.pipeline.cut import Cut
+from fivefold.parallel.pipeline.net import Batch, PipelinedNet, some_rows
+from fivefold.parallel.tiles.costs import Costs
+from fivefold.parallel.tiles.loss import TileLoss
+from fivefold.parallel.tiles.memory import Predicted, device_of, made, storage_bytes
+from fivefold.parallel.tiles.net import Outputs, Prepared
+from fivefold.parallel.tiles.weightless import counting, weightless
+from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
+from fivefold.plan import Plan
+
+__all__ = ["predicted_in_stages"]
+
+
+def predicted_in_stages(
+    net: nn.Module,
+    plan: Plan,
+    rank: int,
+    *,
+    inputs: Any,
+    targets: Any,
+    loss: Callable[..., Any],
+    costs: Costs | None = None,
+    cut: Cut | None = None,
+) -> Predicted:
+    """As `fivefold.parallel.tiles.memory.predicted`, for a layout with a `pipe` axis.
+
+    Stages make their gradients anew in every step, so these are part of what the step makes, not of what
+    exists before it; `zero_grad` is taken to have let the old ones go, as it does by default.
+
+    Args:
+        net: the plain net, or what a rank of a pipe axis holds of it. It stays as it is.
+        plan: layout, pipeline, tiles and memory of it count.
+        rank: of all ranks of the layout.
+        inputs: the global batch, meta tensors will do; or a part of one that says so, as `shard` gives it.
+        targets: likewise.
+        loss: as for `fivefold.parallelize`.
+        costs: what plans of tiles and cuts go by; typical ones by default, since no other rank is there.
+        cut: where the net is cut, if that is known.
+
+    Raises:
+        PlanError: there is no such rank, or the plan's pipeline does not go together.
+        UsageError: the net cannot be divided so, or the memory of a step depends on numbers.
+    """
+    device = device_of(net)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mesh(plan, rank, device) as mesh:
+        shapes = map_tensors(_shape, inputs)
+        net = _stand_in(fake, net, device)
+        stages = PipelinedNet(net, mesh, shapes, costs or Costs(), cut)
+        step = _Step(stages, mesh, loss)
+        with weightless(fake):
+            batch = (
+                map_tensors(lambda leaf: step.tile(leaf, device), shapes),
+                map_tensors(lambda leaf: step.samples(leaf, device), map_tensors(_shape, targets)),
+            )
+            held = [t for t in (*net.parameters(), *net.buffers()) if not t.is_meta]
+            return step.counted(held, batch)
+
+
+class _Step:
+    """A training step of one rank."""
+
+    def __init__(self, stages: PipelinedNet, mesh: Mesh, loss: Callable[..., Any]) -> None:
+        self._stages, self._mesh = stages, mesh
+        self._loss = SharedLoss(loss, mesh.group("data"), mesh.device)
+        self._tile_loss = TileLoss(self._loss, stages.tiles)
+        self._everyone = mesh.group("data", *TILE_DIMS)
+
+    def tile(self, leaf: Tensor, device: torch.device) -> Tensor:
+        """This rank's part of an input. Ranks without a first stage have none."""
+        part = self._stages.tiles.part(leaf, self._mesh.share(leaf.shape[0]))
+        return made(part, device if self._stages.begins else torch.device("meta"))
+
+    def samples(self, leaf: Tensor, device: torch.device) -> Tensor:
+        """This replica's targets, which ranks with a last stage have."""
+        mine = self._mesh.share(leaf.shape[0])
+        part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
+        where = device if self._stages.ends else torch.device("meta")
+        return made(attach(leaf[mine.start : mine.stop], part), where)
+
+    def counted(self, held: list[Tensor], batch: tuple[Any, Any]) -> Predicted:
+        """Make a step, as a second one would be made; `held` are this rank's parameters and buffers."""
+        share = self._share(batch[0])
+        buckets = self._prepare(batch[0], share)
+        given = [leaf for leaf in leaves(batch) if not leaf.is_meta]
+        saved = 0
+        with counting([*held, *buckets, *given], self._mesh.device, max(share.rows, 1)) as count:
+            before = count.now()
+
+            def at_backward(loss: Tensor) -> Tensor:
+                nonlocal saved
+                saved = max(saved, count.now() - before)
+                return loss
+
+            self._run(*batch, share, at_backward)
+        return Predicted(
+            self._mesh.rank,
+            self._mesh.layout,
+            parameters_bytes=sum(map(storage_bytes, held)),
+            gradients_bytes=0,
+            buckets_bytes=sum(map(storage_bytes, buckets)),
+            batch_bytes=sum(map(storage_bytes, given)),
+            saved_bytes=saved,
+            peak_bytes=count.most() - before,
+        )
+
+    def _prepare(self, inputs: Any, share: Share) -> list[Tensor]:
+        """Make what stays from step to step: plans, and buckets, which are returned."""
+        self._stages.prepare(Batch(call_with, inputs, share))
+        return [b.flat for g in self._stages.gradients.values() for b in g.buckets]
+
+    def _run(
+        self, inputs: Any, targets: Any, share: Share, scaled: Callable[[Tensor], Tensor]
+    ) -> None:
+        """What `ParallelModel.step` does."""
+        weight = None
+        if self._stages.ends:
+            cut = self._tile_loss.in_tiles(targets)
+            weight = self._loss.begin(targets, self._everyone if cut else None)
+
+        def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
+            part = some_rows(targets, rows)
+            return self._tile_loss.share(outputs, part, weight, ready.share)
+
+        self._stages.step(Batch(call_with, inputs, share), own, scaled)
+
+    def _share(self, inputs: Any) -> Share:
+        part = part_of(leaves(inputs)[0])
+        assert part is not None
+        data, plan = self._mesh.group("data"), self._mesh.plan
+        joint = data if plan.parallel.batch_norm == "global" and data.size() > 1 else None
+        rows = rows_of(inputs, "inputs")
+        return Share(rows, part.origin[0], part.shape[0], plan.numerics.seed, 1, joint)
+
+
+def _shape(leaf: Tensor) -> Tensor:
+    """A leaf of the whole batch that `leaf` is, or is a part of."""
+    part = part_of(leaf)
+    shape = leaf.shape if part is None else part.shape
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+
+def _stand_in(fake: FakeTensorMode, net: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a net whose tensors have no memory."""
+    made: dict[int, Any] = {}
+    for tensor in (*net.parameters(), *net.buffers()):
+        bare = (
+            torch.empty_like(tensor, device=device) if tensor.is_meta else fake.from_tensor(tensor)
+        )
+        whole = bare.detach()
+        trained = isinstance(tensor, nn.Parameter)
+        made[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if trained else whole
+    return copy.deepcopy(net, made)
