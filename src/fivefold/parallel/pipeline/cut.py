@@ -21,7 +21,10 @@ from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.tape import Node, State, Tape, Value
 
-__all__ = ["Cut", "balanced", "named", "states_of"]
+__all__ = ["MEASURED", "Cut", "balanced", "named", "states_of"]
+
+MEASURED = "measured"
+"""`pipeline.cut` that asks for stages of about equal measured time"""
 
 _Call = tuple[str, str, int]
 """module, operation, and how many calls of it came before"""
@@ -56,13 +59,19 @@ class Cut:
         return ", ".join(f"{name} in {scope or 'the net'}" for scope, name, _ in self.begins)
 
 
-def balanced(tape: Tape, stages: int, costs: Costs | None = None) -> Cut:
-    """Cut a net into stages such that the slowest is as fast as possible, by `costs`.
+def balanced(
+    tape: Tape, stages: int, costs: Costs | None = None, node_s: Sequence[float] | None = None
+) -> Cut:
+    """Cut a net into stages such that the slowest is as fast as possible.
 
+    `node_s` are seconds of the nodes, forward and backward, estimated by `costs` unless they were measured.
     Raises `PlanError` if there are too few places to cut.
     """
     costs = costs or Costs()
-    times = np.array([3 * costs.forward_s(node) for node in tape.nodes])  # backward costs twice
+    if node_s is None:
+        node_s = [3 * costs.forward_s(node) for node in tape.nodes]  # backward costs twice
+    times = np.array(node_s)
+    assert len(times) == len(tape.nodes), "one time per node"
     sent = 2 * _crossing_bytes(tape) / costs.bytes_per_s  # there and, as a gradient, back
     tied = _tied(tape)
     free = [n for n in range(1, len(times)) if n not in tied]

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, Part, attach, part_of
 from fivefold.mesh.fake import fake_mesh
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
-from fivefold.parallel.pipeline.cut import Cut
+from fivefold.parallel.pipeline.cut import MEASURED, Cut
 from fivefold.parallel.pipeline.net import Batch, PipelinedNet, some_rows
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.loss import TileLoss
@@ -63,8 +64,14 @@ def predicted_in_stages(
 
     Raises:
         PlanError: there is no such rank, or the plan's pipeline does not go together.
-        UsageError: the net cannot be divided so, or the memory of a step depends on numbers.
+        UsageError: the net cannot be divided so, or the memory of a step depends on numbers; or it would be
+            cut by measured times, and `cut` does not say where.
     """
+    if cut is None and plan.pipeline.cut == MEASURED:
+        raise UsageError(
+            f'pipeline.cut = "{MEASURED}" is decided when a run starts: ask its model, model.memory(x, y), '
+            "or give `cut`"
+        )
     device = device_of(net)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mesh(plan, rank, device) as mesh:

@@ -20,7 +20,7 @@ from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.pipeline.check import check
-from fivefold.parallel.pipeline.cut import Cut, balanced, named
+from fivefold.parallel.pipeline.cut import MEASURED, Cut, balanced, named
 from fivefold.parallel.pipeline.describe import described
 from fivefold.parallel.pipeline.gradients import StageGradients
 from fivefold.parallel.pipeline.held import everywhere, released
@@ -29,6 +29,7 @@ from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.schedules import PAIRED, make
 from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
 from fivefold.parallel.pipeline.statistics import Notes
+from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
@@ -123,6 +124,9 @@ class PipelinedNet:
     def _cut(self) -> Cut:
         told = self._mesh.plan.pipeline.cut
         tape = self._tape()
+        if told == MEASURED:
+            found = agreed_node_s(self._net, self._mesh, self._micro_batch(), self.tiles.costs)
+            return balanced(tape, self.schedule.stages, node_s=found)
         if not told:
             return balanced(tape, self.schedule.stages)
         modules = [name.strip() for name in told.split(",")]
@@ -135,10 +139,12 @@ class PipelinedNet:
 
     def _tape(self) -> Any:
         """The net for the smallest micro-batch of the example: all ranks record the same."""
+        return self.tiles.recorded(call_with, self._micro_batch())
+
+    def _micro_batch(self) -> Any:
         total = leaves(self._example)[0].shape[0]
         rows = max(total // self._mesh.layout.data // self.schedule.micro_batches, 1)
-        inputs = map_tensors(lambda leaf: leaf.new_empty((rows, *leaf.shape[1:])), self._example)
-        return self.tiles.recorded(call_with, inputs)
+        return map_tensors(lambda leaf: leaf.new_empty((rows, *leaf.shape[1:])), self._example)
 
     def _stages(self, program: Program) -> list[Stage]:
         if id(program) not in self._divided:

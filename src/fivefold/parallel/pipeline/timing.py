@@ -1,0 +1,181 @@
+"""What every step of a program takes on this rank, forward and backward, measured without other ranks.
+
+    plan, rank ─► fake mesh ─► net in tiles ─► its steps, one by one: forward, backward at once, let go
+
+The steps are those that a rank carries out, halos, statistics and what the executor itself takes included;
+only what others send never comes. Each is differentiated before the next one begins, so that no more memory
+is needed than the largest step takes, however deep the net is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.mesh import Mesh, attach, part_of
+from fivefold.mesh.fake import fake_mesh
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.tiles.costs import Costs
+from fivefold.parallel.tiles.net import Prepared, TiledNet
+from fivefold.parallel.tiles.program import Compute, Program
+from fivefold.parallel.tiles.run import carry_out
+from fivefold.parallel.tiles.tape import Value
+from fivefold.parallel.trees import call_with, leaves, map_tensors
+from fivefold.plan import AXES, Memory, Plan
+from fivefold.trace import Tag
+
+__all__ = ["Timed", "agreed_node_s", "timed"]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of the steps of a program, by step."""
+
+    program: Program
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+
+    def node_s(self) -> list[float]:
+        """Forward and backward of every node, with the exchanges in front of it."""
+        found: list[float] = []
+        waiting = 0.0
+        for step, there, back in zip(
+            self.program.steps, self.forward_s, self.backward_s, strict=True
+        ):
+            waiting += float(there + back)
+            if isinstance(step, Compute):
+                found.append(waiting)
+                waiting = 0.0
+        return found
+
+
+def timed(
+    net: nn.Module,
+    plan: Plan,
+    rank: int,
+    example: Any,
+    *,
+    costs: Costs | None = None,
+    repeats: int = 3,
+) -> Timed:
+    """Time the steps of `rank` for a batch of the shapes of `example`, the same for every replica.
+
+    The whole net is computed, as if the layout had no `pipe` axis. Medians of `repeats` runs; one more comes
+    first. The net's numbers and gradients are afterwards what they were.
+
+    Args:
+        net: the plain net, where it shall compute.
+        plan: layout and tiles of it count.
+        rank: of all ranks of the layout.
+        example: inputs with the shapes of the samples of one replica, or of its micro-batch.
+        costs: what plans of tiles go by; typical ones by default.
+
+    Raises `UsageError` for what cannot be computed in tiles.
+    """
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    kept = dataclasses.replace(plan, memory=Memory())
+    with fake_mesh(kept, rank, device) as mesh, _unchanged(net):
+        tiles = TiledNet(net, mesh, costs or Costs())
+        ready = _prepared(tiles, example, mesh)
+        runs = [_run(tiles, ready) for _ in range(repeats + 1)]
+    found = np.median(np.array(runs[1:]), axis=0)
+    return Timed(ready.program, found[:, 0], found[:, 1])
+
+
+def agreed_node_s(net: nn.Module, mesh: Mesh, example: Any, costs: Costs) -> list[float]:
+    """Seconds of every node, the median of all ranks, which measure at the same time. Collective."""
+    own = timed(net, mesh.plan, mesh.rank, example, costs=costs).node_s()
+    told = torch.tensor(own, dtype=torch.float64, device=mesh.device)
+    return comm.all_gather(told, mesh.group(*AXES), Tag.CONTROL).median(dim=0).values.tolist()
+
+
+def _prepared(tiles: TiledNet, example: Any, mesh: Mesh) -> Prepared:
+    """Random numbers for one replica."""
+    rows = range(leaves(example)[0].shape[0])
+
+    def part(leaf: Tensor) -> Tensor:
+        cut = tiles.part(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), rows)
+        made = torch.zeros(cut.shape, dtype=leaf.dtype, device=mesh.device)
+        note = part_of(cut)
+        assert note is not None
+        return attach(made.uniform_() if made.is_floating_point() else made, note)
+
+    group = mesh.group("data")
+    joint = group if mesh.plan.parallel.batch_norm == "global" and group.size() > 1 else None
+    share = Share(len(rows), 0, len(rows) * group.size(), 0, 1, joint)
+    return tiles.prepare(call_with, map_tensors(part, example), share, len(rows))
+
+
+def _run(tiles: TiledNet, ready: Prepared) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of every step."""
+    program, state = ready.program, tiles.state()
+    found = [(0.0, 0.0)] * len(program.steps)
+    values = dict(zip(program.tape.inputs, ready.inputs, strict=True))
+    for span in _together(program):
+        given = {index: values[index] for index in _read(program, span)}
+        begin = time.perf_counter()
+        made = carry_out(
+            program, dict(given), span, set(), state=state, moment=ready.moment, group=tiles.group
+        )
+        there = time.perf_counter() - begin
+        new = {index: tensor for index, tensor in made.items() if index not in given}
+        found[span.start] = there, _backward_s([t for t in new.values() if t.requires_grad])
+        values |= {i: t.detach().requires_grad_(t.requires_grad) for i, t in new.items()}
+        for index in given:
+            if program.last_use.get(index, -1) < span.stop:
+                del values[index]
+        for tensor in state.values():
+            tensor.grad = None
+    return found
+
+
+def _together(program: Program) -> Generator[range]:
+    """Steps of which the later ones change in place what the first one makes: it is told for all."""
+    first = 0
+    for number in range(1, len(program.steps) + 1):
+        step = program.steps[number] if number < len(program.steps) else None
+        if not (isinstance(step, Compute) and step.in_place):
+            yield range(first, number)
+            first = number
+
+
+def _read(program: Program, span: range) -> set[int]:
+    """Values that some steps take from others."""
+    steps = [program.steps[number] for number in span]
+    refs = (r for s in steps for r in (s.operands if isinstance(s, Compute) else (s.source,)))
+    own = {i for s in steps for i in (s.node.outputs if isinstance(s, Compute) else (s.target,))}
+    return {ref.index for ref in refs if isinstance(ref, Value)} - own
+
+
+def _backward_s(made: Sequence[Tensor]) -> float:
+    """Seconds to differentiate what a step made. A value that several steps read adds up its gradients."""
+    if not made:
+        return 0.0
+    grads = [torch.ones_like(tensor) for tensor in made]
+    begin = time.perf_counter()
+    torch.autograd.backward(list(made), grads)
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def _unchanged(net: nn.Module) -> Generator[None]:
+    """Put back what the block does to buffers and gradients."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in net.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, grad in grads:
+            parameter.grad = grad
