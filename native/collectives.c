@@ -6,8 +6,6 @@
 /* While a rank reads no more than this from all others, every rank adds everything, in one round; above, each
  * adds a slice, and they are shared. */
 static const size_t WHOLE_BYTES = 16 * 1024;
-/* What is added at a time of tensors that all ranks see, so that it is still cached when it is copied. */
-static const size_t PIECE_BYTES = 16 * 1024;
 
 static size_t least(size_t a, size_t b)
 {
@@ -180,65 +178,38 @@ static int reduce_slices(struct run *run, const struct slices *of, bool begun)
     return FF_OK;
 }
 
-/* Where every rank's tensor lies, as far as it lies in an arena that is mapped here; how many do. */
-static int see_tensors(const struct run *run, uint32_t round, char **tensors)
+/* Whether the others may reach the tensor of this rank. They write to one in an arena, so it has to hold the
+ * result as well. */
+static bool offer(struct run *run, size_t bytes)
 {
-    ff_group *group = run->group;
-    int seen = 0;
-    for (int q = 0; q < group->ranks; q++) {
-        uint64_t place = ff_posted(group, q, round)->place;
-        tensors[q] = q == group->rank ? (char *)run->call->in : group->peers[q].arena + place - 1;
-        seen += place > 0;
-    }
-    return seen;
+    const ff_call *call = run->call;
+    if (call->in == call->out || !wants_result(run) || !ff_place(run->group, call->in, bytes))
+        return ff_offer(run, call->in, bytes);
+    return false;
 }
 
-/* All tensors are shared: rank r adds slice r where it lies and writes the sum to all of them. */
-static int reduce_in_place(struct run *run, size_t bytes, char **tensors)
-{
-    ff_group *group = run->group;
-    size_t slice = share(bytes, (size_t)group->ranks, 64);
-    size_t end = least(((size_t)group->rank + 1) * slice, bytes);
-    const void *sources[FF_MAX_RANKS];
-    for (size_t at = (size_t)group->rank * slice; at < end; at += PIECE_BYTES) {
-        size_t piece = least(PIECE_BYTES, end - at);
-        char *sum = tensors[group->rank] + at;
-        for (int q = 0; q < group->ranks; q++)
-            sources[q] = tensors[q] + at;
-        reduction(run)(sum, sources, group->ranks, piece / run->size);
-        for (int q = 0; q < group->ranks; q++)
-            if (q != group->rank)
-                memcpy(tensors[q] + at, sum, piece);
-    }
-    return ff_turn(run);
-}
-
-static uint64_t place_in_arena(const struct run *run, size_t bytes)
-{
-    const struct peer *own = &run->group->peers[run->group->rank];
-    const char *data = run->call->in;
-    bool inside = own->arena && data >= own->arena && data + bytes <= own->arena + own->arena_bytes;
-    return inside && data == run->call->out ? (uint64_t)(data - own->arena) + 1 : 0;
-}
-
-/* Nobody knows beforehand whether all tensors lie in arenas. So each rank tells in round 0 where its own is, and
- * one that is in no arena puts its first chunk as well. If all are, they are added in place; if none is, the
- * first chunk has been put; if only some are, all begin anew. */
+/* Nobody knows beforehand whether all tensors can be reached. So each rank tells in round 0 where its own is, and
+ * one that offers none puts its first chunk as well. If all can be reached, they are added where they lie; if none
+ * can, the first chunk has been put; if only some can, all begin anew. */
 static int reduce_large(struct run *run, size_t bytes)
 {
     ff_group *group = run->group;
     const struct slices of = slices_of(group, bytes, false);
-    char *tensors[FF_MAX_RANKS];
+    struct view views[FF_MAX_RANKS];
     uint32_t round = group->round;
-    run->place = run->call->kind == FF_ALLREDUCE ? place_in_arena(run, bytes) : 0;
-    if (!run->place)
+    if (!offer(run, bytes))
         put_slices(run, &of, 0);
     int status = ff_turn(run);
     if (status)
         return status;
-    int seen = see_tensors(run, round, tensors);
-    run->place = 0;
-    return seen == group->ranks ? reduce_in_place(run, bytes, tensors) : reduce_slices(run, &of, !seen);
+    int seen = ff_look(run, round, views), mapped = 0;
+    for (int q = 0; q < group->ranks; q++)
+        mapped += ff_posted(group, q, round)->place > 0;
+    if (mapped == group->ranks)
+        return ff_sum_in_place(run, bytes, views);
+    if (seen == group->ranks && run->call->kind == FF_ALLREDUCE)
+        return ff_sum_reached(run, bytes, views);
+    return reduce_slices(run, &of, !seen);
 }
 
 int ff_run_all_reduce(struct run *run)
@@ -253,24 +224,33 @@ int ff_run_all_reduce(struct run *run)
                                                                           : reduce_large(run, bytes);
 }
 
+/* As with reduce_large, the first round tells who can be reached. */
 int ff_run_reduce_scatter(struct run *run)
 {
     ff_group *group = run->group;
     const struct slices of = slices_of(group, run->call->count * run->size, true);
+    struct view views[FF_MAX_RANKS];
     if (!reduction(run))
         return cannot_reduce(run);
     if (!of.chunks)
         return ff_turn(run);
-    for (size_t k = 0; k < of.chunks; k++) {
-        uint32_t round = group->round;
-        put_slices(run, &of, k);
-        int status = ff_turn(run);
-        if (status)
-            return status;
-        add_slice(run, &of, k, round,
-                  (char *)run->call->out + slice_at(&of, group, k, group->rank));
+    uint32_t round = group->round;
+    if (run->call->ins || !ff_offer(run, run->call->in, of.total * (size_t)group->ranks))
+        put_slices(run, &of, 0);
+    int status = ff_turn(run);
+    int seen = status ? 0 : ff_look(run, round, views);
+    if (seen == group->ranks)
+        return ff_sum_blocks(run, of.total, views);
+    for (size_t k = 0; k < of.chunks && !status; k++) {
+        if (k > 0 || seen) {
+            round = group->round;
+            put_slices(run, &of, k);
+            status = ff_turn(run);
+        }
+        if (!status)
+            add_slice(run, &of, k, round, (char *)run->call->out + slice_at(&of, group, k, group->rank));
     }
-    return FF_OK;
+    return status;
 }
 
 int ff_execute(struct run *run)

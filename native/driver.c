@@ -18,7 +18,7 @@ enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
 static int ranks = 4, rounds = 150;
 static unsigned seed = 1;
 static void *memory, *arenas[FF_MAX_RANKS];
-static size_t arena_bytes = MOST * 8;
+static size_t arena_bytes;
 static void *slots;
 
 #define CHECK(condition, ...)                                                                       \
@@ -122,9 +122,12 @@ static ff_call drawn(struct rank *own, unsigned *state)
         call.kind = FF_ALLTOALL;
     call.root = (int)draw(state, (unsigned)ranks);
     call.count = draw(state, size + 1);
-    bool in_arena = draw(state, 2) && call.kind == FF_ALLREDUCE;
-    call.in = in_arena ? arenas[own->rank] : own->in;
-    call.out = in_arena ? arenas[own->rank] : own->out;
+    static const unsigned none = 0, all = ~0u;
+    const unsigned in_arena[] = {none, all, draw(state, 1u << ranks)};      /* one bit per rank */
+    bool here = in_arena[draw(state, 3)] >> own->rank & 1;
+    bool in_place = call.kind == FF_ALLREDUCE || call.kind == FF_REDUCE;
+    call.in = here ? arenas[own->rank] : own->in;
+    call.out = here && in_place ? arenas[own->rank] : own->out;
     call.timeout_s = 60;
     return call;
 }
@@ -138,7 +141,8 @@ static void collectives(struct rank *own)
         unsigned later = draw(&state, 2);
         fill(own, k, call.count, has_blocks_in(call.kind) ? ranks : 1);
         if (call.in == arenas[own->rank])
-            memcpy(arenas[own->rank], own->in, call.count * sizeof(float));
+            memcpy(arenas[own->rank], own->in,
+                   call.count * sizeof(float) * (has_blocks_in(call.kind) ? (size_t)ranks : 1));
         if (later) {
             ff_op *op = ff_post(own->group, &call);
             if (draw(&state, 2))
@@ -150,6 +154,9 @@ static void collectives(struct rank *own)
         }
         CHECK(report.status == FF_OK, "kind %u: status %u", call.kind, report.status);
         verify(own, &call, k);
+        if (call.kind == FF_REDUCE && call.root != own->rank)
+            for (size_t i = 0; i < call.count; i++)
+                CHECK(((const float *)call.in)[i] == value(k, own->rank, 0, i), "not the root's");
     }
 }
 
@@ -185,17 +192,18 @@ static void mismatch(struct rank *own)
 }
 
 /* To everyone else, several sizes, received in the opposite order of tags, one of them from anyone. */
-static void messages(struct rank *own)
+static void messages(struct rank *own, bool in_arena)
 {
     static const size_t counts[] = {0, 5, 3000, MOST / 2};
     enum { TAGS = 4 };
     ff_message *sent[FF_MAX_RANKS][TAGS];
     ff_report report = {0};
+    float *data = in_arena ? arenas[own->rank] : own->in;
     for (size_t i = 0; i < MOST; i++)
-        own->in[i] = value(1, own->rank, 0, i);
+        data[i] = value(1, own->rank, 0, i);
     for (int q = 0; q < ranks; q++)
         for (int tag = 0; tag < TAGS; tag++)
-            sent[q][tag] = ff_send(own->group, q, tag, own->in, counts[tag] * sizeof(float), 60);
+            sent[q][tag] = ff_send(own->group, q, tag, data, counts[tag] * sizeof(float), 60);
     for (int tag = TAGS - 1; tag >= 0; tag--)
         for (int q = 0; q < ranks; q++) {
             ff_message *got = ff_receive(own->group, tag == 1 ? -1 : q, tag, own->out,
@@ -242,6 +250,15 @@ static void leave(struct rank *own)
     ff_group_close(own->group);
 }
 
+/* From now on large tensors are read where they lie. */
+static void probe(struct rank *own)
+{
+    ff_report report = {0};
+    CHECK(ff_group_probe(own->group, 60, &report) == FF_OK, "status %u", report.status);
+    CHECK(report.other_count == 0, "rank %d cannot read rank %d: errno %llu", report.other,
+          report.other_root, (unsigned long long)report.other_count);
+}
+
 static void *rank_main(void *argument)
 {
     struct rank own = {.rank = (int)(intptr_t)argument};
@@ -254,7 +271,12 @@ static void *rank_main(void *argument)
     collectives(&own);
     uneven(&own);
     mismatch(&own);
-    messages(&own);
+    messages(&own, false);
+    messages(&own, true);
+    probe(&own);
+    collectives(&own);
+    uneven(&own);
+    messages(&own, false);
     share_slots(&own);
     leave(&own);
     free(own.in);
@@ -269,6 +291,7 @@ int main(int count, char **words)
     rounds = count > 2 ? atoi(words[2]) : rounds;
     seed = count > 3 ? (unsigned)atoi(words[3]) : seed;
     CHECK(ranks >= 2 && ranks <= 16, "2 to 16 ranks");
+    arena_bytes = MOST * sizeof(float) * (size_t)ranks;
     memory = zeroed(ff_group_bytes(ranks, STAGING, RING));
     CHECK(ff_group_set_up(memory, ranks, STAGING, RING) == 0, "set up");
     slots = zeroed(ff_slots_bytes(SLOTS));

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 1          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 2          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_RANKS 256
 
 enum ff_kind {
@@ -40,7 +40,8 @@ enum ff_status {
     FF_TOO_SHORT,    /* rank `other` sent `other_count` bytes, fewer than the buffer holds */
     FF_UNSUPPORTED,  /* this dtype has no such reduction */
     FF_NO_MEMORY,
-    FF_CLOSED        /* this rank closed the group meanwhile */
+    FF_CLOSED,       /* this rank closed the group meanwhile */
+    FF_UNREADABLE    /* the memory of `missing`, which could be read before, cannot any more */
 };
 
 /* What went wrong, and who is missing (one bit per rank). */
@@ -98,6 +99,10 @@ FF_API int ff_group_set_up(void *memory, int ranks, size_t staging, size_t ring)
 FF_API ff_group *ff_group_open(void *memory, int rank, int crowded);
 /* How to notice the end of a peer (pidfd, or -1), and where its arena is mapped here (or NULL). */
 FF_API void ff_group_peer(ff_group *group, int rank, int pidfd, void *arena, size_t arena_bytes);
+/* Find out, once all ranks have opened the group, whether each may read the memory of each (see reach.c); large
+ * tensors then need not be staged. Collective. FF_OK either way: if rank `other` may not read that of rank
+ * `other_root`, `other_count` is the errno that it got. */
+FF_API int ff_group_probe(ff_group *group, double timeout_s, ff_report *report);
 FF_API void ff_group_break(ff_group *group);  /* every rank that waits gives up */
 FF_API void ff_group_close(ff_group *group);
 

@@ -26,7 +26,7 @@ struct post {
     int32_t root;
     uint64_t count;
     uint64_t place;                         /* of the tensor in the rank's arena, + 1; 0: elsewhere */
-    uint64_t bytes;                         /* of that piece of the arena */
+    uint64_t address;                       /* of the tensor in the rank's process; 0: not to be read there */
     unsigned char inlined[INLINED];
 };
 
@@ -49,7 +49,7 @@ struct shared {
 };
 
 struct peer {
-    int pidfd;
+    int pidfd, pid;
     char *arena;
     size_t arena_bytes;
 };
@@ -65,6 +65,8 @@ struct ff_group {
     int rank, ranks;
     size_t staging_bytes, ring_bytes;
     bool crowded;
+    bool reaches;                           /* every rank may read the memory of every rank */
+    uint64_t token;                         /* what the others read to find that out */
     struct peer peers[FF_MAX_RANKS];
 
     uint32_t round;                         /* belongs to whoever runs an operation */
@@ -95,7 +97,15 @@ struct run {
     struct patience patience;
     ff_report *report;
     bool checked;                           /* that all ranks ask for the same */
-    uint64_t place;
+    const void *offered;                    /* the tensor that the others may reach, told in the next post */
+    uint64_t place, address;
+};
+
+/* A tensor of another rank, as this one can reach it: mapped here, at an address there, or not at all. */
+struct view {
+    int rank;
+    char *mapped;
+    uint64_t address;
 };
 
 /* waiting.c */
@@ -118,6 +128,20 @@ void ff_miss(ff_report *report, int rank);
 char *ff_staging(const ff_group *group, int rank, uint32_t round);
 struct post *ff_posted(const ff_group *group, int rank, uint32_t round);
 int ff_turn(struct run *run);
+
+/* reach.c */
+uint64_t ff_place(const ff_group *group, const void *data, size_t bytes);
+bool ff_offer(struct run *run, const void *data, size_t bytes);
+struct view ff_view(const ff_group *group, int rank, uint64_t place, uint64_t address);
+int ff_look(struct run *run, uint32_t round, struct view *views);
+bool ff_sees(const struct view *view);
+int ff_read_from(const ff_group *group, const struct view *view, size_t at, void *to, size_t bytes);
+int ff_fetch(struct run *run, const struct view *view, size_t at, const void *staged, void *to, size_t bytes);
+
+/* sums.c */
+int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views);
+int ff_sum_reached(struct run *run, size_t bytes, const struct view *views);
+int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views);
 
 /* collectives.c, transfers.c */
 int ff_execute(struct run *run);

@@ -4,6 +4,9 @@
  *     send A (tag 1)   ->   | head A | A A A | head B | B |   ->   receive tag 2: B; A waits as a stray
  *     send B (tag 2)                                              receive tag 1: A
  *
+ * Of a message that does not fit into the ring only the head is written, if the reader can reach the rest where
+ * it lies (reach.c); it takes the head out when it has read it all.
+ *
  * Whoever waits moves all messages of the rank, in both directions; while nobody waits, a thread does.
  */
 #define _GNU_SOURCE
@@ -40,12 +43,13 @@ static void unlink_from(ff_message **list, ff_message *message)
 {
     while (*list && *list != message)
         list = &(*list)->next;
-    if (*list)
-        *list = message->next;
+    if (!*list)
+        return;
+    *list = message->next;
     message->next = NULL;
 }
 
-static void append_to(ff_message **list, ff_message *message)
+void ff_messages_append(ff_message **list, ff_message *message)
 {
     while (*list)
         list = &(*list)->next;
@@ -56,7 +60,12 @@ static void append_to(ff_message **list, ff_message *message)
 static void drop(ff_group *group, ff_message *message, int status)
 {
     struct messages *all = group->messages;
-    unlink_from(message->sends ? &all->sends[message->peer] : &all->receives, message);
+    if (message->sends) {
+        unlink_from(&all->sends[message->peer], message);
+        unlink_from(&all->offers[message->peer], message);
+    } else {
+        unlink_from(&all->receives, message);
+    }
     for (int q = 0; q < group->ranks; q++)
         if (all->coming[q].message == message)
             all->coming[q].message = NULL;
@@ -91,17 +100,23 @@ static int outlook(ff_group *group, ff_message *message)
     return ff_give_up(group, report, FF_TIMEOUT);
 }
 
+static void drop_hopeless_of(ff_group *group, ff_message *first)
+{
+    for (ff_message *next, *message = first; message; message = next) {
+        next = message->next;
+        int status = outlook(group, message);
+        if (status)
+            drop(group, message, status);
+    }
+}
+
 static void drop_hopeless(ff_group *group)
 {
     struct messages *all = group->messages;
-    for (int q = -1; q < group->ranks; q++) {
-        ff_message *next, *message = q < 0 ? all->receives : all->sends[q];
-        for (; message; message = next) {
-            next = message->next;
-            int status = outlook(group, message);
-            if (status)
-                drop(group, message, status);
-        }
+    drop_hopeless_of(group, all->receives);
+    for (int q = 0; q < group->ranks; q++) {
+        drop_hopeless_of(group, all->sends[q]);
+        drop_hopeless_of(group, all->offers[q]);
     }
 }
 
@@ -166,9 +181,9 @@ static ff_message *post(ff_group *group, ff_message message, double timeout_s)
     all->pending++;
     all->posted_ns = ff_now_ns();
     if (own->sends)
-        append_to(&all->sends[own->peer], own);
+        ff_messages_append(&all->sends[own->peer], own);
     else if (!ff_messages_take_stray(group, own))
-        append_to(&all->receives, own);
+        ff_messages_append(&all->receives, own);
     ff_messages_move(group);
     if (!atomic_load(&own->done)) {
         if (!all->has_thread)

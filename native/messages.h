@@ -6,10 +6,12 @@
 
 struct ff_message {
     bool sends, begun, forgotten;
+    bool offered;               /* not written to the ring: the reader takes it where it lies */
     int peer;                   /* -1: anyone, until a message has come */
     int32_t tag;
     char *data;
     uint64_t bytes, at;         /* at: how much has been moved */
+    uint64_t mark;              /* of an offered one: what the ring's `taken` reaches when it has been read */
     uint64_t deadline_ns;
     ff_report report;
     _Atomic uint32_t done;
@@ -31,6 +33,7 @@ struct stray {
 struct coming {
     bool active;
     uint64_t bytes, at;
+    struct view view;           /* of an offered message */
     ff_message *message;        /* its reader, or */
     struct stray *stray;
 };
@@ -39,6 +42,7 @@ struct messages {
     pthread_mutex_t lock;
     pthread_cond_t work;
     ff_message *sends[FF_MAX_RANKS];    /* to each peer, the first of them being written */
+    ff_message *offers[FF_MAX_RANKS];   /* to each peer, those that it has not read yet */
     ff_message *receives;               /* in the order in which they were posted */
     struct stray *strays;               /* in the order in which they came */
     struct coming coming[FF_MAX_RANKS];
@@ -49,9 +53,10 @@ struct messages {
     pthread_t thread;
 };
 
-/* rings.c; the lock is held */
+/* messages.c, rings.c; the lock is held */
 bool ff_messages_move(ff_group *group);                              /* whether anything moved */
 bool ff_messages_take_stray(ff_group *group, ff_message *message);
+void ff_messages_append(ff_message **list, ff_message *message);
 void ff_messages_settle(struct messages *all, ff_message *message, int status);
 
 #endif

@@ -114,6 +114,7 @@ int ff_turn(struct run *run)
     own->root = run->call->root;
     own->count = run->call->count;
     own->place = run->place;
+    own->address = run->address;
     atomic_store(&own->flag, group->round + 1);
     if (atomic_load(&own->sleepers))
         ff_futex_wake(&own->flag);

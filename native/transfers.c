@@ -36,50 +36,71 @@ int ff_run_barrier(struct run *run)
     return ff_turn(run);
 }
 
+/* One round more, if tensors were read where they lie: only then may their owners change them. */
+static int part(struct run *run, int seen)
+{
+    return seen ? ff_turn(run) : FF_OK;
+}
+
 /* The others post as soon as they have read what came before, so the root fills a staging while they read
- * the other one. */
+ * the other one. Or it offers the tensor as a whole. */
 int ff_run_broadcast(struct run *run)
 {
     ff_group *group = run->group;
-    size_t total = block_bytes(run), step = group->staging_bytes;
+    size_t total = block_bytes(run), step = group->staging_bytes, at = 0;
     bool root = group->rank == run->call->root;
-    size_t at = 0;
+    bool offered = root && ff_offer(run, run->call->in, total);
+    struct view views[FF_MAX_RANKS];
+    int seen = 0;
     do {
-        size_t bytes = least(step, total - at);
         uint32_t round = group->round;
-        if (root)
+        size_t bytes = least(step, total - at);
+        if (root && !offered)
             copy(ff_staging(group, group->rank, round), (const char *)run->call->in + at, bytes);
         int status = ff_turn(run);
         if (status)
             return status;
+        if (at == 0 && (seen = ff_look(run, round, views)))
+            bytes = total;
         if (!root)
-            copy((char *)run->call->out + at, ff_staging(group, run->call->root, round), bytes);
+            status = ff_fetch(run, &views[run->call->root], at, ff_staging(group, run->call->root, round),
+                              (char *)run->call->out + at, bytes);
+        if (status)
+            return status;
         at += bytes;
     } while (at < total);
-    return FF_OK;
+    return part(run, seen);
 }
 
-/* Gather, at `root`, or everywhere. */
+/* Gather, at `root`, or everywhere. Those that offer nothing stage piece by piece. */
 static int gather(struct run *run, bool here)
 {
     ff_group *group = run->group;
     size_t total = block_bytes(run), step = group->staging_bytes, at = 0;
+    bool offered = ff_offer(run, run->call->in, total);
+    struct view views[FF_MAX_RANKS];
+    int seen = 0;
     if (here)
         copy(block_out(run, group->rank), run->call->in, total);
     do {
-        size_t bytes = least(step, total - at);
         uint32_t round = group->round;
-        copy(ff_staging(group, group->rank, round), (const char *)run->call->in + at, bytes);
+        size_t bytes = least(step, total - at);
+        if (!offered)
+            copy(ff_staging(group, group->rank, round), (const char *)run->call->in + at, bytes);
         int status = ff_turn(run);
         if (status)
             return status;
+        if (at == 0 && (seen = ff_look(run, round, views)) == group->ranks)
+            bytes = total;
         for (int i = 1; here && i < group->ranks; i++) {
             int q = (group->rank + i) % group->ranks;
-            copy(block_out(run, q) + at, ff_staging(group, q, round), bytes);
+            if ((status = ff_fetch(run, &views[q], at, ff_staging(group, q, round), block_out(run, q) + at,
+                                   bytes)))
+                return status;
         }
         at += bytes;
     } while (at < total);
-    return FF_OK;
+    return part(run, seen);
 }
 
 int ff_run_all_gather(struct run *run)
@@ -103,24 +124,32 @@ int ff_run_scatter(struct run *run)
     ff_group *group = run->group;
     size_t total = block_bytes(run), step = room(group), at = 0;
     bool root = group->rank == run->call->root;
+    bool offered = root && !run->call->ins && ff_offer(run, run->call->in, total * (size_t)group->ranks);
+    struct view views[FF_MAX_RANKS];
+    int seen = 0;
     if (root)
         copy(run->call->out, block_in(run, group->rank), total);
     do {
-        size_t bytes = least(step, total - at);
         uint32_t round = group->round;
+        size_t bytes = least(step, total - at);
         char *own = ff_staging(group, group->rank, round);
-        for (int q = 0; root && q < group->ranks; q++)
+        for (int q = 0; root && !offered && q < group->ranks; q++)
             if (q != group->rank)
                 copy(own + (size_t)q * step, block_in(run, q) + at, bytes);
         int status = ff_turn(run);
         if (status)
             return status;
+        if (at == 0 && (seen = ff_look(run, round, views)))
+            bytes = total;
+        const char *staged = ff_staging(group, run->call->root, round) + (size_t)group->rank * step;
         if (!root)
-            copy((char *)run->call->out + at,
-                 ff_staging(group, run->call->root, round) + (size_t)group->rank * step, bytes);
+            status = ff_fetch(run, &views[run->call->root], (size_t)group->rank * total + at, staged,
+                              (char *)run->call->out + at, bytes);
+        if (status)
+            return status;
         at += bytes;
     } while (at < total);
-    return FF_OK;
+    return part(run, seen);
 }
 
 /* What goes from every rank to every other, in bytes, and where it lies here. */
@@ -129,6 +158,10 @@ struct exchange {
     const char *in[FF_MAX_RANKS];
     char *out[FF_MAX_RANKS];
     size_t most;            /* of all blocks of all ranks */
+    size_t in_total;
+    size_t from[FF_MAX_RANKS];      /* where the block for this rank lies in the tensor of another */
+    struct view views[FF_MAX_RANKS];
+    int seen;               /* how many ranks offer their tensor; -1: not known yet */
 };
 
 static void lay_out(const struct run *run, struct exchange *of)
@@ -142,6 +175,8 @@ static void lay_out(const struct run *run, struct exchange *of)
         of->out_bytes[q] = (equal ? call->count : call->out_counts[q]) * run->size;
         of->in[q] = call->ins ? call->ins[q] : in;
         of->out[q] = call->outs ? call->outs[q] : out;
+        of->from[q] = (size_t)run->group->rank * of->in_bytes[q];
+        of->in_total += of->in_bytes[q];
         in += call->ins ? 0 : of->in_bytes[q];
         out += call->outs ? 0 : of->out_bytes[q];
     }
@@ -161,9 +196,13 @@ static int agree(struct run *run, struct exchange *of)
     int status = ff_turn(run);
     if (status)
         return status;
+    of->seen = ff_look(run, round, of->views);
     of->most = 0;
     for (int from = 0; from < group->ranks; from++) {
         const uint64_t *sent = (const uint64_t *)ff_staging(group, from, round);
+        of->from[from] = 0;
+        for (int to = 0; to < group->rank; to++)
+            of->from[from] += sent[to];
         for (int to = 0; to < group->ranks; to++) {
             const uint64_t *expected = (const uint64_t *)ff_staging(group, to, round) + group->ranks;
             if (sent[to] > of->most)
@@ -180,32 +219,59 @@ static int agree(struct run *run, struct exchange *of)
     return FF_OK;
 }
 
+static void put_blocks(struct run *run, const struct exchange *of, size_t at)
+{
+    ff_group *group = run->group;
+    size_t step = room(group);
+    char *own = ff_staging(group, group->rank, group->round);
+    for (int i = 1; i < group->ranks; i++) {
+        int q = (group->rank + i) % group->ranks;
+        size_t bytes = of->in_bytes[q] > at ? least(step, of->in_bytes[q] - at) : 0;
+        copy(own + (size_t)q * step, of->in[q] + at, bytes);
+    }
+}
+
+static int get_blocks(struct run *run, const struct exchange *of, size_t at, size_t most, uint32_t round)
+{
+    ff_group *group = run->group;
+    size_t place = (size_t)group->rank * room(group);
+    int status = FF_OK;
+    for (int i = 1; i < group->ranks && !status; i++) {
+        int q = (group->rank + i) % group->ranks;
+        size_t bytes = of->out_bytes[q] > at ? least(most, of->out_bytes[q] - at) : 0;
+        status = ff_fetch(run, &of->views[q], of->from[q] + at, ff_staging(group, q, round) + place,
+                          of->out[q] + at, bytes);
+    }
+    return status;
+}
+
 int ff_run_all_to_all(struct run *run)
 {
     ff_group *group = run->group;
-    size_t step = room(group), at = 0;
+    size_t at = 0, step = room(group);
     struct exchange of;
+    of.seen = -1;
+    of.in_total = 0;
     lay_out(run, &of);
+    bool offered = !run->call->ins && ff_offer(run, run->call->in, of.in_total);
     int status = run->call->kind == FF_ALLTOALLV ? agree(run, &of) : FF_OK;
     if (status)
         return status;
     copy(of.out[group->rank], of.in[group->rank], of.in_bytes[group->rank]);
     do {
         uint32_t round = group->round;
-        char *own = ff_staging(group, group->rank, round);
-        for (int i = 1; i < group->ranks; i++) {
-            int q = (group->rank + i) % group->ranks;
-            size_t bytes = of.in_bytes[q] > at ? least(step, of.in_bytes[q] - at) : 0;
-            copy(own + (size_t)q * step, of.in[q] + at, bytes);
+        if (of.seen < group->ranks) {
+            if (!offered)
+                put_blocks(run, &of, at);
+            if ((status = ff_turn(run)))
+                return status;
         }
-        if ((status = ff_turn(run)))
+        if (of.seen < 0)
+            of.seen = ff_look(run, round, of.views);
+        step = of.seen == group->ranks ? of.most : step;
+        if ((status = get_blocks(run, &of, at, step, round)))
             return status;
-        for (int i = 1; i < group->ranks; i++) {
-            int q = (group->rank + i) % group->ranks;
-            size_t bytes = of.out_bytes[q] > at ? least(step, of.out_bytes[q] - at) : 0;
-            copy(of.out[q] + at, ff_staging(group, q, round) + (size_t)group->rank * step, bytes);
-        }
         at += step;
     } while (at < of.most);
-    return FF_OK;
+    return part(run, of.seen);
 }

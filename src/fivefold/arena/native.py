@@ -28,7 +28,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 1
+ABI = 2
 LIBRARY = "libfivefold_core.so"
 MAX_RANKS = 256
 
@@ -96,6 +96,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_set_up": (c_int, pointer, c_int, c_size_t, c_size_t),
     "ff_group_open": (pointer, pointer, c_int, c_int),
     "ff_group_peer": (None, pointer, c_int, c_int, pointer, c_size_t),
+    "ff_group_probe": (c_int, pointer, c_double, POINTER(Report)),
     "ff_group_break": (None, pointer),
     "ff_group_close": (None, pointer),
     "ff_run": (c_int, pointer, POINTER(Call), POINTER(Report)),

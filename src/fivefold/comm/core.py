@@ -18,9 +18,10 @@ STAGING_BYTES = 256 << 10
 RING_BYTES = 256 << 10
 """per ordered pair of ranks; takes memory once the pair exchanges messages"""
 
-(_TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED) = (
-    range(1, 11)
-)  # fmt: skip
+(
+    _TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED,
+    _UNREADABLE,
+) = range(1, 12)  # fmt: skip
 
 
 @dataclass
@@ -73,6 +74,20 @@ class Core:
         done = library.ff_group_set_up(segment.address, size, STAGING_BYTES, RING_BYTES)
         assert done == 0, "sizes are multiples of pages"
         return segment
+
+    def probe(self, timeout_s: float) -> str:
+        """Let the ranks find out whether each may read the memory of each; why not, or nothing. Collective.
+
+        Raises `RuntimeError` when a rank does not come.
+        """
+        report = Report()
+        call = Call(kind=KINDS.index("barrier"))
+        if core().ff_group_probe(self.pointer, timeout_s, ctypes.byref(report)):
+            raise explain(self, report, call)
+        if not report.other_count:
+            return ""
+        why = os.strerror(int(report.other_count))
+        return f"rank {report.other} may not read the memory of rank {report.other_root} ({why})"
 
     def run(self, call: Call) -> None:
         """Run a collective and return when it is done. Raises `RuntimeError`."""
@@ -137,6 +152,7 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
         _DIED: f"the process of {who} has ended",
         _LEFT: f"{who} has left the group",
         _CLOSED: "it closed the group while this was under way",
+        _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
         _NO_MEMORY: "no memory",
     }.get(status, f"status {status}")
 

@@ -8,7 +8,9 @@ rank 0       passes the memory and all arenas to each
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +25,7 @@ from fivefold.comm.own_arena import mapped, own_arena
 
 __all__ = ["Apart", "meet"]
 
+_log = logging.getLogger(__name__)
 _MOST_RANKS = 240
 """as many arenas fit into one message"""
 
@@ -65,7 +68,21 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
             gate.close()
     memory, arenas = Segment.attach(fds[0]), [mapped(fd) for fd in fds[1:]]
     watches = [watch(pid) for pid in pids]
-    return Core(rank, size, memory, arenas, watches, _is_crowded(members), name)
+    group = Core(rank, size, memory, arenas, watches, _is_crowded(members), name)
+    if size > 1:
+        _note_staging(group.probe(timeout_s), rank)
+    return group
+
+
+@functools.cache
+def _note_staging(why: str, rank: int) -> None:
+    """One line per reason and process, of the first rank."""
+    if why and rank == 0:
+        _log.warning(
+            "%s: large tensors outside the arena are copied twice instead of once; a container needs "
+            "--cap-add=SYS_PTRACE for that, a machine sysctl kernel.yama.ptrace_scope=0",
+            why,
+        )
 
 
 def _own_problem() -> str:

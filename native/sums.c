@@ -1,0 +1,96 @@
+/* Sums of tensors that all ranks can reach where they lie (reach.c). */
+#include "internal.h"
+
+#include <string.h>
+
+/* What is added at a time, so that it is still cached when it is copied. */
+static const size_t PIECE_BYTES = 16 * 1024;
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static ff_reduce reduction(const struct run *run)
+{
+    return ff_reduction_of(run->call->dtype, run->call->reduction);
+}
+
+/* Rank r adds slice r: from begin[r] to begin[r + 1]. */
+static size_t slice_begin(const struct run *run, size_t bytes, int rank)
+{
+    size_t ranks = (size_t)run->group->ranks, slice = (bytes + ranks * 64 - 1) / (ranks * 64) * 64;
+    return least((size_t)rank * slice, bytes);
+}
+
+/* All tensors are mapped: rank r adds slice r where it lies and writes the sum to all of them, or to the root's. */
+int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
+{
+    ff_group *group = run->group;
+    bool all = run->call->kind == FF_ALLREDUCE;
+    int first = all ? group->rank : run->call->root;
+    size_t end = slice_begin(run, bytes, group->rank + 1);
+    const void *sources[FF_MAX_RANKS];
+    for (size_t at = slice_begin(run, bytes, group->rank); at < end; at += PIECE_BYTES) {
+        size_t piece = least(PIECE_BYTES, end - at);
+        char *sum = views[first].mapped + at;
+        for (int q = 0; q < group->ranks; q++)
+            sources[q] = views[q].mapped + at;
+        reduction(run)(sum, sources, group->ranks, piece / run->size);
+        for (int q = 0; all && q < group->ranks; q++)
+            if (q != group->rank)
+                memcpy(views[q].mapped + at, sum, piece);
+    }
+    return ff_turn(run);
+}
+
+/* Add `bytes` that lie at `at` of every tensor into `out`. What is not mapped comes through the staging of this
+ * rank, which nobody reads meanwhile. */
+static int add(struct run *run, const struct view *views, size_t at, size_t bytes, char *out)
+{
+    ff_group *group = run->group;
+    size_t room = group->staging_bytes / (size_t)group->ranks / 64 * 64;
+    char *staging = ff_staging(group, group->rank, group->round);
+    const void *sources[FF_MAX_RANKS];
+    for (size_t done = 0; done < bytes; done += room) {
+        size_t piece = least(room, bytes - done);
+        for (int q = 0; q < group->ranks; q++) {
+            char *copy = staging + (size_t)q * room;
+            sources[q] = views[q].mapped ? views[q].mapped + at + done : copy;
+            int status = views[q].mapped ? FF_OK : ff_fetch(run, &views[q], at + done, NULL, copy, piece);
+            if (status)
+                return status;
+        }
+        reduction(run)(out + done, sources, group->ranks, piece / run->size);
+    }
+    return FF_OK;
+}
+
+/* Rank r adds slice r into its own tensor; then all take the sums from each other. */
+int ff_sum_reached(struct run *run, size_t bytes, const struct view *views)
+{
+    ff_group *group = run->group;
+    struct view sums[FF_MAX_RANKS];
+    char *out = run->call->out;
+    size_t own = slice_begin(run, bytes, group->rank), end = slice_begin(run, bytes, group->rank + 1);
+    int status = add(run, views, own, end - own, out + own);
+    uint32_t round = group->round;
+    ff_offer(run, out, bytes);
+    if (status || (status = ff_turn(run)))
+        return status;
+    ff_look(run, round, sums);
+    for (int i = 1; i < group->ranks; i++) {
+        int q = (group->rank + i) % group->ranks;
+        size_t begin = slice_begin(run, bytes, q), past = slice_begin(run, bytes, q + 1);
+        if ((status = ff_fetch(run, &sums[q], begin, NULL, out + begin, past - begin)))
+            return status;
+    }
+    return ff_turn(run);
+}
+
+/* Reduce-scatter: rank r adds block r, which has so many bytes. */
+int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views)
+{
+    int status = add(run, views, (size_t)run->group->rank * bytes, bytes, run->call->out);
+    return status ? status : ff_turn(run);
+}

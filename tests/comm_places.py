@@ -1,0 +1,168 @@
+"""What ranks of the tests of communication do with large tensors, in arenas and elsewhere, and what they are
+refused. Each runs within a default group."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import comm_checks
+from comm_checks import raw
+
+
+def _made(number: int, rank: int, count: int) -> Tensor:
+    """Cheaper than random numbers, and as uneven."""
+    return torch.arange(count, dtype=torch.float32).mul_(0.37 + rank).add_(number).sin_()
+
+
+class _Places:
+    """Operations on tensors of which every rank has some in its arena: `where`, one letter per rank."""
+
+    def __init__(self, count: int, where: str) -> None:
+        self.rank, self.size, self.count = dist.get_rank(), dist.get_world_size(), count
+        self.last = self.size - 1
+        self.in_arena = where[self.rank] == "a"
+        self.everyone = range(self.size)
+
+    def tensor(self, values: Tensor) -> Tensor:
+        if not self.in_arena:
+            return values.clone()
+        allocate: Any = dist.group.WORLD
+        return allocate.allocate_tensor(values.numel()).copy_(values)
+
+    def broadcast(self) -> list[tuple[Tensor, Tensor]]:
+        own = self.tensor(_made(1, self.rank, self.count))
+        dist.broadcast(own, self.last)
+        return [(own, _made(1, self.last, self.count))]
+
+    def all_gather(self) -> list[tuple[Tensor, Tensor]]:
+        """Where the rank's part is a piece of the whole, as fully sharded data parallelism has it."""
+        whole = self.tensor(torch.zeros(self.size * self.count))
+        own = whole.view(self.size, -1)[self.rank].copy_(_made(2, self.rank, self.count))
+        comm_checks._all_gather_single(whole, own)
+        return [(whole, torch.cat([_made(2, q, self.count) for q in self.everyone]))]
+
+    def gather(self) -> list[tuple[Tensor, Tensor]]:
+        own = self.tensor(_made(3, self.rank, self.count))
+        lists = [torch.zeros(self.count) for _ in self.everyone] if self.rank == 1 else None
+        dist.gather(own, lists, 1)
+        return list(
+            zip(lists or [], [_made(3, q, self.count) for q in self.everyone], strict=False)
+        )
+
+    def reduce_scatter(self) -> list[tuple[Tensor, Tensor]]:
+        whole = self.tensor(_made(4, self.rank, self.size * self.count))
+        own = whole.view(self.size, -1)[self.rank]
+        comm_checks._reduce_scatter_single(own, whole)
+        every = [_made(4, q, self.size * self.count) for q in self.everyone]
+        return [(own, comm_checks.reference("sum", every).view(self.size, -1)[self.rank])]
+
+    def reduce(self) -> list[tuple[Tensor, Tensor]]:
+        own = self.tensor(_made(5, self.rank, self.count))
+        dist.reduce(own, self.last)
+        every = [_made(5, q, self.count) for q in self.everyone]
+        total = comm_checks.reference("sum", every)
+        return [(own, total if self.rank == self.last else every[self.rank])]
+
+    def all_reduce(self) -> list[tuple[Tensor, Tensor]]:
+        own = self.tensor(_made(6, self.rank, self.count))
+        dist.all_reduce(own)
+        every = [_made(6, q, self.count) for q in self.everyone]
+        return [(own, comm_checks.reference("sum", every))]
+
+    def all_to_all(self) -> list[tuple[Tensor, Tensor]]:
+        """Uneven: rank r sends q + 1 parts to rank q."""
+        parts = [q + 1 for q in self.everyone]
+        part = self.count // sum(parts)
+        own = self.tensor(_made(7, self.rank, part * sum(parts)))
+        got = self.tensor(torch.zeros(part * (self.rank + 1) * self.size))
+        mine = [part * (self.rank + 1)] * self.size
+        dist.all_to_all_single(got, own, mine, [part * n for n in parts])
+        begin = part * sum(parts[: self.rank])
+        every = [_made(7, q, part * sum(parts)) for q in self.everyone]
+        return [(got, torch.cat([t[begin : begin + mine[0]] for t in every]))]
+
+    def messages(self) -> list[tuple[Tensor, Tensor]]:
+        """To the right, in the order opposite to that in which they are asked for."""
+        own = self.tensor(_made(8, self.rank, self.count))
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        first, second = self.tensor(torch.zeros(self.count)), torch.zeros(self.count)
+        works = [dist.isend(own, right, tag=1), dist.isend(own, right, tag=2)]
+        works += [dist.irecv(second, left, tag=2), dist.irecv(first, left, tag=1)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        expected = _made(8, left, self.count)
+        return [(first, expected), (second, expected)]
+
+
+OPERATIONS = ("broadcast", "all_gather", "gather", "reduce_scatter", "reduce", "all_reduce", "all_to_all",
+              "messages")  # fmt: skip
+
+
+def every_place(count: int, where: str) -> int:
+    """All operations; how many results were right."""
+    right = 0
+    places = _Places(count, where)
+    for name in OPERATIONS:
+        for found, expected in getattr(places, name)():
+            assert torch.equal(found, expected), f"{name} of {count} on rank {places.rank}"
+            right += 1
+    return right
+
+
+# --- what a container forbids ---------------------------------------------------------------------
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte),
+                ("value", ctypes.c_uint)]  # fmt: skip
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction))]
+
+
+CALLS = {"x86_64": {"memfd_create": 319, "process_vm_readv": 310},
+         "aarch64": {"memfd_create": 279, "process_vm_readv": 270}}  # fmt: skip
+"""numbers of the system calls that can be forbidden here, by machine"""
+
+
+def forbid(call: str) -> None:
+    """Have the kernel refuse a system call to this process from now on, as a container's profile does."""
+    number = CALLS[platform.machine()][call]
+    load, equal, answer = 0x20, 0x15, 0x06
+    program = (_Instruction * 4)(
+        (load, 0, 0, 0), (equal, 0, 1, number), (answer, 0, 0, 0x00050000 | errno.EPERM),
+        (answer, 0, 0, 0x7FFF0000),
+    )  # fmt: skip
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_filter, filtered = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    rules = _Program(4, program)
+    assert libc.prctl(set_filter, filtered, ctypes.byref(rules)) == 0, ctypes.get_errno()
+
+
+def forbidden(call: str, count: int) -> tuple[list[str], int]:
+    """A new group, in which rank 1 is refused a system call; what is logged, and how many are right."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fivefold").addHandler(handler)
+    if dist.get_rank() == 1:
+        forbid(call)
+    try:
+        group = dist.new_group()
+        own = _made(9, dist.get_rank(), count)
+        dist.all_reduce(own, group=group)
+    finally:
+        logging.getLogger("fivefold").removeHandler(handler)
+    every = [_made(9, q, count) for q in range(dist.get_world_size())]
+    return lines, int(raw(own) == raw(comm_checks.reference("sum", every)))
