@@ -8,6 +8,7 @@ compute   v2 = conv2d(v1')
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -85,6 +86,18 @@ class Program:
 
     fuse: Fuse = "never"
     """how many layers share an exchange, or how that was decided"""
+    divisions: dict[tuple[int, frozenset[int], range], list[Any]] = field(
+        default_factory=dict[tuple[int, frozenset[int], range], list[Any]]
+    )
+    """into segments that are computed again: by their number, what they keep, and the steps"""
+
+    @functools.cached_property
+    def dying(self) -> list[list[int]]:
+        """By step: the values that nobody reads after it."""
+        found: list[list[int]] = [[] for _ in self.steps]
+        for index, number in self.last_use.items():
+            found[number].append(index)
+        return found
 
     def seconds(self, here: Here, costs: Costs) -> float:
         """What `here.rank` needs for a step, by `costs`: the backward pass is taken as twice the forward."""

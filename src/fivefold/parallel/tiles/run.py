@@ -70,8 +70,7 @@ def carry_out(
     if not (parts and torch.is_grad_enabled()):
         running = _Running(program, values, state, moment, group, defer)
         return running.steps(span, keep, remake=True)
-    sizes = _sizes(program, moment)
-    for segment in divided(program, parts, keep, sizes, span):
+    for segment in _divided(program, parts, keep, span, moment):
 
         def run(taken: Mapping[int, Tensor], segment: Segment = segment) -> Mapping[int, Tensor]:
             running = _Running(program, dict(taken), state, moment, group)
@@ -81,6 +80,16 @@ def carry_out(
         buffers = [t for t in state.values() if not isinstance(t, nn.Parameter) and not t.is_meta]
         values |= recomputed(run, segment, values, buffers)
     return values
+
+
+def _divided(
+    program: Program, parts: int, keep: set[int], span: range, moment: Moment
+) -> list[Segment]:
+    """Found once: every step and micro-batch asks for the same."""
+    key = (parts, frozenset(keep), span)
+    if key not in program.divisions:
+        program.divisions[key] = divided(program, parts, keep, _sizes(program, moment), span)
+    return program.divisions[key]
 
 
 def _sizes(program: Program, moment: Moment) -> Callable[[int], int]:
@@ -125,17 +134,17 @@ class _Running:
         With `remake`, what was moved is made again in backward, from the owned part and strips.
         """
         self._remake = remake
+        program = self._program
         for number in span:
-            step = self._program.steps[number]
-            read = self.move(step) if isinstance(step, Move) else self.compute(step)
-            last = {
-                ref.index
-                for ref in read
-                if isinstance(ref, Value) and self._program.last_use.get(ref.index) == number
-            }
-            for index in last - keep:
-                self.values.pop(index, None)
-                self.kept.pop(index, None)
+            step = program.steps[number]
+            if isinstance(step, Move):
+                self.move(step)
+            else:
+                self.compute(step)
+            for index in program.dying[number]:
+                if index not in keep:
+                    self.values.pop(index, None)
+                    self.kept.pop(index, None)
         return self.values
 
     def _get(self, ref: Ref) -> Tensor:
@@ -143,45 +152,52 @@ class _Running:
             return self.values[ref.index]
         return self._state[ref.name] if isinstance(ref, State) else ref.tensor
 
-    def move(self, step: Move) -> Sequence[Ref]:
+    def move(self, step: Move) -> None:
         kept, source = Kept(), self._get(step.source)
         before = self.kept.get(step.source.index) if isinstance(step.source, Value) else None
         self.values[step.target] = exchange(source, step.exchange, self._group, kept, before)
         if kept.again is not None and self._remake:
             self.kept[step.target] = kept
-        return (step.source,)
 
-    def compute(self, step: Compute) -> Sequence[Ref]:
+    def compute(self, step: Compute) -> None:
         operands = [self._get(ref) for ref in step.operands]
-        kept = [
-            (self.values[ref.index], self.kept[ref.index])
-            for ref in step.operands
-            if isinstance(ref, Value) and ref.index in self.kept
-        ]
-        grad = torch.is_grad_enabled() and step.node.grad
-        with torch.set_grad_enabled(grad):
-            if kept and grad:
-                with _remade_in_backward(kept):
-                    result = self._result(step, operands)
-            else:
+        kept = self._kept_of(step) if self.kept else None
+        if not step.node.grad:
+            with torch.no_grad():
                 result = self._result(step, operands)
-        flat = [result] if isinstance(result, Tensor) else tree_flatten(result)[0]
-        made = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        elif kept and torch.is_grad_enabled():
+            with _remade_in_backward(kept):
+                result = self._result(step, operands)
+        else:
+            result = self._result(step, operands)
+        if isinstance(result, Tensor):
+            self.values[step.node.outputs[0]] = result
+            return
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         self.values.update(zip(step.node.outputs, made, strict=True))
-        return step.operands
 
     def _is_own(self, ref: Ref) -> bool:
         return isinstance(ref, Value) and ref.index not in self._given
 
-    def _result(self, step: Compute, operands: Sequence[Tensor]) -> Any:
-        def run(operands: Sequence[Tensor]) -> Any:
-            if step.border is not None:
-                return step.border.run(operands, self._group)
-            if step.in_place and self._defer is None and self._is_own(step.operands[0]):
-                return as_recorded(step.node, operands)
-            return step.local.run(self._moment, operands)
+    def _kept_of(self, step: Compute) -> list[tuple[Tensor, Kept]]:
+        """The operands that can be made again."""
+        return [
+            (self.values[ref.index], self.kept[ref.index])
+            for ref in step.operands
+            if isinstance(ref, Value) and ref.index in self.kept
+        ]
 
-        return run(operands) if self._defer is None else self._defer(step, run, operands)
+    def _result(self, step: Compute, operands: Sequence[Tensor]) -> Any:
+        if self._defer is not None:
+            return self._defer(step, lambda given: self._plain(step, given), operands)
+        if step.in_place and self._is_own(step.operands[0]):
+            return as_recorded(step.node, operands)
+        return self._plain(step, operands)
+
+    def _plain(self, step: Compute, operands: Sequence[Tensor]) -> Any:
+        if step.border is not None:
+            return step.border.run(operands, self._group)
+        return step.local.run(self._moment, operands)
 
 
 def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_hooks:

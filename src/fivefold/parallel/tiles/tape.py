@@ -85,19 +85,32 @@ class Node:
 
     def arguments(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call `function` with, given the operands."""
+        if not self._direct:
 
-        def put(leaf: Any) -> Any:
-            return operands[leaf.index] if isinstance(leaf, Slot) else leaf
+            def put(leaf: Any) -> Any:
+                return operands[leaf.index] if isinstance(leaf, Slot) else leaf
 
-        if self._nested:
             return tree_map(put, (self.args, self.kwargs))
-        return tuple(map(put, self.args)), {name: put(leaf) for name, leaf in self.kwargs.items()}
+        args, kwargs = list(self.args), self.kwargs.copy()
+        places, names = self._places
+        for place, index in places:
+            args[place] = operands[index]
+        for name, index in names:
+            kwargs[name] = operands[index]
+        return tuple(args), kwargs
 
     @functools.cached_property
-    def _nested(self) -> bool:
-        """Whether tensors are within lists or the like. Walking trees takes longer than a small operation."""
-        flat = (*self.args, *self.kwargs.values())
-        return sum(isinstance(leaf, Slot) for leaf in flat) != len(self.operands)
+    def _places(self) -> tuple[list[tuple[int, int]], list[tuple[str, int]]]:
+        """Which arguments are operands. Walking the trees anew would take longer than a small operation."""
+        return (
+            [(n, leaf.index) for n, leaf in enumerate(self.args) if isinstance(leaf, Slot)],
+            [(name, leaf.index) for name, leaf in self.kwargs.items() if isinstance(leaf, Slot)],
+        )
+
+    @functools.cached_property
+    def _direct(self) -> bool:
+        """Whether no operand is within a list or the like."""
+        return sum(map(len, self._places)) == len(self.operands)
 
     def bound(self, names: Sequence[str]) -> dict[str, Any]:
         """The arguments by name, given the names of the positional ones; tensors are `Slot`s."""

@@ -60,15 +60,21 @@ def _tracked(
 def _normalised(
     moment: Moment, x: Tensor, spread: Spread, slices: tuple[slice, ...] | None, **options: Any
 ) -> Tensor:
+    if _alone(moment, spread, slices):
+        return F.batch_norm(x, training=True, **options)
     group = moment.groups(spread.axes, moment.joint)
     samples = 0 in spread.cut_dims  # tiles-to-batch: what this rank has are its own samples
-    if group.size() == 1 and moment.rows and slices is None:
-        return F.batch_norm(x, training=True, **options)
     return global_batch_norm(
         x, options["running_mean"], options["running_var"], options["weight"], options["bias"],
         momentum=options["momentum"], eps=options["eps"], group=group,
         counted=moment.rows > 0 and (not samples or x.shape[0] > 0), owned=slices,
     )  # fmt: skip
+
+
+def _alone(moment: Moment, spread: Spread, slices: tuple[slice, ...] | None) -> bool:
+    """Whether the statistics are those of what this rank holds."""
+    whole = moment.rows > 0 and slices is None
+    return whole and moment.groups(spread.axes, moment.joint).size() == 1
 
 
 class _Norm:
@@ -118,6 +124,8 @@ class BatchNormModule(_Norm):
             if not module.training and tracked:
                 return module(x)
             keep = module.training and tracked
+            if module.training and moment.note is None and _alone(moment, spread, slices):
+                return module(x)
             return _tracked(
                 moment, x, spread, slices, module.num_batches_tracked if keep else None,
                 running_mean=module.running_mean if keep else None,

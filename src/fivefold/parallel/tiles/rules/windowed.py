@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fivefold.parallel.tiles.border import border
 from fivefold.parallel.tiles.exchange import Want
-from fivefold.parallel.tiles.rule import Local, Moment, Operation, rule, want_of
+from fivefold.parallel.tiles.rule import Local, Moment, Operation, call, rule, want_of
 from fivefold.parallel.tiles.spread import Cut, Spread
 from fivefold.parallel.tiles.tape import Node
 from fivefold.parallel.tiles.windows import Window
@@ -114,9 +114,12 @@ class Convolution:
             a = {**dict(zip(_CONVOLUTION, args, strict=False)), **kwargs, "padding": padding}
             return op.node.function(**(a if with_bias else {**a, "bias": None}))
 
+        def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            return convolve(operands, padding, True)
+
         return Local(
             (wants, *op.whole(1)),
-            run=lambda _moment, operands: convolve(operands, padding, True),
+            run=run if any(explicit) else call(op.node),
             bordered=lambda plan: border(plan, windows, explicit, outputs, convolve),
         )
 
@@ -153,7 +156,8 @@ class MaxPool:
             a = {**dict(zip(_MAX_POOL, args, strict=False)), **kwargs, "padding": padding}
             return op.node.function(**a)
 
-        return Local((wants,), run, fills=(-math.inf,))
+        whole = all(c is None for c in cuts)
+        return Local((wants,), call(op.node) if whole else run, fills=(-math.inf,))
 
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
