@@ -1,8 +1,9 @@
-"""What the planner predicts beside what plans really take: every candidate of a few local ranks is run.
+"""What the planner predicts beside what plans really take: candidates of a few local ranks are run.
 
-    python benchmarks/planner/run.py --model resnet20 --image 96 --batch 4 --ranks 2
+    python benchmarks/planner/run.py
 
-Candidates run one after the other, in an order that is shuffled; nothing else should run meanwhile.
+predicts and runs all parts, prints the tables, keeps the results and renews README.md. Candidates run one
+after the other, in an order that is shuffled; nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
+import report
+import torch
 from figures import environment
 
+from fivefold.parallel.pipeline.cut import MEASURED
 from fivefold.plan import Plan, Provenance
 from fivefold.recipes.models import build, names
 from fivefold.tune import (
@@ -32,120 +37,152 @@ from fivefold.tune import (
     Prediction,
     Subject,
     candidates,
-    measured_factors,
+    measuring,
     this_machine,
 )
 
 HERE = Path(__file__).resolve().parent
-WANTED_TIME, WANTED_MEMORY, WANTED_BEST = 0.15, 0.10, 0.05
-"""largest median errors, and how much slower than the best the choice may be"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model on a few ranks."""
+
+    model: str
+    image: int
+    ranks: int
+    most: int
+    """candidates that are run"""
+    batch: int = 4
+
+
+PARTS = {
+    "resnet20-2": Part("resnet20", 96, 2, 16),
+    "resnet50-2": Part("resnet50", 256, 2, 8),
+    "amoebanet_d-2": Part("amoebanet_d", 128, 2, 8),
+    "resnet20-4": Part("resnet20", 96, 4, 16),
+}
 
 
 def options() -> argparse.Namespace:
     """The command line."""
     shown = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
-    parser.add_argument("--model", choices=names("classes"), default="resnet20")
-    parser.add_argument("--image", type=int, default=96, help="pixels along each side")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each candidate")
-    parser.add_argument("--most", type=int, default=0, help="candidates that are run; 0: all")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of figures")
+    other = parser.add_argument_group("sizes", "instead of each part's own")
+    other.add_argument("--model", choices=names("classes"))
+    other.add_argument("--image", type=int, help="pixels along each side")
+    other.add_argument("--batch", type=int)
+    other.add_argument("--ranks", type=int)
+    other.add_argument("--most", type=int, help="candidates that are run")
     return parser.parse_args()
 
 
-def predictions(asked: argparse.Namespace) -> list[Prediction]:
-    """Of every candidate, the fastest first, with operations timed here."""
-    net, sample = build(asked.model, 10), (3, asked.image, asked.image)
-    cluster = this_machine(asked.ranks)
-    plain = Subject(net, sample, cluster)
-    factors = measured_factors(net, plain.tape(1), cluster.device)
-    subject = Subject(net, sample, cluster, fuse="auto", factors=factors)
-    every = candidates(asked.ranks, subject.pixels, asked.batch, subject.most_stages)
-    found = [Case(subject, candidate, asked.batch, "sgd").predict() for candidate in every]
+def predictions(part: Part) -> list[Prediction]:
+    """Of every candidate, the fastest first, as `fivefold plan --measure` predicts them."""
+    net, sample = build(part.model, 10), (3, part.image, part.image)
+    cluster = this_machine(part.ranks)
+    with measuring(net, sample, part.ranks, fuse="auto") as measured:
+        subject = Subject(net, sample, cluster, measured=measured)
+        every = candidates(part.ranks, subject.pixels, part.batch, subject.most_stages)
+        taken = _some(list(every), part)
+        found = [Case(subject, candidate, part.batch, "sgd").predict() for candidate in taken]
     return sorted(found, key=lambda told: told.step_s)
 
 
-def run(asked: argparse.Namespace, candidate: Candidate) -> dict[str, float]:
-    """Seconds of a step and bytes of the largest rank, measured. Raises `CalledProcessError`."""
+def _some(every: list[Candidate], part: Part) -> list[Candidate]:
+    """As many as are run, of all kinds of layouts and schedules in turn; the same in every run."""
+    shuffled = random.Random(0).sample(every, len(every))
+    seen: dict[tuple[object, ...], int] = {}
+
+    def turn(candidate: Candidate) -> int:
+        layout = candidate.layout
+        kind = (layout.data, layout.pipe, candidate.schedule, bool(candidate.recompute))
+        seen[kind] = seen.get(kind, -1) + 1
+        return seen[kind]
+
+    turns = {candidate: turn(candidate) for candidate in shuffled}
+    # What computes again is seldom chosen.
+    shuffled.sort(key=lambda candidate: (turns[candidate], bool(candidate.recompute)))
+    return shuffled[: part.most]
+
+
+def run(part: Part, candidate: Candidate, steps: int) -> dict[str, Any]:
+    """Seconds of steps and bytes of the largest rank, measured. Raises `CalledProcessError`."""
     with tempfile.TemporaryDirectory(prefix="fivefold-planner-") as name:
         folder = Path(name)
-        plan = Plan().replace(candidate.values(), Provenance("tuned", "benchmark"))
+        values = candidate.values()
+        if candidate.schedule:
+            values["pipeline.cut"] = MEASURED
+        plan = Plan().replace(values, Provenance("tuned", "benchmark"))
         plan.save(folder / "plan.toml")
         words = [
-            sys.executable, "-m", "fivefold", "run", "-n", str(asked.ranks), "--plan",
+            sys.executable, "-m", "fivefold", "run", "-n", str(part.ranks), "--plan",
             str(folder / "plan.toml"), "--log-dir", str(folder / "logs"), str(HERE / "worker.py"),
-            "--model", asked.model, "--image", str(asked.image), "--batch", str(asked.batch),
-            "--steps", str(asked.steps), "--results", name,
+            "--model", part.model, "--image", str(part.image), "--batch", str(part.batch),
+            "--steps", str(steps), "--results", name,
         ]  # fmt: skip
         subprocess.run(
             words,
             check=True,
             capture_output=True,
-            timeout=900,
+            timeout=600,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        told = [json.loads((folder / f"{r}.json").read_text()) for r in range(asked.ranks)]
-    return {key: max(rank[key] for rank in told) for key in ("step_s", "memory_bytes")}
+        ranks = [json.loads((folder / f"{r}.json").read_text()) for r in range(part.ranks)]
+    return {
+        "step_s": [max(each) for each in zip(*(rank["step_s"] for rank in ranks), strict=True)],
+        "memory_bytes": max(rank["memory_bytes"] for rank in ranks),
+    }
 
 
-def compared(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every candidate that was run."""
-    told = predictions(asked)
-    chosen = told[: asked.most] if asked.most else told
-    measured: dict[Candidate, dict[str, float]] = {}
-    for number, one in enumerate(random.Random(0).sample(chosen, len(chosen)), 1):
+def compared(part: Part, steps: int) -> dict[str, Any]:
+    """What a part comes to."""
+    told = predictions(part)
+    measured: dict[Candidate, dict[str, Any]] = {}
+    failed: list[str] = []
+    for number, one in enumerate(random.Random(0).sample(told, len(told)), 1):
         try:
-            measured[one.candidate] = run(asked, one.candidate)
+            found = measured[one.candidate] = run(part, one.candidate, steps)
         except subprocess.CalledProcessError as problem:
             last = problem.stderr.decode().strip().splitlines()[-1:]
-            print(f"{one.candidate} failed: {' '.join(last)}", flush=True)
+            failed.append(f"{one.candidate}: {' '.join(last)}")
+            print(f"{number}/{len(told)} {failed[-1]}", flush=True)
             continue
-        found = measured[one.candidate]
         print(
-            f"{number}/{len(chosen)} {one.candidate}: {found['step_s']:.3f} s, predicted {one.step_s:.3f}; "
-            f"{found['memory_bytes'] / 2**20:.0f} MiB, predicted {one.memory_bytes / 2**20:.0f}",
+            f"{number}/{len(told)} {one.candidate}: {statistics.median(found['step_s']):.3f} s, predicted "
+            f"{one.step_s:.3f}; {found['memory_bytes'] / 2**20:.0f} MiB, predicted "
+            f"{one.memory_bytes / 2**20:.0f}",
             flush=True,
         )
-    return [
+    rows = [
         {
             "candidate": str(one.candidate),
             "predicted": {"step_s": one.step_s, "memory_bytes": one.memory_bytes},
             "parts": dataclasses.asdict(one.parts),
             "measured": measured[one.candidate],
         }
-        for one in chosen
+        for one in told
         if one.candidate in measured
     ]
-
-
-def errors(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """How far predictions are from what was measured, as fractions of it."""
-    return [abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows]
+    return {"part": dataclasses.asdict(part), "steps": steps, "rows": rows, "failed": failed}
 
 
 def main() -> int:
-    """Measure, print the figures, and keep them; the exit code."""
+    """Measure what was asked for; the exit code."""
     asked = options()
-    rows = compared(asked)
-    if not rows:
-        return 1
-    best = min(row["measured"]["step_s"] for row in rows)
-    figures = {
-        "time": statistics.median(errors(rows, "step_s")),
-        "memory": statistics.median(errors(rows, "memory_bytes")),
-        "choice": rows[0]["measured"]["step_s"] / best - 1,
-    }
-    wanted = {"time": WANTED_TIME, "memory": WANTED_MEMORY, "choice": WANTED_BEST}
-    for name, value in figures.items():
-        met = "met" if value <= wanted[name] else "missed"
-        print(f"{name}: {value:.1%}, at most {wanted[name]:.0%} wanted: {met}")
-    asked.results.mkdir(parents=True, exist_ok=True)
-    told = {"asked": {k: str(v) for k, v in vars(asked).items()}, "figures": figures, "rows": rows}
-    told["environment"] = environment()
-    path = asked.results / f"{asked.model}-{asked.image}px-{asked.batch}-{asked.ranks}.json"
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    own = ("model", "image", "batch", "ranks", "most")
+    sizes = {name: getattr(asked, name) for name in own if getattr(asked, name) is not None}
+    for name in asked.parts:
+        before, begun = environment(), time.monotonic()
+        result = compared(dataclasses.replace(PARTS[name], **sizes), asked.steps)
+        result["environment"] = {**before, "torch": torch.__version__}
+        if not result["rows"]:
+            return 1
+        print(f"\n{report.section(result)}\n\n{time.monotonic() - begun:.0f} s\n", flush=True)
+        report.keep(result, name, asked.results)
     return 0
 
 

@@ -69,7 +69,7 @@ def test_a_plan_for_this_machine_with_operations_timed(tmp_path: Path) -> None:
     done = plan(tmp_path, "resnet20 --input 3x32x32 --batch 2 --devices 1 --measure")
     assert (done.returncode, done.stderr) == (0, "")
     assert "on 1 devices of this machine: predictions" in done.stdout
-    assert "A simulation" not in done.stdout and "operations timed here" in done.stdout
+    assert "A simulation" not in done.stdout and "steps timed here" in done.stdout
     assert "data=1" in done.stdout
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -52,13 +53,13 @@ class Plan:
     memory: Annotated[str | None, _option("SIZE", hint="")] = None
     """of each device, such as 16GiB; default: what the cluster has"""
     cluster: Annotated[Path | None, _option("FILE", hint="")] = None
-    """TOML file of devices and links; default: cores like those of this machine, measured"""
+    """TOML file of devices and links; default: the cores of this machine, measured"""
     optimizer: Annotated[str, _option("NAME")] = "sgd"
     """sgd (with momentum) or adam"""
     classes: Annotated[int, _option("N")] = 10
     """how many classes a model of Fivefold's own tells apart"""
     measure: bool = False
-    """time the operations of one sample here instead of estimating them"""
+    """time the steps of candidates here, on one core, instead of estimating them"""
     out: Annotated[Path | None, _option("FILE", hint="")] = None
     """write the plan to this file"""
 
@@ -82,7 +83,7 @@ class Plan:
             self.model, sample, self.batch, self.devices or cluster.devices,
             memory or cluster.device.memory_bytes, cluster, self.optimizer, self.measure,
         )  # fmt: skip
-        found = self._found(question)
+        found, question = self._found(question)
         if not found.best:
             raise nothing_fits(found, question)
         _show(found, question, Console())
@@ -113,7 +114,7 @@ class Plan:
             return
         if self.measure:
             raise UsageError(
-                "--measure times operations on this machine, --cluster describes another one: use one of them"
+                "--measure times steps on this machine, --cluster describes another one: use one of them"
             )
         if self.devices is not None and self.devices > cluster.devices:
             raise UsageError(
@@ -121,7 +122,8 @@ class Plan:
                 f"{cluster.devices_per_node} = {cluster.devices}: use as many or fewer"
             )
 
-    def _found(self, question: Question) -> Found:
+    def _found(self, question: Question) -> tuple[Found, Question]:
+        """What the search comes to, and the question with the figures that it went by."""
         from rich.console import Console
         from rich.progress import Progress
 
@@ -129,32 +131,34 @@ class Plan:
 
         console = Console(stderr=True)
         with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("")
+            task = bar.add_task("", total=None)
 
-            def told(what: str) -> Callable[[int, int], None]:
-                return lambda done, of: bar.update(task, description=what, completed=done, total=of)
+            def told(done: int, of: int) -> None:
+                bar.update(task, description="search", completed=done, total=of)
 
-            subject = self._subject(question, told("time operations"))
-            every = candidates(question.devices, subject.pixels, self.batch, subject.most_stages)
-            return search(
-                subject,
-                every,
-                self.batch,
-                question.memory_bytes,
-                self.optimizer,
-                progress=told("search"),
-            )
+            with self._subject(
+                question, lambda what: bar.update(task, description=what)
+            ) as subject:
+                every = candidates(
+                    question.devices, subject.pixels, self.batch, subject.most_stages
+                )
+                memory = question.memory_bytes
+                found = search(subject, every, self.batch, memory, self.optimizer, progress=told)
+                return found, replace(question, cluster=subject.cluster)
 
-    def _subject(self, question: Question, progress: Callable[[int, int], None]) -> Subject:
-        from fivefold.tune import Subject, measured_factors
+    @contextmanager
+    def _subject(self, question: Question, progress: Callable[[str], None]) -> Generator[Subject]:
+        from fivefold.tune import Subject, measuring
 
         net = models.load(self.model, self.classes, question.sample[0])
-        subject = Subject(net, question.sample, question.cluster)
         if not self.measure:
-            return subject
-        device = question.cluster.device
-        factors = measured_factors(net, subject.tape(1), device, progress=progress)
-        return Subject(net, question.sample, question.cluster, factors=factors)
+            yield Subject(net, question.sample, question.cluster)
+            return
+        with measuring(
+            net, question.sample, question.devices, optimizer=self.optimizer,
+            progress=lambda what: progress(f"time {what}"),
+        ) as measured:  # fmt: skip
+            yield Subject(net, question.sample, question.cluster, measured=measured)
 
 
 def _here(devices: int | None) -> Cluster:

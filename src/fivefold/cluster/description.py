@@ -4,6 +4,7 @@
 name = "two racks"
 nodes = 256
 devices_per_node = 8
+cores_per_node = 8        # of CPUs that devices share; left out: each device has a processor to itself
 
 [device]
 memory = "80GiB"
@@ -74,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A processor that one rank has to itself: a GPU, or a core."""
+    """What one rank computes on: a GPU, or a core, which it may have to share."""
 
     memory_bytes: int
     flops_per_s: float
@@ -85,6 +86,8 @@ class Device:
     """of an operation that computes nothing: what a call costs"""
     overlaps: bool = True
     """whether it computes while messages travel; a core that also sends them does not"""
+    alone: float = 1.0
+    """how many times as fast it computes while the others of its node idle"""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Cluster:
     """between devices of two nodes"""
     here: bool = False
     """whether it is this machine and its figures were measured"""
+    cores_per_node: int = 0
+    """that its devices share when all of them compute; 0: none of them waits for another"""
 
     @property
     def devices(self) -> int:
@@ -111,6 +116,17 @@ class Cluster:
         """The slowest link within groups of `ranks` ranks that lie `stride` apart."""
         span, node = ranks * stride, self.devices_per_node
         return self.within if ranks == 1 or (span <= node and node % span == 0) else self.between
+
+    def speed(self, computing: int) -> float:
+        """Of one device while as many of its node compute: 1 where there are as many cores as devices.
+
+        Fewer share what the node has, each at most a core, which is faster by up to `device.alone`.
+        """
+        cores = self.cores_per_node
+        if not cores:
+            return 1.0
+        idle = max(cores - computing, 0) / max(cores - 1, 1)
+        return min(1.0, cores / computing) * (1.0 + (self.device.alone - 1.0) * idle)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fivefold.tune.candidates import Candidate, candidates
 from fivefold.tune.machine import this_machine
-from fivefold.tune.measure import measured_factors
+from fivefold.tune.measure import Measured, measuring
 from fivefold.tune.need import OPTIMIZERS
 from fivefold.tune.predict import Case, Parts, Prediction
 from fivefold.tune.report import Question, nothing_fits, plan_of, reasons, rows
@@ -16,12 +16,13 @@ __all__ = [
     "Candidate",
     "Case",
     "Found",
+    "Measured",
     "Parts",
     "Prediction",
     "Question",
     "Subject",
     "candidates",
-    "measured_factors",
+    "measuring",
     "nothing_fits",
     "plan_of",
     "reasons",

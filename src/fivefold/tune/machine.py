@@ -28,22 +28,22 @@ _SMALL, _LARGE = 64, 1 << 20
 
 
 def this_machine(devices: int | None = None) -> Cluster:
-    """One node of `devices` that are each like a core of this machine; as many as were granted by default.
+    """This machine as one node of `devices`, as many as cores were granted by default.
 
-    With another number of devices, it is a cluster that does not exist, and says so.
+    More devices than cores share them, and the memory.
     """
     cores = granted_cores()
     count = devices or cores
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        device = _device(_memory_bytes() // cores, min(count, cores))
+        device = _device(_memory_bytes() // max(count, cores), min(count, cores))
     finally:
         torch.set_num_threads(threads)
     link = _link()
-    few = count <= cores
-    name = "this machine" if few else f"{count} cores like those of this machine, which has {cores}"
-    return Cluster(name, 1, count, device, link, link, here=few)
+    shared = count > cores
+    name = f"this machine, which share its {cores} cores" if shared else "this machine"
+    return Cluster(name, 1, count, device, link, link, here=True, cores_per_node=cores)
 
 
 def _device(memory_bytes: int, at_once: int) -> Device:
@@ -53,9 +53,13 @@ def _device(memory_bytes: int, at_once: int) -> Device:
     convolved_s = _together(lambda: F.conv2d(x, weight), at_once)
     copied_s = _together(lambda: target.copy_(source), at_once)
     called_s = _together(lambda: torch.relu(few), at_once)
+    quiet_s = _together(lambda: F.conv2d(x, weight), 1)
     flops = 2 * 32 * 32 * 9 * 62 * 62
     moved = 2 * source.numel() * source.element_size()
-    return Device(memory_bytes, flops / convolved_s, moved / copied_s, called_s, overlaps=False)
+    alone = max(convolved_s / quiet_s, 1.0)
+    return Device(
+        memory_bytes, flops / convolved_s, moved / copied_s, called_s, overlaps=False, alone=alone
+    )
 
 
 def _together(run: Callable[[], Tensor], threads: int) -> float:

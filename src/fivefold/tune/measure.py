@@ -1,124 +1,151 @@
-"""What the operations of a net really take here, as factors of what the roofline says.
+"""What a net really takes here: its steps as a rank carries them out, and the update of its weights.
 
-Every operation runs alone, forward and backward, on random numbers of the shapes that one sample gives it,
-those of equal shapes once. Tiles and micro-batches of other sizes are taken to have the same factors.
+A core is slower while others compute: so other processes keep them busy meanwhile, as other ranks would.
 """
 
 from __future__ import annotations
 
-import copy
-import math
+import contextlib
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
-from fivefold.cluster.description import Device
-from fivefold.parallel.tiles.tape import Node, State, Tape, Value
-from fivefold.tune.saved import VIEWS, changed_in_place
-from fivefold.tune.work import Factors, NodeKey, key_of, roofline
+from fivefold.cluster import granted_cores
+from fivefold.cluster.description import Link
+from fivefold.errors import FivefoldError
+from fivefold.parallel.pipeline.timing import Timed, timed
+from fivefold.parallel.tiles.costs import Costs
+from fivefold.plan import Layout, Plan, Tiles
+from fivefold.tune.talk import measured_link
 
-__all__ = ["measured_factors"]
+__all__ = ["Measured", "measuring", "others_busy"]
 
 
-def measured_factors(
+class Measured:
+    """Times of a net on one core, each measured when it is first asked for. See `measuring`."""
+
+    def __init__(
+        self, net: nn.Module, optimizer: str, fuse: str, progress: Callable[[str], None]
+    ) -> None:
+        self._net = net
+        self.alone = 1.0
+        """how many times as fast a core is while the others idle"""
+        self.link: Link | None = None
+        """between two ranks, where more than one shall run"""
+        self._optimizer, self._fuse, self._progress = optimizer, fuse, progress
+        self._known: dict[tuple[Layout, tuple[int, ...]], Timed] = {}
+        self._update_s: float | None = None
+
+    def steps(
+        self, layout: Layout, rank: int, shape: tuple[int, ...], costs: Costs | None = None
+    ) -> Timed:
+        """The steps of a rank for samples of this shape, those of one replica. Raises `UsageError`."""
+        key = (layout, shape)
+        if key not in self._known:
+            self._progress(f"{layout}, {'x'.join(map(str, shape))}")
+            self._known[key] = self.again(layout, rank, shape, costs)
+        return self._known[key]
+
+    def again(
+        self, layout: Layout, rank: int, shape: tuple[int, ...], costs: Costs | None = None
+    ) -> Timed:
+        """The same, whether it was measured or not."""
+        plan = Plan(layout=layout, tiles=Tiles(fuse=self._fuse))
+        example = torch.empty(shape, device="meta")
+        with _one_thread():
+            return timed(self._net, plan, rank, example, costs=costs)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds that the optimiser takes for all parameters."""
+        if self._update_s is None:
+            with _one_thread():
+                self._update_s = _update_s(self._net, self._optimizer)
+        return self._update_s
+
+
+@contextmanager
+def measuring(
     net: nn.Module,
-    tape: Tape,
-    device: Device,
+    sample: tuple[int, ...],
+    ranks: int,
     *,
-    repeats: int = 3,
-    progress: Callable[[int, int], None] = lambda _done, _all: None,
-) -> Factors:
-    """Time every node of `tape` on one thread; for a net whose step takes seconds, it takes as many.
+    optimizer: str = "sgd",
+    fuse: str = "never",
+    progress: Callable[[str], None] = lambda _what: None,
+) -> Generator[Measured]:
+    """Within the block, a net can be measured as one of `ranks` on this machine, while others compute.
 
-    Nodes that do not run on random numbers keep the factor 1.
+    `sample` is the shape of one. For a net whose step takes seconds, every shape takes some of these.
     """
-    state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    known: dict[Any, tuple[float, float]] = {}
-    found: dict[NodeKey, tuple[float, float]] = {}
+    found, shape = Measured(net, optimizer, fuse, progress), (1, *sample)
+    if ranks > 1:
+        progress("messages")
+        found.link = measured_link()
+    others = min(ranks, granted_cores()) - 1
+    quiet_s = _total(found.again(Layout(), 0, shape)) if others else 0.0
+    with others_busy(others):
+        if others:
+            found.alone = max(_total(found.steps(Layout(), 0, shape)) / quiet_s, 1.0)
+        yield found
+
+
+def _total(found: Timed) -> float:
+    return float(np.sum(found.forward_s) + np.sum(found.backward_s))
+
+
+def _update_s(net: nn.Module, optimizer: str, repeats: int = 5) -> float:
+    """The median of a few updates of copies."""
+    copies = [p.detach().clone().requires_grad_() for p in net.parameters() if p.requires_grad]
+    if not copies:
+        return 0.0
+    for copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    optim = (
+        torch.optim.Adam(copies, lr=1e-6)
+        if optimizer == "adam"
+        else torch.optim.SGD(copies, lr=1e-6, momentum=0.9)
+    )
+    taken: list[float] = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        optim.step()
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(taken[1:]))
+
+
+@contextmanager
+def others_busy(count: int) -> Generator[None]:
+    """Within the block, as many other processes compute. Raises `FivefoldError` if they do not begin."""
+    words = [sys.executable, "-m", "fivefold.tune.load"]
+    with contextlib.ExitStack() as stack:
+        for process in [_begun(words, stack) for _ in range(count)]:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise FivefoldError(
+                    f"{' '.join(words)}, which computes while others are measured, ended with exit code "
+                    f"{process.wait()}: run it to see why"
+                )
+        yield
+
+
+def _begun(words: list[str], stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    """A process that ends when its input does, which is when the stack is left."""
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return stack.enter_context(process)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for number, node in enumerate(tape.nodes):
-            key = _alike(node)
-            if key not in known and node.name not in VIEWS:
-                known[key] = _factor(node, tape, state, device, repeats)
-            found[key_of(node)] = known.get(key, (1.0, 1.0))
-            progress(number + 1, len(tape.nodes))
+        yield
     finally:
         torch.set_num_threads(threads)
-    return found
-
-
-def _alike(node: Node) -> Any:
-    options = tree_flatten((node.args, node.kwargs))[0]
-    function = type(node.function).__name__ if isinstance(node.function, nn.Module) else ""
-    kinds = tuple(isinstance(ref, State) for ref in node.operands)
-    return (node.name, function, repr(options), node.shapes, kinds)
-
-
-def _factor(
-    node: Node, tape: Tape, state: dict[str, Tensor], device: Device, repeats: int
-) -> tuple[float, float]:
-    operands = [_operand(ref, shape, tape, state) for ref, shape in _operands(node)]
-    predicted = roofline(
-        node,
-        sum(math.prod(shape) for shape in node.output_shapes),
-        sum(4 * math.prod(shape) for ref, shape in _operands(node) if isinstance(ref, Value)),
-        sum(node.output_bytes * math.prod(shape) for shape in node.output_shapes),
-        device,
-    )
-    if not predicted:
-        return (1.0, 1.0)
-    try:
-        there, back = _timed(node, operands, repeats)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return (1.0, 1.0)  # random numbers do not do as indices, say
-    weighted = any(isinstance(ref, State) for ref in node.operands)
-    first = (
-        weighted and isinstance(node.operands[0], Value) and node.operands[0].index in tape.inputs
-    )
-    passes = 1.0 if first and node.name.startswith(("conv", "linear")) else 2.0
-    spared = max(there - device.call_s, there / 2)
-    return spared / predicted, max(back - device.call_s, back / 2) / (passes * predicted)
-
-
-def _operands(node: Node) -> list[tuple[Any, tuple[int, ...]]]:
-    return list(zip(node.operands, node.shapes, strict=True))
-
-
-def _operand(ref: Any, shape: tuple[int, ...], tape: Tape, state: dict[str, Tensor]) -> Tensor:
-    if isinstance(ref, State) and ref.name in state:
-        return state[ref.name].detach().clone().requires_grad_(state[ref.name].requires_grad)
-    dtype = tape.dtypes[ref.index] if isinstance(ref, Value) else torch.float32
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype)
-    asks = isinstance(ref, Value) and ref.index not in tape.inputs
-    return torch.rand(shape, dtype=dtype).requires_grad_(asks)
-
-
-def _timed(node: Node, operands: Sequence[Tensor], repeats: int) -> tuple[float, float]:
-    """Fastest forward and backward, in seconds."""
-    forward: list[float] = []
-    backward: list[float] = []
-    wanted = [tensor for tensor in operands if tensor.requires_grad]
-    function = node.function
-    if isinstance(function, nn.Module):
-        function = copy.deepcopy(function)  # its buffers stay as they are
-        wanted += list(function.parameters())
-    for _ in range(repeats + 1):
-        given = [t * 1 for t in operands] if changed_in_place(node) else operands
-        args, kwargs = node.arguments(given)
-        begin = time.perf_counter()
-        made = function(*args, **kwargs)
-        forward.append(time.perf_counter() - begin)
-        results = [t for t in tree_flatten(made)[0] if isinstance(t, Tensor) and t.requires_grad]
-        grads = [torch.ones_like(t) for t in results]
-        begin = time.perf_counter()
-        if results and wanted:
-            torch.autograd.grad(results, wanted, grads, allow_unused=True)
-        backward.append(time.perf_counter() - begin)
-    return min(forward[1:]), min(backward[1:])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fivefold.cluster.description import Cluster, Link
 from fivefold.parallel.buckets import OTHER_BYTES
 from fivefold.parallel.pipeline.schedule import Op, Schedule
+from fivefold.parallel.pipeline.sharing import shared
 from fivefold.parallel.pipeline.simulate import StageTimes, Timeline, simulate
 from fivefold.plan import Layout
 from fivefold.tune.candidates import Candidate
@@ -60,6 +61,10 @@ class Prediction:
         return self.parts.step_s
 
 
+_SLACK = 0.7
+"""Part of the measured time of one sample that a sample of several, or a tile's share of one, may take"""
+
+
 class Case:
     """A candidate for a net, which is divided into tiles once somebody wants more than a bound."""
 
@@ -89,7 +94,8 @@ class Case:
 
     @functools.cached_property
     def _staged(self) -> Staged:
-        return self._subject.staged(self.candidate.layout, self.candidate.stages, self._fewest)
+        rows = self._fewest if self._subject.measured is None else self._rows
+        return self._subject.staged(self.candidate.layout, self.candidate.stages, rows)
 
     @functools.cached_property
     def need(self) -> Need:
@@ -106,14 +112,18 @@ class Case:
         Raises `UsageError` for a net that cannot be cut into so many stages.
         """
         whole = self._subject.staged(Layout(), self.candidate.stages, 1)
-        return self._least_s(self._costs(whole, self._rows / self.candidate.layout.tiles))
+        bound = self._least_s(self._costs(whole, self._rows / self.candidate.layout.tiles))
+        return bound if self._subject.measured is None else _SLACK * bound
 
     def least_s(self) -> float:
         """The same with borders. Raises `UsageError` where the net cannot be divided so."""
         return self._least_s(self._costs(self._staged, self._rows))
 
     def _least_s(self, costs: Sequence[StageCost]) -> float:
-        """The busiest rank, and the way to it and back."""
+        """The busiest rank, and the way to it and back, on a device that is as fast as it ever is."""
+        return self._busiest_s(costs) / self._cluster.speed(self._on_a_node(1))
+
+    def _busiest_s(self, costs: Sequence[StageCost]) -> float:
         ranks, micro = self.candidate.layout.pipe, self.candidate.micro_batches
         if self.candidate.chains > 1:
             pairs = zip(costs, reversed(costs), strict=True)
@@ -136,8 +146,7 @@ class Case:
             tuple(c.weight_s for c in costs),
             tuple(sums),
         )
-        blocks = not self._cluster.device.overlaps
-        timeline = simulate(schedule, times, self._travel_s(schedule), sends_block=blocks)
+        timeline = self._timeline(schedule, times)
         computed = max(end for a, (_, end) in timeline.spans.items() if a.op is not Op.REDUCE)
         gradients = self._exposed_s(timeline, computed, sums, costs)
         busiest = max(range(schedule.ranks), key=lambda rank: timeline.busy_s[rank])
@@ -150,9 +159,23 @@ class Case:
             statistics,
             computed - timeline.busy_s[busiest],
             gradients,
-            max(self._update_s(schedule, rank) for rank in range(schedule.ranks)),
+            max(self._update_s(schedule, rank) for rank in range(schedule.ranks))
+            / self._cluster.speed(self._on_a_node(schedule.ranks)),
         )
         return Prediction(self.candidate, parts, self.memory_bytes())
+
+    def _timeline(self, schedule: Schedule, times: StageTimes) -> Timeline:
+        """When everything happens, on devices that may share cores."""
+        travel, blocks = self._travel_s(schedule), not self._cluster.device.overlaps
+        if not self._cluster.cores_per_node:
+            return simulate(schedule, times, travel, sends_block=blocks)
+        # Tiles and replicas do the same at the same time.
+        return shared(schedule, times, lambda n: self._cluster.speed(self._on_a_node(n)), travel)
+
+    def _on_a_node(self, computing: int) -> int:
+        """How many ranks of a node compute while so many places of the pipe axis do."""
+        layout = self.candidate.layout
+        return min(computing * layout.data * layout.tiles, self._cluster.devices_per_node)
 
     def _costs(self, staged: Staged, rows: float) -> list[StageCost]:
         costs = [staged.work.cost(span, rows, self._links) for span in staged.spans]
@@ -190,9 +213,13 @@ class Case:
 
     def _update_s(self, schedule: Schedule, rank: int) -> float:
         """Read and write parameters and the optimiser's numbers; and pack and unpack gradients."""
-        trained = sum(self._staged.trained_bytes[stage] for stage in schedule.stages_of(rank))
-        passes = 3 + 2 * self._copies + 4 * (self.candidate.reducers > 1)
-        return passes * trained / self._cluster.device.bytes_per_s
+        every = self._staged.trained_bytes
+        trained = sum(every[stage] for stage in schedule.stages_of(rank))
+        packed = 4 * (self.candidate.reducers > 1)
+        if self._subject.measured is not None and trained:
+            packed_s = packed * trained / self._cluster.device.bytes_per_s
+            return packed_s + self._subject.measured.update_s * trained / sum(every)
+        return (3 + 2 * self._copies + packed) * trained / self._cluster.device.bytes_per_s
 
     def _travel_s(self, schedule: Schedule) -> Callable[[int, int], float]:
         layout = self.candidate.layout

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from fivefold.cluster.description import Cluster
 from fivefold.errors import UsageError
+from fivefold.parallel.pipeline.cut import MEASURED
 from fivefold.plan import Plan, Provenance
 from fivefold.tune.predict import Prediction
 from fivefold.tune.search import Found
@@ -41,7 +42,7 @@ class Question:
     def basis(self) -> str:
         """What the predictions rest on, in a line."""
         device = self.cluster.device
-        how = "operations timed here" if self.measured else "operations estimated"
+        how = "steps timed here" if self.measured else "operations estimated"
         return (
             f"{how}, {device.flops_per_s / 1e9:,.0f} GFLOP/s and {device.bytes_per_s / 1e9:,.1f} GB/s per "
             f"device, {_link(self.cluster)}"
@@ -117,13 +118,16 @@ def plan_of(found: Found, question: Question) -> Plan:
         f"predicted {seconds(first.step_s)} a step and {size(first.memory_bytes)} per device for "
         f"{question.model}{told}"
     )
-    plan = Plan().replace(first.candidate.values(), Provenance("tuned", why))
-    values: dict[str, object] = {"train.batch_size": question.batch}
+    values = first.candidate.values()
+    if question.measured and first.candidate.schedule:
+        values["pipeline.cut"] = MEASURED
+    plan = Plan().replace(values, Provenance("tuned", why))
+    asked: dict[str, object] = {"train.batch_size": question.batch}
     if ":" not in question.model:
-        values["train.model"] = question.model
+        asked["train.model"] = question.model
     if question.optimizer != plan.train.optimizer:
-        values["train.optimizer"] = question.optimizer
-    return plan.replace(values, Provenance("user", "fivefold plan"))
+        asked["train.optimizer"] = question.optimizer
+    return plan.replace(asked, Provenance("user", "fivefold plan"))
 
 
 def seconds(value: float) -> str:

@@ -7,10 +7,11 @@ tape (samples) ──► cut (stages)
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from fivefold.mesh import owned
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.pipeline.cut import Cut, balanced
 from fivefold.parallel.pipeline.stages import Crossing, divided, owners
+from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.tiles.costs import Costs, Options
 from fivefold.parallel.tiles.program import Program, planned
 from fivefold.parallel.tiles.record import record
@@ -32,7 +34,8 @@ from fivefold.parallel.tiles.spread import Grid, Spread
 from fivefold.parallel.tiles.tape import Tape
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
-from fivefold.tune.work import Factors, Work
+from fivefold.tune.measure import Measured
+from fivefold.tune.work import Work
 
 __all__ = ["Staged", "Subject"]
 
@@ -58,6 +61,24 @@ class Staged:
     trained_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """What a program is made for."""
+
+    grid: Grid
+    rows: int
+    replicas: bool = False
+    """whether norms see other replicas, where that makes a difference to what is computed"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Laid:
+    program: Program
+    here: Here
+    work: Work
+    timed: Timed | None
+
+
 class Subject:
     """A net for samples of one shape, on devices of a cluster."""
 
@@ -67,17 +88,18 @@ class Subject:
         sample: tuple[int, ...],
         cluster: Cluster,
         *,
-        fuse: str = "never",
-        factors: Factors | None = None,
+        measured: Measured | None = None,
     ) -> None:
-        """`fuse` is how many layers are taken to share a halo; "auto" takes long for nets of many layers."""
-        self.net, self.sample, self.cluster = net, sample, cluster
-        self._fuse, self._factors = fuse, factors or {}
+        """With `measured`, what candidates compute is timed here, and so are the messages within a node."""
+        if measured is not None:
+            device = dataclasses.replace(cluster.device, alone=measured.alone)
+            link = measured.link or cluster.within
+            cluster = dataclasses.replace(cluster, device=device, within=link)
+        self.net, self.sample, self.cluster, self.measured = net, sample, cluster, measured
         self._tapes: dict[tuple[int, ...], Tape] = {}
-        self._cuts: dict[int, Cut] = {}
-        self._programs: dict[tuple[Grid, int], tuple[Program, Here, Work]] = {}
-        self._staged: dict[tuple[Grid, int, int], Staged] = {}
-        self._owners: dict[int, Mapping[str, int]] = {}
+        self._programs: dict[_Shape, _Laid] = {}
+        self._staged: dict[tuple[_Shape, int], Staged] = {}
+        self._parameters: dict[Cut, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     @property
     def pixels(self) -> tuple[int, ...]:
@@ -112,62 +134,67 @@ class Subject:
         Raises `PlanError` or `UsageError` for a net that cannot be cut so.
         """
         grid = _grid(layout)
-        as_samples = (
-            grid.size if 1 < grid.size <= rows else 1
-        )  # from there on tiles turn to samples
-        key = (grid, as_samples, stages)
-        if key not in self._staged:
-            self._staged[key] = self._divided(grid, as_samples, stages)
-        return self._staged[key]
+        if self.measured is not None:
+            shape = _Shape(grid, rows, layout.data > 1 and grid.size == 1)
+        else:  # what is estimated grows with the samples; but with enough of them, tiles turn to samples
+            shape = _Shape(grid, grid.size if 1 < grid.size <= rows else 1)
+        if (shape, stages) not in self._staged:
+            self._staged[shape, stages] = self._divided(shape, stages)
+        return self._staged[shape, stages]
 
-    def _divided(self, grid: Grid, rows: int, stages: int) -> Staged:
-        program, here, work = self._program(grid, rows)
-        grid = here.grid
+    def _divided(self, shape: _Shape, stages: int) -> Staged:
+        laid = self._program(shape)
+        program, here = laid.program, laid.here
         if stages == 1:
-            spans = (range(len(program.steps)),)
-            tile = program.spreads[program.tape.inputs[0]].local_shape(grid, here.rank)
-            takes = (4.0 * math.prod(tile) / rows,)
+            cut, spans = Cut(()), (range(len(program.steps)),)
+            tile = program.spreads[program.tape.inputs[0]].local_shape(here.grid, here.rank)
+            takes = (4.0 * math.prod(tile) / shape.rows,)
         else:
-            parts = divided(program, self._cut(stages), grid, here.rank)
+            # Runs cut by estimates that grow with the batch, or by what they measure.
+            tape = program.tape if laid.timed else self.tape(1)
+            cut = balanced(tape, stages, node_s=laid.timed.node_s() if laid.timed else None)
+            parts = divided(program, cut, here.grid, here.rank)
             spans = tuple(part.span for part in parts)
-            takes = tuple(sum(map(_bytes, part.takes)) / rows for part in parts)
-        held, trained = self._parameters(stages)
-        return Staged(program, here, work, spans, takes, held, trained)
+            takes = tuple(sum(map(_bytes, part.takes)) / shape.rows for part in parts)
+        return Staged(program, here, laid.work, spans, takes, *self._parameters_of(cut))
 
-    def _program(self, grid: Grid, rows: int) -> tuple[Program, Here, Work]:
-        if (grid, rows) not in self._programs:
-            device, link = self.cluster.device, self.cluster.link(grid.size)
-            few, sample = _fewer(grid, self.sample)
-            tape = self.tape(rows, sample)
-            here = Here(few, _middle(few), 1, fewest=rows)
-            costs = Costs(
-                link.latency_s, link.bytes_per_s, device.flops_per_s, device.bytes_per_s / 2
-            )
-            with warnings.catch_warnings():
-                # What has to be gathered is in the costs; who trains is told.
-                warnings.simplefilter("ignore", UserWarning)
-                inputs = [_tiled((rows, *sample), few)]
-                program = planned(tape, inputs, here, Options(self._fuse, costs=costs))
-            work = Work.of(program, here, device, self._factors)
-            self._programs[grid, rows] = (program, here, work)
-        return self._programs[grid, rows]
+    def _program(self, shape: _Shape) -> _Laid:
+        if shape not in self._programs:
+            few, sample = _fewer(shape.grid, self.sample)
+            here = Here(few, _middle(few), 1, fewest=shape.rows)
+            program, timed = self._planned(shape, here, (shape.rows, *sample))
+            work = Work.of(program, here, self.cluster.device, timed)
+            self._programs[shape] = _Laid(program, here, work, timed)
+        return self._programs[shape]
 
-    def _cut(self, stages: int) -> Cut:
-        if stages not in self._cuts:
-            self._cuts[stages] = balanced(self.tape(1), stages)
-        return self._cuts[stages]
+    def _planned(
+        self, shape: _Shape, here: Here, samples: tuple[int, ...]
+    ) -> tuple[Program, Timed | None]:
+        device, link = self.cluster.device, self.cluster.link(shape.grid.size)
+        costs = Costs(link.latency_s, link.bytes_per_s, device.flops_per_s, device.bytes_per_s / 2)
+        with warnings.catch_warnings():
+            # What has to be gathered is in the costs; who trains is told.
+            warnings.simplefilter("ignore", UserWarning)
+            if self.measured is not None:
+                tiles = dict(zip(here.grid.axes, here.grid.sizes, strict=True))
+                layout = Layout(data=1 + shape.replicas, **tiles)
+                timed = self.measured.steps(layout, here.rank, samples, costs)
+                return timed.program, timed
+            tape = self.tape(samples[0], samples[1:])
+            inputs = [_tiled(samples, here.grid)]
+            return planned(tape, inputs, here, Options("never", costs=costs)), None
 
-    def _parameters(self, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _parameters_of(self, cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes of what stages hold, and of what they train."""
-        if stages not in self._owners:
-            cut = self._cut(stages) if stages > 1 else Cut(())
-            self._owners[stages] = owners(self.net, self.tape(1), cut)
-        held, trained = [0] * stages, [0] * stages
-        for name, tensor in (*self.net.named_parameters(), *self.net.named_buffers()):
-            stage, size = self._owners[stages][name], tensor.numel() * tensor.element_size()
-            held[stage] += size
-            trained[stage] += size if tensor.requires_grad else 0
-        return tuple(held), tuple(trained)
+        if cut not in self._parameters:
+            owner = owners(self.net, self.tape(1), cut)
+            held, trained = [0] * cut.stages, [0] * cut.stages
+            for name, tensor in (*self.net.named_parameters(), *self.net.named_buffers()):
+                stage, size = owner[name], tensor.numel() * tensor.element_size()
+                held[stage] += size
+                trained[stage] += size if tensor.requires_grad else 0
+            self._parameters[cut] = tuple(held), tuple(trained)
+        return self._parameters[cut]
 
 
 def _grid(layout: Layout) -> Grid:

@@ -5,6 +5,8 @@ the number of samples, except latencies; so one program serves micro-batches of 
 slice. Without measurements an operation takes as long as the slower of its arithmetic and its memory:
 
     seconds = max(flops / flops_per_s, bytes / bytes_per_s) + call_s          (the roofline)
+
+With them a step takes what it took, copies of what is exchanged and calls included; messages come on top.
 """
 
 from __future__ import annotations
@@ -17,18 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.cluster.description import Device, Link
+from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.tiles.costs import flops_of
 from fivefold.parallel.tiles.program import Compute, Move, Program, exchange_of
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.tape import Node, State, Value
 from fivefold.tune.saved import VIEWS, Held, held_bytes, sizes_of
 
-__all__ = ["Factors", "Links", "NodeKey", "StageCost", "Work", "key_of", "roofline"]
-
-NodeKey = tuple[str, str, int]
-"""module, operation, and how many calls of it came before"""
-Factors = Mapping[NodeKey, tuple[float, float]]
-"""by how much forward and backward of a node take longer than `roofline` says, where that was measured"""
+__all__ = ["Links", "StageCost", "Work", "roofline"]
 
 _NORMS = ("BatchNorm", "batch_norm")
 
@@ -85,17 +83,23 @@ class Work:
     """whether tile ranks sum something else"""
 
     @classmethod
-    def of(cls, program: Program, here: Here, device: Device, factors: Factors) -> Work:
-        """Of what `here.rank` does."""
+    def of(cls, program: Program, here: Here, device: Device, timed: Timed | None = None) -> Work:
+        """Of what `here.rank` does; `timed` has the times of `program`, if they were measured."""
         sizes, rows = sizes_of(program, here), program.tape.shapes[program.tape.inputs[0]][0]
         columns = np.zeros((10, len(program.steps)))
         for number, step in enumerate(program.steps):
             columns[4:7, number], columns[7, number] = _exchanged(program, step, device)
             if isinstance(step, Compute):
-                columns[:4, number] = _computed(program, step.node, sizes, device, factors)
+                columns[:4, number] = _computed(program, step.node, sizes, device)
                 channels = _channels(step.node)
                 columns[8, number] = channels
                 columns[9, number] = not channels and step.local.collective is not None
+        if timed is not None:
+            later = np.divide(
+                columns[2], columns[1], np.zeros(len(columns[1])), where=columns[1] > 0
+            )
+            columns[:3] = timed.forward_s, timed.backward_s, timed.backward_s * later
+            columns[[3, 6]] = 0.0
         columns[[0, 1, 2, 5, 6]] /= rows
         return cls(held_bytes(program, here), rows, *columns)
 
@@ -141,11 +145,6 @@ class Work:
         return there, back
 
 
-def key_of(node: Node) -> NodeKey:
-    """What a node is called in every recording of the same net."""
-    return (node.scope, node.name, node.call)
-
-
 def roofline(
     node: Node, elements: float, read_bytes: float, made_bytes: float, device: Device
 ) -> float:
@@ -164,7 +163,7 @@ def _channels(node: Node) -> int:
 
 
 def _computed(
-    program: Program, node: Node, sizes: Mapping[int, int], device: Device, factors: Factors
+    program: Program, node: Node, sizes: Mapping[int, int], device: Device
 ) -> tuple[float, float, float, float]:
     """Seconds of forward, backward, of the weights' part of backward, and of the call."""
     read = [ref.index for ref in node.operands if isinstance(ref, Value)]
@@ -176,14 +175,8 @@ def _computed(
     deferred = weighted and node.name.startswith(("conv", "linear"))
     first = deferred and bool(read) and read[0] in program.tape.inputs
     back = seconds * (1.0 if first else 2.0)  # nobody asks for the gradient of the images
-    there, again = factors.get(key_of(node), (1.0, 1.0))
     call_s = 0.0 if node.name in VIEWS else device.call_s
-    return (
-        seconds * there,
-        back * again,
-        (back * again / 2 if deferred and not first else 0),
-        call_s,
-    )
+    return seconds, back, (back / 2 if deferred and not first else 0), call_s
 
 
 def _exchanged(

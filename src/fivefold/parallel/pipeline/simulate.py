@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from fivefold.errors import PlanError
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule, Wire, walk
 
-__all__ = ["Link", "Span", "StageTimes", "Timeline", "simulate"]
+__all__ = ["Link", "Span", "StageTimes", "Timeline", "place_sums", "simulate"]
 
 Link = Mapping[Wire, float] | Callable[[int, int], float]
 """seconds that the activations of one micro-batch, or their gradients, travel from a source stage to a
@@ -162,7 +162,7 @@ def simulate(
             if sends_block:
                 free[rank] = end = end + travel_s
             arrived[chain, micro, stage, other] = end if sends_block else end + travel_s
-    _place_sums(schedule, times, spans)
+    place_sums(schedule, times, spans)
     return Timeline(schedule, spans)
 
 
@@ -195,7 +195,7 @@ def _travel_s(link: Link | None, one: int, other: int) -> float:
     return link[wire]
 
 
-def _place_sums(schedule: Schedule, times: StageTimes, spans: dict[Action, Span]) -> None:
+def place_sums(schedule: Schedule, times: StageTimes, spans: dict[Action, Span]) -> None:
     """A sum starts when all replicas have asked for it, and the one before on the same ranks is done."""
     asked: defaultdict[int, list[Action]] = defaultdict(list)
     for action in (a for a in spans if a.op is Op.REDUCE):

@@ -1,0 +1,45 @@
+"""What a planner measures: steps on one core, processes that keep the others busy, messages between two."""
+
+from __future__ import annotations
+
+import copy
+
+import psutil
+import torch
+from torch import nn
+
+from fivefold.plan import Layout
+from fivefold.tune import Candidate, Case, Subject, measuring, this_machine
+from fivefold.tune.measure import others_busy
+from fivefold.tune.talk import measured_link
+
+
+def test_steps_are_timed_and_the_net_stays_as_it_was() -> None:
+    sample = (16, 32, 32)
+    net = nn.Sequential(
+        nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(8 * 15 * 15, 3),
+    )  # fmt: skip
+    before = copy.deepcopy(net.state_dict())
+    with measuring(net, sample, 1, optimizer="adam") as measured:
+        timed = Subject(net, sample, this_machine(1), measured=measured)
+        work = timed.staged(Layout(), 1, 2).work
+        case = Case(timed, Candidate(Layout(pipe=2), "gpipe", 2), 4, "adam")
+        told = case.predict()
+    assert all(s > 0 for s in work.forward_s[:2]) and work.backward_s[0] > work.weight_s[0] >= 0
+    assert told.parts.update_s > 0
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_others_are_busy_meanwhile() -> None:
+    me = psutil.Process()
+    with others_busy(1):
+        (other,) = me.children()
+        assert other.is_running() and other.cpu_times().user > 0
+    assert not me.children()
+
+
+def test_messages_are_timed_between_processes() -> None:
+    link = measured_link()
+    assert 0 < link.latency_s < 1 and 1e4 < link.bytes_per_s < 1e13 and 0 < link.reduction_s < 1
