@@ -126,7 +126,8 @@ class Pipeline:
     stages_per_rank: int = 1
     """more than one with `interleaved` only"""
     cut: str = ""
-    """modules that begin a stage, such as "layer2, layer4.1"; empty: stages of about equal time"""
+    """modules that begin a stage, such as "layer2, layer4.1"; empty: stages of about equal estimated time;
+    "measured": of about equal time, which is measured when the run starts"""
 
     def __post_init__(self) -> None:
         _at_least("pipeline", self, micro_batches=0, stages_per_rank=1)
@@ -134,12 +135,15 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is kept for the backward pass."""
+    """What is kept for the backward pass, and what each replica keeps of the parameters."""
 
     recompute: int | str = "none"
     """activations that tiles and stages do not keep but compute again in backward, without communication:
     "none"; "all" but what a stage takes; "auto", which keeps the borders of about as many segments as these
     have steps; or the number of segments that the net is divided into"""
+    shard: Literal["none", "optimizer", "parameters"] = "none"
+    """what the replicas of the data axis divide among them instead of holding it each: the optimiser's state,
+    and between steps parameters and gradients; or these during a step too, but for the layers at work"""
 
     def __post_init__(self) -> None:
         if isinstance(self.recompute, int):

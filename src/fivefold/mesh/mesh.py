@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import PlanError, suggest
-from fivefold.mesh.ownership import owned
+from fivefold.mesh.ownership import TILE_DIMS, owned
 from fivefold.plan import AXES, Layout, Plan
 
 __all__ = ["Mesh"]
@@ -71,13 +71,29 @@ class Mesh:
 
         The stages of two opposite chains meet there: position r of S with position S - 1 - r.
         """
-        stages = self._lines(axes).view(self.layout.pipe, -1, self._lines(axes).shape[-1])
+        lines = self._lines(axes)
+        stages = lines.view(self.layout.pipe, -1, lines.shape[-1])
         pairs = [
             sorted({*stages[r, line].tolist(), *stages[-1 - r, line].tolist()})
             for r in range((self.layout.pipe + 1) // 2)
             for line in range(stages.shape[1])
         ]
         return self._new_group(pairs)
+
+    def own_replicas(self) -> DeviceMesh:
+        """The ranks that hold the same parameters as this one, over groups of their own, for FSDP2.
+
+        Its last dim is the data axis; with tile axes there is one before, `tiles`. Collective: all ranks of
+        the mesh call it, in the same order.
+        """
+        data, kind = self.own_group("data"), self.device.type
+        if self.layout.tiles == 1:
+            return DeviceMesh.from_group(data, kind, mesh_dim_names=("data",))
+        lines = self._lines(("data", *TILE_DIMS))
+        mine = lines[(lines == self.rank).any(dim=1)]
+        ranks = mine.view(self.layout.data, self.layout.tiles).t().contiguous()
+        tiles = self.own_group(*TILE_DIMS)
+        return DeviceMesh.from_group([tiles, data], kind, ranks, mesh_dim_names=("tiles", "data"))
 
     def _lines(self, axes: tuple[str, ...]) -> torch.Tensor:
         """Ranks that differ along `axes` only, a row each; rows ordered by the other axes, `pipe` first."""

@@ -17,15 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh import Mesh
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.exchange import row_counts
+from fivefold.parallel.batches import Batches
+from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import Batch, PipelinedNet, pipelined, some_rows
-from fivefold.parallel.reduce import Alone, reducer_for
+from fivefold.parallel.pipeline.shards import ShardedStages
+from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
+from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
 from fivefold.parallel.tiles.memory import Predicted, predicted
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
@@ -63,6 +66,7 @@ def parallelize(
     """
     check_net(net, mesh.layout.data)
     check_loss(loss)
+    check_shard(net, mesh)
     model = ParallelModel(net.to(mesh.device), mesh, loss, example)
     if example is not None and mesh.layout.tiles > 1:
         model.tile_plan(example)
@@ -90,28 +94,35 @@ class ParallelModel(nn.Module):
         self._group = mesh.group("data")
         self._loss = None if loss is None else SharedLoss(loss, self._group, mesh.device)
         self._watched = watched_modules(net)
-        self._joint = mesh.plan.parallel.batch_norm == "global"
-        # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
-        # Apart from batch norm: buckets leave when they are full, which ranks that use different parameters
-        # see at different times, and a group matches messages by their order.
         tiled = mesh.layout.tiles > 1
-        axes = ("data", *TILE_DIMS)
-        gradients = mesh.own_group(*axes) if mesh.layout.data > 1 or tiled else self._group
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         if self._stages is not None:
             self._tiles = self._stages.tiles
         else:
             self._tiles = TiledNet(net, mesh) if tiled else None
+        self._batches = Batches(mesh, self._tiles)
         self._tile_loss = (
             TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
         )
-        self._everyone = mesh.group(*axes)
+        self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""
-        alone = self._stages is not None  # stages see to their gradients themselves
-        self._reducer = (
-            Alone() if alone else reducer_for(net, gradients, share_buffers=not self._joint),
-        )
+        # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
+        self._reducer = (self._own_reducer(net),)
+
+    def _own_reducer(self, net: nn.Module) -> Reducer:
+        """Who completes the gradients. Collective."""
+        mesh, share_buffers = self._mesh, self._mesh.plan.parallel.batch_norm == "replica"
+        if self._stages is not None:
+            return ShardedStages(self._stages.gradients.values())
+        if mesh.layout.data * mesh.layout.tiles == 1:
+            return Alone()
+        gathering = gathering_reducer(net, mesh, share_buffers)
+        if gathering is not None:
+            return gathering
+        # Apart from batch norm: buckets leave when they are full, which ranks that use different parameters
+        # see at different times, and a group matches messages by their order.
+        return reducer_for(net, mesh.own_group("data", *TILE_DIMS), share_buffers=share_buffers)
 
     # ---- one training step
 
@@ -136,7 +147,7 @@ class ParallelModel(nn.Module):
         """
         if self._loss is None:
             raise UsageError("step needs a loss: parallelize(net, mesh, loss=criterion)")
-        inputs, targets = self._moved(inputs), self._moved(targets)
+        inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
         if self._stages is not None and inputs is None:
             inputs = self._stages.stand_in()
         share = self._share(inputs)
@@ -150,13 +161,16 @@ class ParallelModel(nn.Module):
             with span(Phase.FORWARD):
                 self._reducer[0].begin()
                 with mode:
-                    outputs = _run_or_stand_in(self.module, inputs, share.rows, call_with)
+                    outputs = self._reducer[0].forward(
+                        lambda: self._or_stand_in(inputs, share.rows, call_with), step=True
+                    )
                 if self.on_outputs is not None:
                     self.on_outputs(outputs)
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
-                return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
+                scaled = _as_it_is if scaler is None else scaler.scale
+                return self._reducer[0].backward(own, scaled, counted=share.rows > 0)
 
     def _step_in_tiles(
         self, tiles: TiledNet, inputs: Any, targets: Any, share: Share, scaler: Any
@@ -167,12 +181,15 @@ class ParallelModel(nn.Module):
         weight = self._loss.begin(targets, self._everyone if cut else None)
         with span(Phase.FORWARD):
             self._reducer[0].begin()
-            outputs = tiles.run(call_with, inputs, share)
+            outputs = self._reducer[0].forward(
+                lambda: tiles.run(call_with, inputs, share), step=True
+            )
             if self.on_outputs is not None:
                 self.on_outputs(outputs.parts)
             own = self._tile_loss.share(outputs, targets, weight, share)
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
-            return self._backward(own, share, _as_it_is if scaler is None else scaler.scale)
+            scaled = _as_it_is if scaler is None else scaler.scale
+            return self._reducer[0].backward(own, scaled, counted=share.rows > 0)
 
     def _step_in_stages(
         self, stages: PipelinedNet, inputs: Any, targets: Any, share: Share, scaler: Any
@@ -202,7 +219,7 @@ class ParallelModel(nn.Module):
         """The plan of this rank for inputs with the global shapes of `example`, as a table.
 
         It lists every exchange with its messages and bytes, every operation with what is owned, what is held
-        beyond, and what that costs.
+        beyond, and what that costs. Collective where replicas divide parameters among them.
 
         Raises `UsageError` for what cannot be computed in tiles, and for a layout without tile axes.
         """
@@ -210,7 +227,12 @@ class ParallelModel(nn.Module):
             raise UsageError(
                 "the layout has no tile axes, so there is no plan of tiles: set height, width or depth"
             )
-        return table(self._tiles.plan_for(example, self._mesh.share), self._tiles.here)
+        tiles = self._tiles
+        with torch.no_grad():  # a net is recorded with its parameters whole
+            program = self._reducer[0].forward(
+                lambda: tiles.plan_for(example, self._mesh.share), step=False
+            )
+        return table(program, tiles.here)
 
     def memory(self, inputs: Any, targets: Any = None) -> Predicted:
         """How much memory a step on such a batch takes on this rank, told without making it.
@@ -223,6 +245,10 @@ class ParallelModel(nn.Module):
             raise UsageError(
                 "memory is predicted for steps in tiles and stages: set height, width, depth or pipe in the "
                 "layout, and give parallelize a loss"
+            )
+        if self._mesh.plan.memory.shard != "none" and self._mesh.layout.data > 1:
+            raise UsageError(
+                'memory is not predicted for replicas that divide parameters: ask with memory.shard = "none"'
             )
         told = (
             predicted
@@ -239,27 +265,13 @@ class ParallelModel(nn.Module):
             costs=self._tiles.costs,
         )
 
-    def _backward(self, own: Tensor, share: Share, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        hooks = []
-        if not share.rows:  # a stand-in adds nothing, even where it gave NaN
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            hooks = [parameter.register_hook(_nothing) for parameter in trained]
-        try:
-            return self._reducer[0].backward(own, scaled)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def shard(self, *trees: Any) -> Any:
         """This rank's part of a batch that every rank holds whole; a tuple if several trees are given.
 
         The first tree, the inputs, is cut into tiles as well. Targets keep their pixels: they are laid as the
         outputs lie, which only the step knows.
         """
-        mine = tuple(
-            map_tensors(self._tile if self._tiles and not number else self._cut, tree)
-            for number, tree in enumerate(trees)
-        )
+        mine = self._batches.shard(trees)
         return mine[0] if len(mine) == 1 else mine
 
     def whole(self, tree: Any) -> Any:
@@ -275,85 +287,79 @@ class ParallelModel(nn.Module):
 
         With a `pipe` axis all of its ranks get the outputs, without gradients.
         """
-        inputs = self._moved((args, kwargs))
+        inputs = self._batches.moved((args, kwargs))
+        forward = functools.partial(self._reducer[0].forward, step=False)
         if not leaves(inputs):
-            return self.module(*args, **kwargs)
+            return forward(lambda: self.module(*args, **kwargs))
         if self._stages is not None:
             if self.training:
                 raise UsageError(
                     "with a pipe axis a model in training mode has outputs in step only, where `on_outputs` "
                     "sees them: call model.eval() first"
                 )
-            return self._stages.forward(Batch(_call_both, inputs, self._share(inputs)))
+            stages, share = self._stages, self._share(inputs)
+            return forward(lambda: stages.forward(Batch(_call_both, inputs, share)))
         if self._tiles is not None:
-            return self._tiles.run(_call_both, inputs, self._share(inputs)).parts
+            tiles, share = self._tiles, self._share(inputs)
+            return forward(lambda: tiles.run(_call_both, inputs, share).parts)
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
             self._reducer[0].begin()
             with exact(self._watched, share) as mode, mode:
-                return _run_or_stand_in(self.module, inputs, share.rows, _call_both)
+                return forward(lambda: self._or_stand_in(inputs, share.rows, _call_both))
         rows = rows_of(inputs, "inputs")
-        return _run_or_stand_in(self.module, inputs, rows, _call_both)
+        return forward(lambda: self._or_stand_in(inputs, rows, _call_both))
 
-    def _moved(self, tree: Any) -> Any:
-        def move(leaf: Tensor) -> Tensor:
-            part, there = part_of(leaf), leaf.to(self._mesh.device, non_blocking=True)
-            return there if part is None else attach(there, part)
-
-        return map_tensors(move, tree)
-
-    def _cut(self, leaf: Tensor) -> Tensor:
-        mine = self._mesh.share(leaf.shape[0])
-        part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
-        return attach(leaf[mine.start : mine.stop].to(self._mesh.device), part)
-
-    def _tile(self, leaf: Tensor) -> Tensor:
-        assert self._tiles is not None
-        cut = self._tiles.part(leaf, self._mesh.share(leaf.shape[0]))
-        part = part_of(cut)
-        assert part is not None
-        return attach(cut.to(self._mesh.device), part)
+    def _or_stand_in(self, inputs: Any, rows: int, call: Callable[..., Any]) -> Any:
+        """What the net returns for some samples; for none, it runs on a stand-in: others wait for it."""
+        if rows:
+            return call(self.module, inputs)
+        outputs = call(self.module, map_tensors(stand_in, inputs))
+        return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)
 
     def _share(self, inputs: Any) -> Share:
-        rows = rows_of(inputs, "inputs")
-        part = part_of(leaves(inputs)[0])
-        if part is not None:
-            origin, total = part.origin[0], part.shape[0]
-        else:
-            counts = row_counts(rows, self._group, self._mesh.device)
-            origin, total = sum(counts[: self._group.rank()]), sum(counts)
-        if total == 0:
-            raise UsageError("the batch is empty on every rank: a step needs at least one sample")
-        joint = self._group if self._joint and self._group.size() > 1 else None
-        return Share(rows, origin, total, self.seed, self.steps, joint)
+        return self._batches.share(inputs, self.seed, self.steps)
 
     # ---- the user's names: those of the plain net
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The plain net's state_dict, with its own keys; on a `pipe` axis what this rank holds of it."""
+        """The plain net's state_dict, with its own keys; on a `pipe` axis what this rank holds of it.
+
+        Where replicas divide parameters among them (`memory.shard`), these are DTensors.
+        """
+        self._rest()
         return _real(self.module.state_dict(*args, **kwargs))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The plain net's whole state_dict, on every rank. Collective where there is a `pipe` axis."""
-        state = self.module.state_dict()
+        """The plain net's whole state_dict, on every rank. Collective."""
+        self._rest()
+        state = {
+            name: whole(value) if isinstance(value, Tensor) else value
+            for name, value in self.module.state_dict().items()
+        }
         return state if self._stages is None else dict(self._stages.everywhere(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a state_dict of the plain net, of which each rank takes what it holds."""
-        held_elsewhere = {
-            name: value
-            for name, value in self.module.state_dict().items()
-            if name in state_dict and isinstance(value, Tensor) and value.is_meta
-        }
-        return self.module.load_state_dict({**state_dict, **held_elsewhere}, *args, **kwargs)
+        """Load a state_dict of the plain net, whole or from `state_dict`; a rank takes what it holds."""
+        self._rest()
+        loaded = dict(state_dict)
+        for name, own in self.module.state_dict().items():
+            if name in loaded and isinstance(own, Tensor):
+                loaded[name] = own if own.is_meta else placed(loaded[name], own)
+        return self.module.load_state_dict(loaded, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The plain net's parameters under their own names; on a `pipe` axis those that this rank holds."""
+        self._rest()
         return iter(_real(dict(self.module.named_parameters(*args, **kwargs))).items())
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The plain net's buffers under their own names; on a `pipe` axis those that this rank holds."""
         return iter(_real(dict(self.module.named_buffers(*args, **kwargs))).items())
+
+    def _rest(self) -> None:
+        """Parameters as they are between steps: the optimiser's."""
+        self._reducer[0].rest()
 
     @property
     def stages(self) -> PipelinedNet | None:
@@ -374,19 +380,6 @@ def _as_it_is(loss: Tensor) -> Tensor:
     return loss
 
 
-def _nothing(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else torch.zeros_like(gradient)
-
-
 def _call_both(function: Callable[..., Any], inputs: Any) -> Any:
     args, kwargs = inputs
     return function(*args, **kwargs)
-
-
-def _run_or_stand_in(
-    function: Callable[..., Any], inputs: Any, rows: int, call: Callable[..., Any]
-) -> Any:
-    if rows:
-        return call(function, inputs)
-    outputs = call(function, map_tensors(stand_in, inputs))
-    return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)

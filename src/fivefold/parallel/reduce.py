@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from fivefold.errors import UsageError
 from fivefold.parallel.buckets import Bucket, packed
 from fivefold.trace import Tag
 
-__all__ = ["Alone", "Bucketed", "Reducer", "reducer_for"]
+__all__ = ["Alone", "Bucketed", "Reducer", "reducer_for", "without_effect"]
 
 
 class Reducer(Protocol):
@@ -26,8 +27,21 @@ class Reducer(Protocol):
         """Get ready for a forward pass of the net. Collective."""
         ...
 
-    def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Differentiate `scaled` of the sum of all ranks' shares; returns that sum, detached."""
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
+        """What `run` returns, a forward pass of the net: of a step, which `backward` ends, or of its own."""
+        ...
+
+    def backward(
+        self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
+    ) -> Tensor:
+        """Differentiate `scaled` of the sum of all ranks' shares; returns that sum, detached.
+
+        Unless `counted`, the share is a stand-in's: it adds nothing, even where it gave NaN.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Leave parameters as they are between steps. Not collective."""
         ...
 
 
@@ -37,10 +51,23 @@ class Alone:
     def begin(self) -> None:
         """Nothing to do."""
 
-    def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:  # noqa: ARG002 - both alike
+        """What `run` returns."""
+        return run()
+
+    def backward(
+        self,
+        share: Tensor,
+        scaled: Callable[[Tensor], Tensor],
+        *,
+        counted: bool = True,  # noqa: ARG002 - one replica has samples
+    ) -> Tensor:
         """Differentiate `scaled` of the share, which is the sum."""
         scaled(share).backward()
         return share.detach()
+
+    def rest(self) -> None:
+        """Nothing to do."""
 
 
 class Bucketed:
@@ -66,7 +93,16 @@ class Bucketed:
         if self._share_buffers and torch.is_grad_enabled():
             self._tell(list(self._net.buffers()))
 
-    def backward(self, share: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:  # noqa: ARG002 - both alike
+        """What `run` returns."""
+        return run()
+
+    def rest(self) -> None:
+        """Nothing to do."""
+
+    def backward(
+        self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
+    ) -> Tensor:
         """Differentiate `scaled` of the sum of shares, all of it averaged again by the buckets."""
         last = self.buckets[-1].loss
         value = share.detach() * self._group.size()
@@ -74,7 +110,8 @@ class Bucketed:
         last.copy_(value) if travels else last.zero_()
         self._finishes = True
         try:
-            scaled(share * self._group.size()).backward()
+            with without_effect(() if counted else self._trained):
+                scaled(share * self._group.size()).backward()
             self._finish()
         finally:
             self._finishes = False
@@ -144,6 +181,17 @@ def reducer_for(net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -
     if group.size() == 1 or not trains:
         return Alone()
     return Bucketed(net, group, share_buffers)
+
+
+@contextmanager
+def without_effect(parameters: Iterable[Tensor]) -> Generator[None]:
+    """In the block, gradients of the parameters are zero, even where what is computed gives NaN."""
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

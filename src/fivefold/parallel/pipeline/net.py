@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold import comm
@@ -27,10 +28,12 @@ from fivefold.parallel.pipeline.held import everywhere, released
 from fivefold.parallel.pipeline.run import Feed, Step
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.schedules import PAIRED, make
+from fivefold.parallel.pipeline.shards import StageShards
 from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
 from fivefold.parallel.pipeline.statistics import Notes
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
+from fivefold.parallel.sharded import joint_norm, local
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.program import Program
@@ -96,9 +99,10 @@ class PipelinedNet:
         self._opposite = None if opposite is None or opposite.size() == 1 else opposite
         _check_norms(net, paired)
         released(net, {name for name, stage in self.owner.items() if stage in held})
+        shards = mesh.plan.memory.shard != "none" and mesh.layout.data > 1
+        self._replicas = mesh.own_replicas() if shards else None
         self.gradients = {
-            stage: StageGradients(self._parameters(stage), group)
-            for stage, group in zip(held, groups, strict=False)
+            stage: self._gradients(stage, group) for stage, group in zip(held, groups, strict=False)
         }
         self._notes = {stage: Notes() for stage in held} if paired else {}
         self._joint = mesh.plan.parallel.batch_norm == "global"
@@ -117,6 +121,12 @@ class PipelinedNet:
     def ends(self) -> bool:
         """Whether this rank holds a last stage, which takes the targets."""
         return self.schedule.stages - 1 in self.schedule.stages_of(self.rank)
+
+    def _gradients(self, stage: int, group: dist.ProcessGroup) -> StageGradients:
+        if self._replicas is None:
+            return StageGradients(self._parameters(stage), group)
+        names = [name for name, _ in self._net.named_parameters() if self.owner[name] == stage]
+        return StageShards(self._net, names, self._replicas, group)
 
     def _parameters(self, stage: int) -> list[nn.Parameter]:
         return [p for name, p in self._net.named_parameters() if self.owner[name] == stage]
@@ -303,22 +313,21 @@ class PipelinedNet:
         return everywhere(tensors, like, source, self._mesh.group("pipe"))
 
     def norm(self, order: float) -> Tensor:
-        """The norm of all gradients, of which this rank holds some. Collective over the pipe axis."""
+        """The norm of all gradients, of which this rank holds some. Collective over those who hold others."""
         own = [
-            parameter.grad
+            local(parameter.grad)
             for stage in self.gradients
             if self.schedule.rank_of(0, stage) == self.rank  # what a pair holds counts once
             for parameter in self._parameters(stage)
             if parameter.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm(own, order).double().to(self._mesh.device)
-        every = comm.all_gather(norm, self._mesh.group("pipe"), Tag.CONTROL)
-        return torch.linalg.vector_norm(every, order)
+        holders = ("pipe",) if self._replicas is None else ("data", "pipe")
+        return joint_norm(own, order, self._mesh.group(*holders), self._mesh.device)
 
     def agree_on_overflow(self) -> None:
         """Let every rank's scaler see that some gradient anywhere is not finite. Collective."""
         held = [
-            p.grad
+            local(p.grad)
             for stage in self.gradients
             for p in self._parameters(stage)
             if p.grad is not None

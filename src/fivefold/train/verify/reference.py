@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from fivefold.errors import UsageError
 from fivefold.parallel.intercept import Share, exact, watched_modules
+from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
 from fivefold.train.verify.measure import Snapshot
 
@@ -71,10 +72,10 @@ class State:
         """Put `net` and `optimizer` back to this state, without gradients."""
         optimizer.zero_grad(set_to_none=True)
         for name, parameter in net.named_parameters():
-            parameter.copy_(self.weights[name])
+            parameter.copy_(placed(self.weights[name], parameter))
             if name in self.momentum:
-                momentum = self.momentum[name].to(parameter, copy=True)
-                optimizer.state[parameter]["momentum_buffer"] = momentum
+                momentum = self.momentum[name].to(parameter.device, parameter.dtype, copy=True)
+                optimizer.state[parameter]["momentum_buffer"] = placed(momentum, parameter)
         for name, buffer in net.named_buffers():
             if name in self.buffers:  # else the net has made it in its first forward
                 buffer.copy_(self.buffers[name])
@@ -170,10 +171,10 @@ def snapshot(net: nn.Module, loss: Tensor, outputs: Any) -> Snapshot:
         loss={"loss": loss.detach().clone()},
         outputs={n: leaf.detach().clone() for n, leaf in zip(names, found, strict=True)},
         gradients={
-            n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()
+            n: None if p.grad is None else whole(p.grad).clone() for n, p in net.named_parameters()
         },
         buffers={n: b.detach().clone() for n, b in net.named_buffers()},
-        weights={n: p.detach().clone() for n, p in net.named_parameters()},
+        weights={n: whole(p.detach()).clone() for n, p in net.named_parameters()},
     )
 
 

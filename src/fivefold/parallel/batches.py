@@ -1,0 +1,68 @@
+"""This rank's part of a batch: on its device, its samples, its tile; and which samples these are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.parallel.exchange import row_counts
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.trees import leaves, map_tensors, rows_of
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """Batches of a model on a mesh; `tiles` cuts images, if there are tiles."""
+
+    def __init__(self, mesh: Mesh, tiles: TiledNet | None) -> None:
+        self._mesh, self._tiles, self._group = mesh, tiles, mesh.group("data")
+        self._joint = mesh.plan.parallel.batch_norm == "global" and self._group.size() > 1
+
+    def moved(self, tree: Any) -> Any:
+        """A batch on the mesh's device, its tensors still knowing which part they are."""
+
+        def move(leaf: Tensor) -> Tensor:
+            part, there = part_of(leaf), leaf.to(self._mesh.device, non_blocking=True)
+            return there if part is None else attach(there, part)
+
+        return map_tensors(move, tree)
+
+    def shard(self, trees: tuple[Any, ...]) -> tuple[Any, ...]:
+        """This rank's part of trees that every rank holds whole; the first one is cut into tiles as well."""
+        return tuple(
+            map_tensors(self._tile if self._tiles and not number else self._cut, tree)
+            for number, tree in enumerate(trees)
+        )
+
+    def _cut(self, leaf: Tensor) -> Tensor:
+        mine = self._mesh.share(leaf.shape[0])
+        part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
+        return attach(leaf[mine.start : mine.stop].to(self._mesh.device), part)
+
+    def _tile(self, leaf: Tensor) -> Tensor:
+        assert self._tiles is not None
+        cut = self._tiles.part(leaf, self._mesh.share(leaf.shape[0]))
+        part = part_of(cut)
+        assert part is not None
+        return attach(cut.to(self._mesh.device), part)
+
+    def share(self, inputs: Any, seed: int, step: int) -> Share:
+        """Which samples of the whole batch `inputs` are. Collective where they do not say so.
+
+        Raises `UsageError` for a batch that is empty on all ranks.
+        """
+        rows = rows_of(inputs, "inputs")
+        part = part_of(leaves(inputs)[0])
+        if part is not None:
+            origin, total = part.origin[0], part.shape[0]
+        else:
+            counts = row_counts(rows, self._group, self._mesh.device)
+            origin, total = sum(counts[: self._group.rank()]), sum(counts)
+        if total == 0:
+            raise UsageError("the batch is empty on every rank: a step needs at least one sample")
+        return Share(rows, origin, total, seed, step, self._group if self._joint else None)

@@ -1,0 +1,237 @@
+"""Reducers of nets whose parameters the replicas divide among them: whole for a step, or for a layer's time.
+
+    memory.shard     parameters are whole                   gradients are whole
+    "optimizer"      from begin to end of a step            until the end of backward
+    "parameters"     while their unit of layers computes    until backward leaves the unit
+
+See `sharded` for the first, `units` for what a unit is.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fivefold import comm
+from fivefold.errors import PlanError, UsageError
+from fivefold.mesh import Mesh
+from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.order import Order, explained
+from fivefold.parallel.pipeline.schedules import PAIRED
+from fivefold.parallel.reduce import Reducer, without_effect
+from fivefold.parallel.sharded import Shards, averages, held, unviewed
+from fivefold.parallel.units import units_of
+from fivefold.trace import Tag
+
+__all__ = ["WholeForLayers", "WholeForStep", "check_shard", "gathering_reducer"]
+
+
+def check_shard(net: nn.Module, mesh: Mesh) -> None:
+    """Raise `PlanError` for a layout, or `UsageError` for a net, that does not allow what the plan says."""
+    shard, layout, schedule = mesh.plan.memory.shard, mesh.layout, mesh.plan.pipeline.schedule
+    if shard == "none" or layout.data == 1:
+        return
+    if shard == "parameters" and (layout.pipe > 1 or layout.tiles > 1):
+        raise PlanError(
+            f'memory.shard = "parameters" gathers layer by layer on the data axis only, and the layout is '
+            f'{layout}: memory.shard = "optimizer" works with all axes, and gathers for a step at a time'
+        )
+    if layout.pipe > 1 and schedule in PAIRED:
+        raise PlanError(
+            f"memory.shard = {shard!r} does not go with pipeline.schedule = {schedule!r}: schedules of two "
+            f"directions ({', '.join(sorted(PAIRED))}) hold every stage on two ranks of a replica; use "
+            'another schedule, or memory.shard = "none"'
+        )
+    _check_parameters(net)
+
+
+def _check_parameters(net: nn.Module) -> None:
+    for name, module in net.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UsageError(
+                f"the module {name!r} has sparse gradients, which replicas cannot divide among them: use "
+                'sparse=False, or memory.shard = "none"'
+            )
+    for name, parameter in net.named_parameters():
+        if not parameter.dim():
+            raise UsageError(
+                f"the parameter {name!r} has no dim along which replicas could divide it: give it the shape "
+                '(1,), or use memory.shard = "none"'
+            )
+        if parameter.is_complex():
+            raise UsageError(
+                f"the parameter {name!r} is complex, which replicas cannot divide among them: hold real and "
+                'imaginary parts in a real parameter, or use memory.shard = "none"'
+            )
+
+
+def gathering_reducer(net: nn.Module, mesh: Mesh, share_buffers: bool) -> Reducer | None:
+    """The reducer that `memory.shard` asks for; None if each replica keeps its own parameters. Collective."""
+    trains = any(parameter.requires_grad for parameter in net.parameters())
+    if mesh.plan.memory.shard == "none" or mesh.layout.data == 1 or not trains:
+        return None
+    kind = WholeForStep if mesh.plan.memory.shard == "optimizer" else WholeForLayers
+    return kind(net, mesh, share_buffers)
+
+
+class _Gathering:
+    """What both reducers do alike."""
+
+    def __init__(self, net: nn.Module, mesh: Mesh, share_buffers: bool) -> None:
+        self._net, self._share_buffers = net, share_buffers
+        self._everyone = mesh.group("data", *TILE_DIMS)
+        self._tell([*net.parameters(), *net.buffers()])
+
+    def begin(self) -> None:
+        """Share buffers."""
+        if self._share_buffers and torch.is_grad_enabled():
+            self._tell(list(self._net.buffers()))
+
+    def _tell(self, tensors: Sequence[Tensor]) -> None:
+        comm.broadcast_all([t.detach() for t in tensors], self._everyone, Tag.GRADIENTS)
+
+    def _agreed(self, share: Tensor, used: Sequence[bool]) -> tuple[Tensor, Sequence[bool]]:
+        """The sum of all ranks' shares, and which parameters any rank has used."""
+        told = torch.tensor([0.0, *used], dtype=torch.float64, device=share.device)
+        told[0] = share.detach()
+        comm.all_reduce(told, self._everyone, Tag.LOSS)
+        total = told[0].to(share.dtype)
+        # Reading the answer would wait for a GPU, and is of no use where this rank has used them all.
+        return total, used if all(used) else [bool(count) for count in told[1:].tolist()]
+
+
+class WholeForStep(_Gathering):
+    """Parameters are gathered at the begin of a step, and their gradients scattered at its end."""
+
+    def __init__(self, net: nn.Module, mesh: Mesh, share_buffers: bool) -> None:
+        super().__init__(net, mesh, share_buffers)
+        self._shards = Shards(
+            net, [name for name, _ in net.named_parameters()], mesh.own_replicas()
+        )
+
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
+        """See `Reducer`."""
+        if not step:
+            return self._shards.around(run)
+        self._shards.begin()
+        return run()
+
+    def backward(
+        self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
+    ) -> Tensor:
+        """See `Reducer`."""
+        with without_effect(() if counted else self._shards.parameters()):
+            scaled(share).backward()
+        total, used = self._agreed(share, self._shards.finish())
+        self._shards.forget(used)
+        return total
+
+    def rest(self) -> None:
+        """See `Reducer`."""
+        self._shards.rest()
+
+
+class WholeForLayers(_Gathering):
+    """Every unit of layers gathers its parameters when it computes, and scatters gradients when done."""
+
+    def __init__(self, net: nn.Module, mesh: Mesh, share_buffers: bool) -> None:
+        super().__init__(net, mesh, share_buffers)
+        replicas, names = mesh.own_replicas(), {p: n for n, p in net.named_parameters()}
+        self._units: list[FSDPModule] = []
+        left = dict(names)
+        for unit in units_of(net):
+            for parameter in unit.parameters():
+                left.pop(parameter, None)
+                parameter.data = parameter.data.contiguous()
+            unit.register_forward_hook(_unviewed)  # ahead of those of `fully_shard`
+            self._units.append(fully_shard(unit, mesh=replicas))
+            self._units[-1].set_force_sum_reduction_for_comms(True)
+        self._order = Order(replicas)
+        for number, unit in enumerate(self._units, start=1):
+            # Ahead of the hook that gathers.
+            cast(Any, unit).register_forward_pre_hook(self._order.hook(number), prepend=True)
+        self._holder = held(net, left.values(), replicas, keep=True)
+        self._units.append(self._holder)
+        for unit in self._units:
+            # Ranks that use different parameters of a unit still send the same; torch 2.11 lacks it.
+            if hasattr(unit, "set_reduce_scatter_unused_params"):
+                unit.set_reduce_scatter_unused_params(True)
+        self._replicas = replicas.size()
+        self._whole = self._gathered_once()
+        self._used: set[int] = set()
+        self._hooks: list[Any] = []
+        self._trained: list[bool] = []
+
+    def _gathered_once(self) -> list[nn.Parameter]:
+        """The parameters as they are when they are whole: the same tensors every time."""
+        found: list[nn.Parameter] = []
+        for unit in self._units:
+            unit.unshard()
+        found = list(self._net.parameters())
+        self.rest()
+        return found
+
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
+        """See `Reducer`."""
+        averages(self._units, 1 if step else self._replicas)
+        self._follow()
+        with explained():
+            outputs = cast(Any, self._holder)(lambda: self._order.to_the_end(run))
+        if not torch.is_grad_enabled():
+            self.rest()
+        return outputs
+
+    def _follow(self) -> None:
+        """Watch which parameters get a gradient, also after some were frozen or thawed."""
+        self._used.clear()
+        trained = [parameter.requires_grad for parameter in self._net.parameters()]
+        if trained == self._trained:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        own: weakref.ref[WholeForLayers] = weakref.ref(self)
+        self._trained, self._hooks = trained, []
+        for number, (parameter, trains) in enumerate(zip(self._whole, trained, strict=True)):
+            parameter.requires_grad_(trains)
+            if trains:
+                note = functools.partial(_note, own, number)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def backward(
+        self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
+    ) -> Tensor:
+        """See `Reducer`."""
+        had = [parameter.grad is not None for parameter in self._net.parameters()]
+        with without_effect(() if counted else self._whole):
+            scaled(share).backward()
+        self.rest()
+        total, used = self._agreed(share, [n in self._used for n in range(len(self._whole))])
+        for parameter, is_used, before in zip(self._net.parameters(), used, had, strict=True):
+            if not (is_used or before):
+                parameter.grad = None
+        return total
+
+    def note(self, number: int) -> None:
+        """A parameter got a gradient."""
+        self._used.add(number)
+
+    def rest(self) -> None:
+        """See `Reducer`."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def _note(reducer: weakref.ref[WholeForLayers], number: int, _parameter: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.note(number)
+
+
+def _unviewed(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return unviewed(outputs)

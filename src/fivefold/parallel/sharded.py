@@ -1,0 +1,204 @@
+"""Parameters that the replicas of the data axis divide among them, by torch's `fully_shard` (FSDP2).
+
+Between steps each rank holds a part of every parameter, of its gradient and of what the optimiser keeps for
+it. A step gathers them whole, and afterwards sums the gradients so that each rank gets its part of the sum:
+
+    begin    parts ── gather ──► whole parameters      forward, backward: as always, gradients whole
+    finish   whole gradients ── sum, scatter ──► parts of gradients, added to what earlier steps left there
+
+`fully_shard` acts in hooks of a module's forward and backward. Nets in tiles and stages are computed without
+calling their modules; so what is sharded is a holder around the net, which is called for these hooks' sake.
+Ranks of tile axes hold the same parts (hybrid sharding).
+
+Source: Rajbhandari et al. 2020, ZeRO, section 5; torch.distributed.fsdp.fully_shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fivefold import comm
+from fivefold.parallel.trees import map_tensors
+from fivefold.trace import Tag
+
+__all__ = [
+    "Holder",
+    "Shards",
+    "averages",
+    "held",
+    "joint_norm",
+    "local",
+    "placed",
+    "unviewed",
+    "whole",
+]
+
+CHUNK_BYTES = 25 << 20
+"""Parameters that are gathered in one message, and whose gradients are summed in one"""
+
+
+# ---- parts of tensors
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, in the memory where it lies; all of it where none is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which ranks hold parts, whole on each. Collective over these ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed(value: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has whole, in parts as those of `like` if that is in parts."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    there = value.to(like.device)
+    # Every rank has it: nothing is to be sent.
+    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def joint_norm(
+    parts: Sequence[Tensor], order: float, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """The norm of all that the ranks of `group` hold, float64; `parts` is this rank's. Collective."""
+    norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], order)
+    every = comm.all_gather(norm.double().to(device), group, Tag.CONTROL)
+    return torch.linalg.vector_norm(every, order)
+
+
+# ---- holders
+
+
+class Holder(nn.Module):
+    """What `fully_shard` is applied to: a net, or some of its parameters. Its forward is given to it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Whatever `run` returns; around it, the hooks that gather and scatter."""
+        return unviewed(run())
+
+
+def held(net: nn.Module, names: Iterable[str], mesh: DeviceMesh, *, keep: bool) -> FSDPModule:
+    """A holder of some parameters of `net`, which the ranks of `mesh` divide from now on.
+
+    `keep`: they stay whole from forward to backward. The net itself is not changed otherwise.
+    """
+    mine, found = set(names), dict(net.named_parameters())
+    for name in mine:  # `fully_shard` needs the usual order of dims
+        found[name].data = found[name].data.contiguous()
+    others = {parameter for name, parameter in found.items() if name not in mine}
+    made = fully_shard(
+        Holder(net), mesh=mesh, reshard_after_forward=not keep, ignored_params=others
+    )
+    made.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+    return made
+
+
+def averages(holders: Iterable[FSDPModule], divisor: int) -> None:
+    """Let gradients be divided by `divisor` where they are summed."""
+    for made in holders:
+        made.set_gradient_divide_factor(float(divisor))
+
+
+def unviewed(tree: Any) -> Any:
+    """A tree of outputs of which none is a view: what changes a view in place drops the hooks of FSDP2."""
+
+    def own(leaf: Tensor) -> Tensor:
+        return leaf if leaf._base is None else leaf.clone()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    return map_tensors(own, tree)
+
+
+class Shards:
+    """Some parameters of a net by name, whole within a step and divided between steps.
+
+    Replicas hold equal values when this is made. Making it, `begin`, `finish` and `around` are collective
+    over `mesh`.
+    """
+
+    def __init__(self, net: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> None:
+        self._net, self._names, self._mesh = net, list(names), mesh
+        self._holders = [held(net, chunk, mesh, keep=True) for chunk in _chunks(net, self._names)]
+        self._had: list[bool] = []
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        self._nothing = torch.zeros((), device=device, requires_grad=True)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters as they are now: in parts, or within a step whole."""
+        found = dict(self._net.named_parameters())
+        return [found[name] for name in self._names]
+
+    def begin(self) -> None:
+        """Start a step: make the parameters whole, without gradients."""
+        self.rest()
+        self._had = [parameter.grad is not None for parameter in self.parameters()]
+        averages(self._holders, 1)
+        for made in self._holders:
+            made.unshard()
+        for parameter in self.parameters():  # of a step that was broken off
+            parameter.grad = None
+
+    def finish(self) -> list[bool]:
+        """Sum the gradients over all ranks and go back to parts; which parameters this rank has used.
+
+        Gradients that no rank has are zero afterwards; `forget` takes them away.
+        """
+        used = [parameter.grad is not None for parameter in self.parameters()]
+        for parameter in self.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        for made in self._holders:
+            # Its backward ends by scattering what its parameters have come to hold as gradients.
+            cast(Any, made)(lambda: self._nothing * 1).backward()
+        self._nothing.grad = None
+        self.rest()
+        return used
+
+    def forget(self, used: Sequence[bool]) -> None:
+        """Parameters that no rank has used are left without the zeros that `finish` gave them."""
+        for parameter, is_used, had in zip(self.parameters(), used, self._had, strict=True):
+            if not (is_used or had):
+                parameter.grad = None
+
+    def rest(self) -> None:
+        """Go back to parts, if the parameters are whole. Not collective."""
+        for made in self._holders:
+            made.reshard()
+
+    def around(self, run: Callable[[], Any]) -> Any:
+        """What `run` returns, with whole parameters; a backward pass through it averages gradients."""
+        averages(self._holders, self._mesh.size())
+        for made in self._holders:
+            run = functools.partial(cast(Any, made), run)
+        outputs = run()
+        if not torch.is_grad_enabled():
+            self.rest()
+        return outputs
+
+
+def _chunks(net: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Names of parameters of one dtype, some megabytes each."""
+    found, chunks = dict(net.named_parameters()), list[list[str]]()
+    room_bytes, dtype = 0, None
+    for name in names:
+        parameter = found[name]
+        if parameter.dtype != dtype or room_bytes <= 0:
+            chunks.append([])
+            room_bytes, dtype = CHUNK_BYTES, parameter.dtype
+        chunks[-1].append(name)
+        room_bytes -= parameter.numel() * parameter.element_size()
+    return chunks

@@ -1,0 +1,72 @@
+"""What tests of divided parameters share: plans, small nets, and gradients to compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fivefold.mesh import Mesh
+from fivefold.plan import Layout, Memory, Plan
+from ranks import run_ranks
+
+__all__ = ["BOTH", "Dropped", "X", "Y", "close", "gradients", "on", "plan_of", "small"]
+
+BOTH = pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+
+torch.manual_seed(8)
+X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+
+
+def plan_of(shard: str, layout: Layout | int, **sections: Any) -> Plan:
+    layout = Layout(data=layout) if isinstance(layout, int) else layout
+    return Plan(layout=layout, memory=Memory(shard=shard), **sections)  # type: ignore[arg-type]
+
+
+SMALL = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def small() -> nn.Module:
+    return copy.deepcopy(
+        SMALL
+    )  # random numbers of ranks that are threads would depend on their order
+
+
+def on(shard: str, ranks: int, check: Callable[[Mesh], Any]) -> list[Any]:
+    return run_ranks(ranks, check, plan=plan_of(shard, ranks), timeout_s=40)
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    """Copies of the gradients, whole."""
+    found = [p.grad for p in net.parameters()]
+    return [
+        g.full_tensor() if isinstance(g, DTensor) else g if g is None else g.clone() for g in found
+    ]
+
+
+def close(got: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    return all(
+        g is e if e is None or g is None else torch.allclose(g, e, rtol=1e-11, atol=1e-13)
+        for g, e in zip(got, expected, strict=True)
+    )
+
+
+class Dropped(nn.Module):
+    """Convolutions, batch norm, dropout, and a parameter that is too short to be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Dropout(0.4),
+            nn.Conv2d(5, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
+        )  # fmt: skip
+        self.factor = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)) * self.factor)
