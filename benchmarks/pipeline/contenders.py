@@ -22,7 +22,8 @@ _TITLES = {
 def _fivefold(name: str, way: Way) -> Kind:
     ranks = ranks_of(way)
     launcher = ("-m", "fivefold", "run", "-n", str(ranks), "--log-dir", "{logs}")
-    title = _TITLES.get(name, f"pipe={ranks}, {way.schedule}")
+    backend = ", backend fivefold" if way.backend == "fivefold" else ""
+    title = _TITLES.get(name, f"pipe={ranks}, {way.schedule}{backend}")
     return Kind(name, f"fivefold run, {title}", launcher, ranks, 1)
 
 

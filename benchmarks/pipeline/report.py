@@ -67,7 +67,7 @@ def beside_torch(result: dict[str, Any]) -> str:
     rows: list[list[str]] = []
     goals: list[str] = []
     for name, own in step_s.items():
-        ours = name.removeprefix("torch-").removesuffix("-2")
+        ours = name.removeprefix("torch-").split("-", maxsplit=1)[0]
         theirs, ideal = step_s[f"torch-{ours}"], ideal_s[f"{ours}-2"]
         speed, share = _faster(own, theirs), _faster(own, ideal)
         shown = "1" if own is theirs else str(speed)

@@ -27,6 +27,7 @@ class Way:
     stages_per_rank: int = 1
     recompute: str = "none"
     fuse: str = "auto"
+    backend: str = "gloo"
 
     @property
     def by_itself(self) -> bool:
@@ -36,6 +37,9 @@ class Way:
 
 WAYS: Mapping[str, Way] = {
     **{f"{name}-2": Way({"pipe": 2}, name) for name in ("layer", "gpipe", "1f1b")},
+    **{
+        f"{name}-2-shared": Way({"pipe": 2}, name, backend="fivefold") for name in ("gpipe", "1f1b")
+    },
     **{
         f"{name}-4": Way({"pipe": 4}, name, 2 if name == "interleaved" else 1) for name in SCHEDULES
     },

@@ -23,7 +23,7 @@ from live import Live  # pyright: ignore[reportMissingImports] - that of benchma
 from serving import serve
 
 import fivefold as ff
-from fivefold.plan import Memory, Pipeline, Tiles
+from fivefold.plan import Comm, Memory, Pipeline, Tiles
 
 
 class Ours:
@@ -38,6 +38,7 @@ class Ours:
             pipeline=Pipeline(schedule, together, way.stages_per_rank, named),
             memory=Memory(recompute=way.recompute),
             tiles=Tiles(fuse=way.fuse),
+            comm=Comm(backend=way.backend),
         )
         mesh = ff.start(plan, device="cpu")
         example = torch.empty(work.shape(together), device="meta")
