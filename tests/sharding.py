@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.mesh import Mesh
+from fivefold.mesh import Mesh, start
+from fivefold.parallel import clip_grad_norm_, parallelize, units
 from fivefold.plan import Layout, Memory, Plan
 from ranks import run_ranks
 
-__all__ = ["BOTH", "Dropped", "X", "Y", "close", "gradients", "on", "plan_of", "small"]
+__all__ = [
+    "BOTH", "Dropped", "X", "Y", "close", "gradients", "on", "plan_of", "small", "trained",
+]  # fmt: skip
 
 BOTH = pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 
@@ -70,3 +73,22 @@ class Dropped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x).mean((2, 3)) * self.factor)
+
+
+def trained(shard: str, ranks: int) -> list[list[float]]:
+    """Three steps in the process group that there is; the weights and buffers, whole."""
+    torch.manual_seed(3)
+    units.LEAST_BYTES = 1
+    net = nn.Sequential(
+        nn.Linear(40, 64, bias=False), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 10)
+    )
+    x, y = torch.randn(7, 40), torch.randint(10, (7,))
+    mesh = start(plan_of(shard, ranks), device="cpu")
+    model = parallelize(net, mesh, loss=nn.CrossEntropyLoss())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model.step(*model.shard(x, y))
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.flatten().tolist() for value in model.full_state_dict().values()]

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
-from fivefold.errors import PlanError
+from fivefold.errors import PlanError, UsageError
 from fivefold.mesh.mesh import Mesh
 from fivefold.plan import AXES, Plan
 
@@ -65,6 +65,12 @@ class _FakeMesh(Mesh):
         if wanted not in self._joint:
             self._joint[wanted] = self.own_group(*wanted)
         return self._joint[wanted]
+
+    def own_replicas(self) -> DeviceMesh:
+        raise UsageError(
+            "what a rank does or needs is not predicted for replicas that divide parameters: ask with "
+            'memory.shard = "none"'
+        )
 
     def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
         mine = next(ranks for ranks in enumerated if self.rank in ranks)

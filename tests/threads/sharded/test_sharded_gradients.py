@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import clip_grad_norm_, parallelize, units
-from fivefold.plan import Layout
+from fivefold.plan import Layout, Parallel
 from ranks import run_ranks
-from sharding import BOTH, X, Y, close, gradients, on, plan_of, small
+from sharding import BOTH, Dropped, X, Y, close, gradients, on, plan_of, small
 
 
 @pytest.fixture
@@ -170,6 +170,30 @@ def test_outputs_that_are_views_may_be_changed_in_place(shard: str) -> None:
 
     for found in on(shard, 2, check):
         assert close(found, gradients(plain))
+
+
+@BOTH
+@pytest.mark.usefixtures("_layer_by_layer")
+def test_replicas_with_statistics_of_their_own_do_as_without(shard: str) -> None:
+    torch.manual_seed(7)
+    net, x, y = Dropped().double(), torch.randn(5, 3, 6, 6).double(), torch.tensor([0, 1, 2, 3, 0])
+    loss = nn.CrossEntropyLoss()
+
+    def check(mesh: Mesh) -> list[Tensor | None]:
+        model = parallelize(copy.deepcopy(net), mesh, loss=loss)
+        for _ in range(2):
+            model.step(*model.shard(x, y))
+        return [*gradients(model), *model.buffers()]
+
+    replica = Parallel(batch_norm="replica")
+    plain, divided = (
+        run_ranks(2, check, plan=plan_of(kind, 2, parallel=replica))[1] for kind in ("none", shard)
+    )
+    assert close([*map(as_float, divided)], [*map(as_float, plain)])
+
+
+def as_float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.double()
 
 
 @BOTH

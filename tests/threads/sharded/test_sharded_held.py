@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.errors import PlanError, UsageError
-from fivefold.mesh import Mesh
+from fivefold.mesh import Mesh, part_of
 from fivefold.parallel import ParallelModel, parallelize, units
 from fivefold.plan import Layout, Pipeline, Plan
 from ranks import run_ranks
@@ -55,6 +55,29 @@ def test_state_dicts_have_the_plain_keys_and_go_both_ways(shard: str) -> None:
         return all(torch.equal(again[name], value) for name, value in plain.state_dict().items())
 
     assert all(on(shard, 2, check))
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, width=2), Layout(data=2, pipe=2)], ids=str)
+def test_tiles_and_stages_evaluate_and_load_as_well(layout: Layout) -> None:
+    torch.manual_seed(6)
+    net, other, x = Dropped().eval(), Dropped(), torch.randn(5, 3, 8, 8)
+
+    def check(mesh: Mesh) -> bool:
+        model = parallelize(copy.deepcopy(other), mesh, example=x, loss=nn.CrossEntropyLoss())
+        model.load_state_dict(net.state_dict())
+        model.eval()
+        with torch.no_grad():
+            outputs = model(model.shard(x))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        state = model.full_state_dict()
+        part = part_of(outputs)
+        assert part is not None
+        expected = net(x)[part.origin[0] :][: len(outputs)]
+        return torch.allclose(outputs, expected, atol=1e-5) and all(
+            torch.equal(state[name], value) for name, value in net.state_dict().items()
+        )
+
+    assert all(run_ranks(layout, check, plan=plan_of("optimizer", layout)))
 
 
 @BOTH
