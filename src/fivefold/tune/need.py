@@ -43,11 +43,14 @@ class Need:
     def most_bytes(self, schedule: Schedule) -> int:
         """Of the rank that needs most."""
         saved, beside = self.activations()
-        alive = Timeline(schedule, {}).peak_bytes(saved)
+        # Messages have left when later ones prove it: about when their gradients arrive.
+        sent = [round(self.rows * size) for size in self.staged.packed_bytes]
+        with_sent = [own + copies for own, copies in zip(saved, sent, strict=True)]
+        timeline = Timeline(schedule, {})
+        alive, leaving = timeline.peak_bytes(saved), timeline.peak_bytes(with_sent)
         return max(
             self.standing_bytes(schedule, rank)
-            + alive[rank]
-            + max(beside[stage] for stage in schedule.stages_of(rank))
+            + max(alive[rank] + max(beside[s] for s in schedule.stages_of(rank)), leaving[rank])
             for rank in range(schedule.ranks)
         )
 
@@ -55,9 +58,14 @@ class Need:
         """What is there before a step: parameters and what goes with them, and the samples."""
         stages, staged = schedule.stages_of(rank), self.staged
         trained = sum(staged.trained_bytes[stage] for stage in stages)
-        copies = 1 + (self.candidate.reducers > 1) + self.copies
+        copies = (not self._grows) + (self.candidate.reducers > 1) + self.copies
         samples = round(staged.takes_bytes[0] * self.samples) if 0 in stages else 0
         return sum(staged.parameter_bytes[stage] for stage in stages) + copies * trained + samples
+
+    @property
+    def _grows(self) -> bool:
+        """Whether gradients come while activations go: with several micro-batches they soon are all there."""
+        return self.candidate.micro_batches == 1 and self.candidate.stages_per_rank == 1
 
     def activations(self) -> tuple[list[int], list[int]]:
         """By stage: what a micro-batch keeps, and the most beside it while it is differentiated."""
@@ -66,38 +74,48 @@ class Need:
         saved: list[int] = []
         beside: list[int] = []
         for stage, span in enumerate(staged.spans):
-            kept, most = _recomputed(staged, span, each) if each else _kept(staged, span)
             scale = self.rows / staged.work.rows
-            saved.append(round(kept * scale))
+            grown = 1 / scale if self._grows else 0.0
+            kept, most = (
+                _recomputed(staged, span, each, grown) if each else _kept(staged, span, grown)
+            )
+            bound = 0.0 if each else self.rows * staged.bound_bytes[stage]
+            saved.append(round(kept * scale + bound))
             beside.append(round(most * scale + self.rows * self._under_way(stage)))
         return saved, beside
 
     def _under_way(self, stage: int) -> float:
-        """Bytes per sample of messages that a stage awaits: the next micro-batch, and gradients."""
-        takes = self.staged.takes_bytes
-        ahead = takes[stage] if stage and self.candidate.micro_batches > 1 else 0.0
-        return ahead + (takes[stage + 1] if stage + 1 < len(takes) else 0.0)
+        """Bytes per sample of messages: two that are awaited, and a gradient that has not left."""
+        takes, several = self.staged.takes_bytes, self.candidate.micro_batches > 1
+        front = takes[stage] if stage else 0.0
+        behind = takes[stage + 1] if stage + 1 < len(takes) else 0.0
+        if not several:
+            return behind
+        return front + (front + behind if front and behind else 2 * max(front, behind))
 
 
 @functools.lru_cache(4096)
-def _kept(staged: Staged, span: range) -> tuple[float, float]:
-    """Bytes that some steps keep, and the most beside it."""
-    kept = float(staged.work.held.saved(span).sum())
-    return kept, max(staged.work.held.peak_bytes(span) - kept, 0.0)
+def _kept(staged: Staged, span: range, grown: float) -> tuple[float, float]:
+    """Bytes that some steps keep, and the most beside it, with `grown` times the gradients made till then."""
+    held = staged.work.held
+    kept = float(held.saved(span).sum())
+    return kept, max(held.peak_bytes(span, grown * staged.gradient_bytes) - kept, 0.0)
 
 
 @functools.lru_cache(4096)
-def _recomputed(staged: Staged, span: range, parts: int) -> tuple[float, float]:
-    """Bytes that are kept at the borders of segments, and the most that one of them makes again."""
+def _recomputed(staged: Staged, span: range, parts: int, grown: float) -> tuple[float, float]:
+    """Bytes kept at the borders of segments, and the most that one of them makes again; else as `_kept`."""
     sizes = sizes_of(staged.program, staged.here)
     wanted = returned(staged.program)
     segments = divided(staged.program, parts, wanted, lambda index: sizes.get(index, 0), span)
+    gradients = grown * staged.gradient_bytes
     kept: set[int] = set()
     alive: list[float] = []
     for segment in segments:
         kept |= set(segment.takes)
-        own = staged.work.held.peak_bytes(range(segment.first, segment.stop))
-        alive.append(sum(sizes[index] for index in kept) + own)  # what lies behind is gone by then
+        own = staged.work.held.peak_bytes(range(segment.first, segment.stop), gradients)
+        later = float(gradients[segment.stop : span.stop].sum())
+        alive.append(sum(sizes[index] for index in kept) + own + later)  # what lies behind is gone
     kept |= set(segments[-1].gives)  # what is sent stays until its gradient comes
     borders = float(sum(sizes[index] for index in kept))
     return borders, max(max(alive) - borders, 0.0)

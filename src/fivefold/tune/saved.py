@@ -13,7 +13,7 @@ reader to its maker. See `fivefold.parallel.tiles.memory` for the same by the by
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,8 @@ class Held:
     """what else a step saves: masks, what was received of neighbours"""
     passing: np.ndarray
     """gradients that are alive while the step is differentiated"""
+    aliases: Mapping[int, int]
+    """values that lie in another one's memory, and whose that is"""
 
     def saved(self, span: range) -> np.ndarray:
         """What each of some steps is the first of them to save."""
@@ -61,9 +63,20 @@ class Held:
             known |= new
         return found
 
-    def peak_bytes(self, span: range) -> float:
-        """The most that is alive while these steps are differentiated, the last one first."""
+    def unsaved_bytes(self, span: range, values: Iterable[int]) -> float:
+        """Of those values that none of some steps saves."""
+        saved = {index for step in span for index in self.roots[step]}
+        own = {self.aliases.get(index, index) for index in values}
+        return float(sum(self.sizes[index] for index in own - saved))
+
+    def peak_bytes(self, span: range, made: np.ndarray | None = None) -> float:
+        """The most that is alive while these steps are differentiated, the last one first.
+
+        `made` are bytes that come with each step and stay: gradients of parameters.
+        """
         alive = np.cumsum(self.saved(span)) + self.passing[span.start : span.stop]
+        if made is not None:
+            alive += np.cumsum(made[span.start : span.stop][::-1])[::-1]
         return float(alive.max(initial=0.0))
 
 
@@ -106,7 +119,7 @@ def held_bytes(program: Program, here: Here) -> Held:
             roots |= dict.fromkeys(step.node.outputs, root(read[0]))
         saved.append(tuple(root(index) for index in _kept(step.node, read)))
         beside[number] += _beside(step.node, sizes)
-    return Held(saved, sizes, beside, _passing(program, sizes, made, count))
+    return Held(saved, sizes, beside, _passing(program, sizes, made, count), roots)
 
 
 def _passing(

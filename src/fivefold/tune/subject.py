@@ -15,6 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,11 +23,11 @@ from fivefold.cluster.description import Cluster
 from fivefold.errors import UsageError
 from fivefold.mesh import owned
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.pipeline.cut import Cut, balanced
-from fivefold.parallel.pipeline.stages import Crossing, divided, owners
+from fivefold.parallel.pipeline.cut import Cut, balanced, states_of
+from fivefold.parallel.pipeline.stages import Crossing, Stage, divided, owners
 from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.tiles.costs import Costs, Options
-from fivefold.parallel.tiles.program import Program, planned
+from fivefold.parallel.tiles.program import Compute, Program, planned
 from fivefold.parallel.tiles.record import record
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.spread import Cut as TileCut
@@ -35,6 +36,7 @@ from fivefold.parallel.tiles.tape import Tape
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from fivefold.tune.measure import Measured
+from fivefold.tune.saved import Held
 from fivefold.tune.work import Work
 
 __all__ = ["Staged", "Subject"]
@@ -56,6 +58,12 @@ class Staged:
     """steps of the program"""
     takes_bytes: tuple[float, ...]
     """that cross the bound in front of the stage, per sample; of the first stage, its inputs"""
+    bound_bytes: tuple[float, ...]
+    """what a stage took and gave and keeps only until its gradient comes or goes, per sample"""
+    packed_bytes: tuple[float, ...]
+    """copies of several values that a stage sends in one message, per sample"""
+    gradient_bytes: np.ndarray
+    """of parameters, by step: those that backward of the step is the first to make"""
     parameter_bytes: tuple[int, ...]
     """buffers included"""
     trained_bytes: tuple[int, ...]
@@ -148,7 +156,7 @@ class Subject:
         if stages == 1:
             cut, spans = Cut(()), (range(len(program.steps)),)
             tile = program.spreads[program.tape.inputs[0]].local_shape(here.grid, here.rank)
-            takes = (4.0 * math.prod(tile) / shape.rows,)
+            takes, bound, packed = (4.0 * math.prod(tile) / shape.rows,), (0.0,), (0.0,)
         else:
             # Runs cut by estimates that grow with the batch, or by what they measure.
             tape = program.tape if laid.timed else self.tape(1)
@@ -156,7 +164,10 @@ class Subject:
             parts = divided(program, cut, here.grid, here.rank)
             spans = tuple(part.span for part in parts)
             takes = tuple(sum(map(_bytes, part.takes)) / shape.rows for part in parts)
-        return Staged(program, here, laid.work, spans, takes, *self._parameters_of(cut))
+            bound = tuple(_bound_bytes(laid.work.held, part) / shape.rows for part in parts)
+            packed = tuple(_packed_bytes(part, program) / shape.rows for part in parts)
+        sizes = takes, bound, packed, self._gradient_bytes(program), *self._parameters_of(cut)
+        return Staged(program, here, laid.work, spans, *sizes)
 
     def _program(self, shape: _Shape) -> _Laid:
         if shape not in self._programs:
@@ -183,6 +194,15 @@ class Subject:
             tape = self.tape(samples[0], samples[1:])
             inputs = [_tiled(samples, here.grid)]
             return planned(tape, inputs, here, Options("never", costs=costs)), None
+
+    def _gradient_bytes(self, program: Program) -> np.ndarray:
+        left = {name: p.nbytes for name, p in self.net.named_parameters() if p.requires_grad}
+        found = np.zeros(len(program.steps))
+        for number in reversed(range(len(program.steps))):
+            step = program.steps[number]
+            if isinstance(step, Compute):
+                found[number] = sum(left.pop(name, 0) for name in states_of(step.node))
+        return found
 
     def _parameters_of(self, cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes of what stages hold, and of what they train."""
@@ -242,6 +262,17 @@ def _told_briefly(shape: tuple[int, ...]) -> Generator[None]:
         raise UsageError(f"the model cannot take a batch of shape {shape}: {said}") from problem
     finally:
         log.setLevel(level)
+
+
+def _bound_bytes(held: Held, stage: Stage) -> float:
+    """Of what a stage takes, but for the images, and gives."""
+    taken = stage.takes if stage.span.start else ()
+    return held.unsaved_bytes(stage.span, (value.index for value in (*taken, *stage.gives)))
+
+
+def _packed_bytes(stage: Stage, program: Program) -> float:
+    sends = stage.span.stop < len(program.steps) and len(stage.gives) > 1
+    return float(sum(map(_bytes, stage.gives))) if sends else 0.0
 
 
 def _bytes(crossing: Crossing) -> int:

@@ -112,9 +112,10 @@ def test_stages_hold_their_parameters_and_what_is_alive() -> None:
     # Parameters, gradients and two numbers of the optimiser; the first rank has the images.
     assert standing == [2 * 4 * layer_bytes + 4 * IMAGE_BYTES, 2 * 4 * layer_bytes]
     saved, beside = case.need.activations()
-    assert saved == [2 * IMAGE_BYTES] * 2
-    # The gradients of what a layer takes and makes, and a message of the other stage that is awaited.
-    assert beside == [3 * IMAGE_BYTES] * 2
+    # What two layers take, and what is given.
+    assert saved == [3 * IMAGE_BYTES] * 2
+    # The gradients of what a layer takes and makes, two messages that are awaited, and one that has not left.
+    assert beside == [4 * IMAGE_BYTES, 5 * IMAGE_BYTES]
 
 
 def test_recomputation_keeps_borders_only() -> None:
@@ -145,7 +146,9 @@ def test_memory_is_near_to_what_a_step_needs(
     )  # fmt: skip
     case = Case(Subject(net, shape, cluster()), Candidate(layout, recompute=recompute), 2, "sgd")
     momentum = sum(p.numel() * 4 for p in net.parameters())
-    assert case.memory_bytes() - momentum == pytest.approx(exact.total_bytes, rel=0.15)
+    # Gradients stand throughout the one, and come while activations go in the other.
+    least = exact.total_bytes - exact.gradients_bytes
+    assert 0.9 * least <= case.memory_bytes() - momentum <= 1.1 * exact.total_bytes
 
 
 def question(memory_bytes: int) -> Question:
