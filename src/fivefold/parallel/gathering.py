@@ -96,14 +96,19 @@ class _Gathering:
     def _tell(self, tensors: Sequence[Tensor]) -> None:
         comm.broadcast_all([t.detach() for t in tensors], self._everyone, Tag.GRADIENTS)
 
-    def _agreed(self, share: Tensor, used: Sequence[bool]) -> tuple[Tensor, Sequence[bool]]:
-        """The sum of all ranks' shares, and which parameters any rank has used."""
+    def _agreed(
+        self, share: Tensor, used: Sequence[bool], *, count: bool = False
+    ) -> tuple[Tensor, Sequence[float]]:
+        """The sum of all ranks' shares, and for each parameter whether a rank has used it.
+
+        With `count`, how many ranks have.
+        """
         told = torch.tensor([0.0, *used], dtype=torch.float64, device=share.device)
         told[0] = share.detach()
         comm.all_reduce(told, self._everyone, Tag.LOSS)
         total = told[0].to(share.dtype)
         # Reading the answer would wait for a GPU, and is of no use where this rank has used them all.
-        return total, used if all(used) else [bool(count) for count in told[1:].tolist()]
+        return total, used if all(used) and not count else told[1:].tolist()
 
 
 class WholeForStep(_Gathering):
@@ -158,19 +163,20 @@ class WholeForLayers(_Gathering):
             cast(Any, unit).register_forward_pre_hook(self._order.hook(number), prepend=True)
         self._holder = held(net, left.values(), replicas, keep=True)
         self._units.append(self._holder)
-        for unit in self._units:
-            # Ranks that use different parameters of a unit still send the same; torch 2.11 lacks it.
-            if hasattr(unit, "set_reduce_scatter_unused_params"):
-                unit.set_reduce_scatter_unused_params(True)
+        self._zeros = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+        """whether ranks that use different parameters of a unit can send the same; older versions of torch
+        have no way"""
+        for unit in self._units if self._zeros else ():
+            unit.set_reduce_scatter_unused_params(True)
         self._replicas = replicas.size()
         self._whole = self._gathered_once()
+        self._had: list[bool] = []
         self._used: set[int] = set()
         self._hooks: list[Any] = []
         self._trained: list[bool] = []
 
     def _gathered_once(self) -> list[nn.Parameter]:
         """The parameters as they are when they are whole: the same tensors every time."""
-        found: list[nn.Parameter] = []
         for unit in self._units:
             unit.unshard()
         found = list(self._net.parameters())
@@ -179,7 +185,9 @@ class WholeForLayers(_Gathering):
 
     def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
         """See `Reducer`."""
+        self.rest()
         averages(self._units, 1 if step else self._replicas)
+        self._had = [parameter.grad is not None for parameter in self._net.parameters()]
         self._follow()
         with explained():
             outputs = cast(Any, self._holder)(lambda: self._order.to_the_end(run))
@@ -207,13 +215,18 @@ class WholeForLayers(_Gathering):
         self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
     ) -> Tensor:
         """See `Reducer`."""
-        had = [parameter.grad is not None for parameter in self._net.parameters()]
         with without_effect(() if counted else self._whole):
             scaled(share).backward()
         self.rest()
-        total, used = self._agreed(share, [n in self._used for n in range(len(self._whole))])
-        for parameter, is_used, before in zip(self._net.parameters(), used, had, strict=True):
-            if not (is_used or before):
+        own = [number in self._used for number in range(len(self._whole))]
+        total, used = self._agreed(share, own, count=not self._zeros)
+        if not self._zeros and any(0 < ranks < self._replicas for ranks in used):
+            raise UsageError(
+                "ranks use different parameters of a module, which this version of torch cannot sum layer by "
+                'layer: torch 2.13 can, or memory.shard = "optimizer", which gathers for a whole step'
+            )
+        for parameter, ranks, had in zip(self._net.parameters(), used, self._had, strict=True):
+            if not (ranks or had):
                 parameter.grad = None
         return total
 

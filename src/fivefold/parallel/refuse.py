@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
@@ -32,6 +33,10 @@ def _reason(module: nn.Module) -> str | None:
         return "is wrapped for data parallelism already: give the plain net to parallelize"
     if type(module).__name__.startswith("FSDP"):
         return "is sharded by FSDP already: give the plain net to parallelize"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        return (
+            "has parameters that ranks divide among them already: give the plain net to parallelize"
+        )
     if isinstance(module, nn.SyncBatchNorm):
         return "is SyncBatchNorm: use plain BatchNorm, which Fivefold computes over the whole batch"
     if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):

@@ -168,7 +168,7 @@ class Shards:
         self.rest()
         return used
 
-    def forget(self, used: Sequence[bool]) -> None:
+    def forget(self, used: Sequence[float]) -> None:
         """Parameters that no rank has used are left without the zeros that `finish` gave them."""
         for parameter, is_used, had in zip(self.parameters(), used, self._had, strict=True):
             if not (is_used or had):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import UsageError
@@ -62,6 +63,39 @@ def test_steps_accumulate_and_what_no_rank_uses_has_no_gradient(shard: str) -> N
 
     for found in on(shard, 2, check):
         assert all(close(g, e) for g, e in zip(found, expected, strict=True))
+
+
+def test_what_stays_with_the_net_accumulates_though_a_step_does_not_use_it() -> None:
+    def check(mesh: Mesh) -> list[list[Tensor | None]]:
+        net = Gate()  # smaller than a unit: all of it is the net's own
+        model = parallelize(net, mesh, loss=nn.MSELoss())
+        found = []
+        for use in ("ab", "a"):
+            net.use = lambda _x, use=use: use
+            model.step(*model.shard(X, Y))
+            found.append(gradients(net))
+        return found
+
+    for first, second in on("parameters", 2, check):
+        assert close(second[2:], first[2:])
+        assert not close(second[:2], first[:2])
+
+
+def test_a_torch_that_cannot_sum_unequal_parameters_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+    def check(mesh: Mesh) -> None:
+        net = Gate()
+        net.use = lambda _x: "abc"
+        model = parallelize(net, mesh, loss=nn.MSELoss())
+        model.step(*model.shard(X, Y))
+        net.use = lambda _x: "ac"[mesh.rank]  # of equal size: the backend sees no difference
+        with pytest.raises(UsageError, match=r"torch 2\.13 can"):
+            model.step(*model.shard(X, Y))
+
+    on("parameters", 2, check)
 
 
 def test_ranks_may_use_different_parameters_of_what_is_gathered_together() -> None:

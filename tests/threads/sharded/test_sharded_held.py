@@ -234,6 +234,16 @@ def test_memory_is_not_predicted_but_refused() -> None:
     run_ranks(layout, check, plan=plan_of("optimizer", layout))
 
 
+def test_a_net_is_made_parallel_once() -> None:
+    def check(mesh: Mesh) -> None:
+        net = small()
+        parallelize(net, mesh, loss=nn.MSELoss())
+        with pytest.raises(UsageError, match="divide among them already"):
+            parallelize(net, mesh, loss=nn.MSELoss())
+
+    on("optimizer", 2, check)
+
+
 def test_one_replica_has_nothing_to_divide() -> None:
     def check(mesh: Mesh) -> bool:
         model = parallelize(small(), mesh, loss=nn.MSELoss())
