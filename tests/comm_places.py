@@ -6,7 +6,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import os
 import platform
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,9 @@ from torch import Tensor
 
 import comm_checks
 from comm_checks import raw
+from fivefold.arena import ArenaError
+from fivefold.comm.meeting import Apart, meet
+from fivefold.errors import UsageError
 
 
 def _made(number: int, rank: int, count: int) -> Tensor:
@@ -166,3 +173,98 @@ def forbidden(call: str, count: int) -> tuple[list[str], int]:
         logging.getLogger("fivefold").removeHandler(handler)
     every = [_made(9, q, count) for q in range(dist.get_world_size())]
     return lines, int(raw(own) == raw(comm_checks.reference("sum", every)))
+
+
+# --- what a profiler sees -------------------------------------------------------------------------
+
+
+def profiled() -> list[str]:
+    """Names of our ranges in the timeline of torch's profiler; nothing of the sum after it has ended."""
+    from fivefold import comm
+    from fivefold.trace import Tag
+
+    group = dist.new_group(group_desc="gradients")
+    assert isinstance(group, dist.ProcessGroup)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        dist.all_reduce(torch.ones(2), group=group)
+        work = dist.broadcast(torch.ones(3), 0, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        neighbour = dist.get_rank() ^ 1
+        sent = dist.isend(torch.ones(4), neighbour)
+        dist.recv(torch.ones(4), neighbour)
+        assert sent is not None
+        sent.wait()
+        comm.all_reduce(torch.ones(5), group, Tag.LOSS)
+    dist.all_reduce(torch.ones(7))
+    events = found.events()
+    assert events is not None
+    return [event.name for event in events if event.name.startswith("fivefold:")]
+
+
+def late_with_tag() -> str:
+    """What the others are told of a group that says what it is for, when rank 1 does not come."""
+    limit = timedelta(seconds=0.5)
+    group = dist.new_group(timeout=limit, group_desc="pipeline activations")
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+    try:
+        dist.all_reduce(torch.ones(1000), group=group)
+    except RuntimeError as problem:
+        return str(problem)
+    return ""
+
+
+# --- who cannot take part, and what cannot be sent --------------------------------------------------
+
+
+def as_another_user() -> str:
+    """Rank 1 runs as somebody else while the ranks meet; what keeps them apart."""
+    rank, size, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=20)
+    address: list[Any] = [None]
+    if rank == 0:  # files of the pool's store are not for others
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        address = [store.port]
+    dist.broadcast_object_list(address, 0)
+    if rank > 0:
+        store = dist.TCPStore("127.0.0.1", address[0], size, is_master=False)
+    own = os.geteuid()
+    if rank == 1:
+        os.seteuid(65534)
+    try:
+        met = meet(store, rank, size, limit, "mixed")
+    finally:
+        os.seteuid(own)
+    dist.barrier()
+    return met.reason if isinstance(met, Apart) else "together"
+
+
+def on_odd_devices() -> list[str]:
+    """Tensors that are nowhere, and some here and some nowhere; what each call says."""
+    nowhere, here = torch.ones(2, device="meta"), torch.ones(2)
+    texts: list[str] = []
+    for act in (
+        lambda: dist.all_reduce(nowhere),
+        lambda: dist.broadcast(nowhere, 0),
+        lambda: dist.all_gather([here, nowhere], here),
+    ):
+        try:
+            act()
+        except (RuntimeError, ValueError, UsageError) as problem:
+            texts.append(str(problem))
+    dist.all_reduce(here)
+    return [*texts, str(here.tolist())]
+
+
+def with_little_memory(folder: str) -> str:
+    """What a tensor in the arena says in a control group that has no room for it; a small one fits."""
+    group: Any = dist.group.WORLD
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        small = group.allocate_tensor(1000).fill_(1.0)
+        group.allocate_tensor(64 << 20)
+    except ArenaError as problem:
+        return f"{small.sum().item():.0f}: {problem}"
+    finally:
+        Path(folder).parent.joinpath("cgroup.procs").write_text(str(os.getpid()))
+    return ""

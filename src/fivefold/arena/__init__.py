@@ -11,11 +11,11 @@ Imports no torch. docs/explanation/arena.md tells what each of its users makes o
 
 from __future__ import annotations
 
-from fivefold.arena.budget import available_bytes, limit_bytes
+from fivefold.arena.budget import available_bytes, check, limit_bytes
 from fivefold.arena.gate import Connection, Gate, connect
 from fivefold.arena.heap import Heap
 from fivefold.arena.keeper import Keeper, fetch, give, withdraw
-from fivefold.arena.locality import node_name, watch
+from fivefold.arena.locality import between, node_name, watch
 from fivefold.arena.native import ArenaError
 from fivefold.arena.segment import Segment
 from fivefold.arena.slots import Slots
@@ -29,6 +29,8 @@ __all__ = [
     "Segment",
     "Slots",
     "available_bytes",
+    "between",
+    "check",
     "connect",
     "fetch",
     "give",

@@ -40,6 +40,8 @@ class Core:
     """whether there are more ranks than cores"""
     name: str = ""
     """of the group, for messages"""
+    tag: str = ""
+    """what the group is for, as torch's `group_desc` says; for messages and events"""
     _pointer: int = field(init=False, repr=False)
     _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -64,6 +66,11 @@ class Core:
     def closed(self) -> bool:
         """Whether this rank has left."""
         return not self._pointer
+
+    @staticmethod
+    def bytes_per_rank(size: int) -> int:
+        """What a rank of a group may come to use of its memory."""
+        return 2 * STAGING_BYTES + size * RING_BYTES
 
     @staticmethod
     def memory_for(size: int) -> Segment:
@@ -120,6 +127,7 @@ def explain(
     if peer is not None:
         what = f"message with {'anyone' if peer < 0 else f'rank {peer}'}"
     where = f"number {report.sequence} of group {group.name or '?'}"
+    where += f", {group.tag}" if group.tag else ""
     return DistBackendError(
         f"rank {group.rank} of {group.size}: {what} ({where}): {_reason(group, report, call)}"
     )

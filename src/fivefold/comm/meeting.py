@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fivefold.arena import ArenaError, Gate, Segment, connect, node_name, watch
+from fivefold.arena import ArenaError, Gate, Segment, between, check, connect, node_name, watch
 from fivefold.arena.native import problem
 from fivefold.comm.core import Core
 from fivefold.comm.own_arena import mapped, own_arena
@@ -85,13 +85,14 @@ def _note_staging(why: str, rank: int) -> None:
         )
 
 
-def _own_problem() -> str:
-    """Why this process cannot take part, or nothing."""
+def _own_problem(size: int) -> str:
+    """Why this process cannot take part in a group of so many ranks, or nothing."""
     why = problem()
     if why:
         return why
     try:
         own_arena()
+        check(Core.bytes_per_rank(size), f"a rank of a group of {size}")
     except ArenaError as trouble:
         return str(trouble)
     return ""
@@ -101,7 +102,7 @@ def _members(
     store: dist.Store, rank: int, size: int, timeout: timedelta, gate: Gate | None
 ) -> list[_Member]:
     cores = sorted(os.sched_getaffinity(0))
-    own = _Member(node_name(), cores, _own_problem(), gate.address if gate else "")
+    own = _Member(node_name(), cores, _own_problem(size), gate.address if gate else "")
     store.set(f"member/{rank}", json.dumps(asdict(own)))
     keys = [f"member/{other}" for other in range(size)]
     store.wait(keys, timeout)
@@ -112,10 +113,8 @@ def _apart(members: Sequence[_Member]) -> Apart | None:
     for rank, member in enumerate(members):
         if member.problem:
             return Apart(f"rank {rank} cannot share memory: {member.problem}")
-        if member.node != members[0].node:
-            return Apart(
-                f"ranks 0 and {rank} share no node, or run as different users or containers"
-            )
+        if why := between(members[0].node, member.node):
+            return Apart(f"ranks 0 and {rank} {why}")
     if len(members) > _MOST_RANKS:
         return Apart(f"{len(members)} ranks on one node; {_MOST_RANKS} is the most")
     return None

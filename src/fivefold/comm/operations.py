@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fivefold.arena.native import DTYPES, KINDS, Call, Report, core
 from fivefold.comm.core import Core, explain
+from fivefold.comm.events import event, is_recorded
 from fivefold.comm.tensors import CODES, addresses, code_of, counts, reads, writes
 from fivefold.comm.works import Completer, Finished, MessageWork, OpWork
 from fivefold.errors import UsageError
@@ -203,9 +204,13 @@ class Operations:
     def _all_reduce_at_once(self, tensor: Tensor, dtype: int, reduction: int) -> dist.Work:
         """The shortest way: most of the time of a small sum would else be spent on this side."""
         count, data = tensor.numel(), tensor.data_ptr()
-        if self._all_reduce_now(
-            self.group.pointer, dtype, reduction, count, data, self.timeout_s, self._report_at
-        ):
+        arguments = (self.group.pointer, dtype, reduction, count, data, self.timeout_s)
+        if is_recorded():
+            with event("all_reduce", tensor.nbytes, self.group.tag):
+                failed = self._all_reduce_now(*arguments, self._report_at)
+        else:
+            failed = self._all_reduce_now(*arguments, self._report_at)
+        if failed:
             call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
             raise explain(self.group, self._report, call)
         return _DONE
@@ -234,14 +239,25 @@ class Operations:
             for name, numbers in zip(("input_counts", "output_counts"), sizes, strict=True):
                 arrays.append(counts([n * parts for n in numbers]))
                 setattr(call, name, ctypes.addressof(arrays[-1]))
+        size_bytes = block.nbytes if sizes is None else sum(sizes[0]) * block.element_size()
         if not later:
-            self.group.run(call)
+            if is_recorded():
+                with event(kind, size_bytes, self.group.tag):
+                    self.group.run(call)
+            else:
+                self.group.run(call)
             if after is not None:
                 after()
             return Finished(results)
         kept = (arrays, reads_from, writes_to, all_from, all_to)
         work = OpWork(
-            self.group, call, completer=self._completer, results=results, kept=kept, after=after
+            self.group,
+            call,
+            size_bytes,
+            completer=self._completer,
+            results=results,
+            kept=kept,
+            after=after,
         )
         while self._collectives and self._collectives[0].is_completed():
             self._collectives.popleft()

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from fivefold.comm.meeting import Apart, meet
 from fivefold.comm.operations import Operations
 from fivefold.comm.shared_group import SharedGroup
+from fivefold.errors import UsageError
 
 __all__ = ["BACKEND", "create", "register"]
 
 BACKEND = "fivefold"
-_TESTED = ((2, 11), (2, 13))
+_TESTED = ((2, 11), (2, 14))
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +67,11 @@ def _torchs_own(
     device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> Any:
     """NCCL where every rank has a GPU of its own, else gloo. Collective."""
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"the backend fivefold sends tensors of CPUs and GPUs (cuda), this one is on {device.type!r}: "
+            "move it with .cpu() first"
+        )
     inner = dist.PrefixStore(device.type, store)
     if device.type == "cuda" and dist.is_nccl_available():
         own = str(torch.cuda.get_device_properties(device).uuid)

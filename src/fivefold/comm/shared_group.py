@@ -7,9 +7,9 @@ take; tensors on GPUs are passed on to one of those.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from torch import Tensor
 from fivefold.comm.operations import Operations
 from fivefold.comm.own_arena import own_arena
 from fivefold.comm.works import Completer, SeveralWorks
+from fivefold.errors import UsageError
 
 __all__ = ["SharedGroup"]
 
 Work = dist.Work
 _ANYONE = -1
+_NO_TAGS = ("undefined", "default_pg")
+"""descriptions that torch gives by itself"""
 
 
 def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
@@ -30,7 +33,7 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
 
     @functools.wraps(method)
     def here_or_there(self: SharedGroup, first: Any, *rest: Any, **named: Any) -> Work:
-        device = _device(first) or (_device(rest[0]) if rest else None)
+        device = _one_device(first, rest[0] if rest else None, method.__name__)
         if device is None or device.type == "cpu":
             return method(self, first, *rest, **named)
         return getattr(self.elsewhere(device), method.__name__)(first, *rest, **named)
@@ -38,11 +41,22 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
     return here_or_there
 
 
-def _device(tensors: Any) -> torch.device | None:
-    """Where the first of (lists of) tensors is."""
-    while isinstance(tensors, Sequence) and tensors:
-        tensors = tensors[0]
-    return tensors.device if isinstance(tensors, Tensor) else None
+def _one_device(first: Any, second: Any, what: str) -> torch.device | None:
+    """Where the tensors of a call are, which may be in lists of lists."""
+    kinds = {device.type: device for device in (*_devices(first), *_devices(second))}
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{what}: its tensors are on {' and '.join(sorted(kinds))}; move all to one device first"
+        )
+    return next(iter(kinds.values()), None)
+
+
+def _devices(tensors: Any) -> Iterator[torch.device]:
+    if isinstance(tensors, Tensor):
+        yield tensors.device
+    elif isinstance(tensors, list | tuple):
+        for tensor in cast("Sequence[Any]", tensors):
+            yield from _devices(tensor)
 
 
 def _op(opts: Any) -> int:
@@ -102,6 +116,7 @@ class SharedGroup(dist.ProcessGroup):
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         """As torch wants it."""
         self._desc = desc
+        self._operations.group.tag = "" if desc in _NO_TAGS else desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)  # pyright: ignore[reportIncompatibleMethodOverride]

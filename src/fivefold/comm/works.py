@@ -6,6 +6,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.arena.native import Call, Report, core
+from fivefold.arena.native import KINDS, Call, Report, core
 from fivefold.comm.core import Core, explain
+from fivefold.comm.events import event, is_recorded
 
 __all__ = ["Completer", "Finished", "MessageWork", "OpWork", "SeveralWorks"]
 
@@ -130,6 +132,10 @@ class _Operation(Protocol):
         """What a failure says to people."""
         ...
 
+    def event(self, name: str) -> AbstractContextManager[object]:
+        """A range of torch.profiler for what is done with it: `name`, and what it is."""
+        ...
+
 
 class _Pending(_Work):
     """A work of the core that ends later. `kept` must live until then; `after` runs once it has ended."""
@@ -184,7 +190,11 @@ class _Pending(_Work):
 
     def _end(self, timeout_s: float) -> None:
         report = Report()
-        status = self._operation.wait(timeout_s, report)
+        if is_recorded():
+            with self._operation.event("wait"):
+                status = self._operation.wait(timeout_s, report)
+        else:
+            status = self._operation.wait(timeout_s, report)
         if status and not self._operation.done():  # only this wait has ended
             raise self._operation.explained(report)
         self._operation.free()
@@ -199,11 +209,15 @@ class _Pending(_Work):
 class _Collective:
     """Of a group of the core."""
 
-    def __init__(self, group: Core, call: Call) -> None:
-        self._handle = core().ff_post(group.pointer, ctypes.byref(call))
+    def __init__(self, group: Core, call: Call, size_bytes: int) -> None:
+        self._group, self._call, self._size_bytes = group, call, size_bytes
+        if is_recorded():
+            with self.event("start"):
+                self._handle = core().ff_post(group.pointer, ctypes.byref(call))
+        else:
+            self._handle = core().ff_post(group.pointer, ctypes.byref(call))
         if not self._handle:
             raise MemoryError("no memory for a collective")
-        self._group, self._call = group, call
 
     def wait(self, timeout_s: float, report: Report) -> int:
         group = self._group.pointer
@@ -218,25 +232,29 @@ class _Collective:
     def explained(self, report: Report) -> Exception:
         return explain(self._group, report, self._call)
 
+    def event(self, name: str) -> AbstractContextManager[object]:
+        return event(f"{name} {KINDS[self._call.kind]}", self._size_bytes, self._group.tag)
+
 
 class OpWork(_Pending):
     """A collective under way."""
 
     def __init__(
-        self, group: Core, call: Call, *, completer: Completer, results: Sequence[Tensor], kept: object,
-        after: Callable[[], None] | None,
+        self, group: Core, call: Call, size_bytes: int, *, completer: Completer, results: Sequence[Tensor],
+        kept: object, after: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        operation = _Collective(group, call)
+        operation = _Collective(group, call, size_bytes)
         super().__init__(operation, completer=completer, results=results, kept=kept, after=after)
 
 
 class _Message:
     """Between two ranks of a group of the core."""
 
-    def __init__(self, group: Core, handle: int, peer: int) -> None:
+    def __init__(self, group: Core, handle: int, peer: int, size_bytes: int, what: str) -> None:
         if not handle:
             raise MemoryError("no memory for a message")
         self._group, self._handle, self.peer = group, handle, peer
+        self._size_bytes, self._what = size_bytes, what
 
     def wait(self, timeout_s: float, report: Report) -> int:
         group = self._group.pointer
@@ -252,6 +270,9 @@ class _Message:
     def explained(self, report: Report) -> Exception:
         return explain(self._group, report, peer=self.peer)
 
+    def event(self, name: str) -> AbstractContextManager[object]:
+        return event(f"{name} {self._what}", self._size_bytes, self._group.tag)
+
 
 class MessageWork(_Pending):
     """A message under way. `peer` -1 receives from anyone."""
@@ -263,7 +284,8 @@ class MessageWork(_Pending):
         start = core().ff_send if sends else core().ff_receive
         size_bytes = tensor.numel() * tensor.element_size()
         handle = start(group.pointer, peer, tag, tensor.data_ptr(), size_bytes, timeout_s)
-        self._message = _Message(group, handle, peer)
+        what = "send" if sends else "receive"
+        self._message = _Message(group, handle, peer, size_bytes, what)
         super().__init__(
             self._message, completer=completer, results=[tensor], kept=tensor, after=after
         )
