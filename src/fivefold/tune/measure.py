@@ -59,7 +59,7 @@ class Measured:
         plan = Plan(layout=layout, tiles=Tiles(fuse=self._fuse))
         example = torch.empty(shape, device="meta")
         with _one_thread():
-            return timed(self._net, plan, rank, example, costs=costs)
+            return timed(self._net, plan, rank, example, costs=costs, kept=True)
 
     @property
     def update_s(self) -> float:

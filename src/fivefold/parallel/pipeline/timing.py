@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,7 @@ def timed(
     *,
     costs: Costs | None = None,
     repeats: int = 3,
+    kept: bool = False,
 ) -> Timed:
     """Time the steps of `rank` for a batch of the shapes of `example`, the same for every replica.
 
@@ -78,15 +79,18 @@ def timed(
         rank: of all ranks of the layout.
         example: inputs with the shapes of the samples of one replica, or of its micro-batch.
         costs: what plans of tiles go by; typical ones by default.
+        repeats: how many runs are timed.
+        kept: whether all steps are kept before the first is differentiated, as training does. That takes its
+            memory, and what training takes longer because it asks the system for memory anew.
 
     Raises `UsageError` for what cannot be computed in tiles.
     """
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
-    kept = dataclasses.replace(plan, memory=Memory())
-    with fake_mesh(kept, rank, device) as mesh, _unchanged(net):
+    plain = dataclasses.replace(plan, memory=Memory())
+    with fake_mesh(plain, rank, device) as mesh, _unchanged(net):
         tiles = TiledNet(net, mesh, costs or Costs())
         ready = _prepared(tiles, example, mesh)
-        runs = [_run(tiles, ready) for _ in range(repeats + 1)]
+        runs = [_run(tiles, ready, kept) for _ in range(repeats + 1)]
     found = np.median(np.array(runs[1:]), axis=0)
     return Timed(ready.program, found[:, 0], found[:, 1])
 
@@ -115,11 +119,12 @@ def _prepared(tiles: TiledNet, example: Any, mesh: Mesh) -> Prepared:
     return tiles.prepare(call_with, map_tensors(part, example), share, len(rows))
 
 
-def _run(tiles: TiledNet, ready: Prepared) -> list[tuple[float, float]]:
+def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, float]]:
     """Seconds of forward and backward of every step."""
     program, state = ready.program, tiles.state()
     found = [(0.0, 0.0)] * len(program.steps)
     values = dict(zip(program.tape.inputs, ready.inputs, strict=True))
+    waiting: list[_Made] = []
     for span in _together(program):
         given = {index: values[index] for index in _read(program, span)}
         begin = time.perf_counter()
@@ -128,14 +133,43 @@ def _run(tiles: TiledNet, ready: Prepared) -> list[tuple[float, float]]:
         )
         there = time.perf_counter() - begin
         new = {index: tensor for index, tensor in made.items() if index not in given}
-        found[span.start] = there, _backward_s([t for t in new.values() if t.requires_grad])
-        values |= {i: t.detach().requires_grad_(t.requires_grad) for i, t in new.items()}
+        own = {i: t.detach().requires_grad_(t.requires_grad) for i, t in new.items()}
+        waiting.append(_Made(span.start, there, [(new[i], own[i]) for i in new]))
+        values |= own
         for index in given:
             if program.last_use.get(index, -1) < span.stop:
                 del values[index]
-        for tensor in state.values():
-            tensor.grad = None
+        if not kept:
+            found[span.start] = waiting.pop().times(state.values())
+    while waiting:
+        last = waiting.pop()
+        found[last.first] = last.times(state.values())
     return found
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Steps that were carried out and wait to be differentiated."""
+
+    first: int
+    there_s: float
+    results: list[tuple[Tensor, Tensor]]
+    """with their graph, and as others read them, who leave their gradient there"""
+
+    def times(self, states: Iterable[Tensor]) -> tuple[float, float]:
+        """Seconds of forward, and of backward; gradients of parameters are let go.
+
+        A value that several steps read adds up its gradients.
+        """
+        pairs = [(made, read) for made, read in self.results if made.requires_grad]
+        grads = [torch.ones_like(m) if read.grad is None else read.grad for m, read in pairs]
+        begin = time.perf_counter()
+        if pairs:
+            torch.autograd.backward([made for made, _ in pairs], grads)
+        back_s = time.perf_counter() - begin
+        for tensor in states:
+            tensor.grad = None
+        return self.there_s, back_s
 
 
 def _together(program: Program) -> Generator[range]:
@@ -154,16 +188,6 @@ def _read(program: Program, span: range) -> set[int]:
     refs = (r for s in steps for r in (s.operands if isinstance(s, Compute) else (s.source,)))
     own = {i for s in steps for i in (s.node.outputs if isinstance(s, Compute) else (s.target,))}
     return {ref.index for ref in refs if isinstance(ref, Value)} - own
-
-
-def _backward_s(made: Sequence[Tensor]) -> float:
-    """Seconds to differentiate what a step made. A value that several steps read adds up its gradients."""
-    if not made:
-        return 0.0
-    grads = [torch.ones_like(tensor) for tensor in made]
-    begin = time.perf_counter()
-    torch.autograd.backward(list(made), grads)
-    return time.perf_counter() - begin
 
 
 @contextmanager
