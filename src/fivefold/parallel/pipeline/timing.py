@@ -127,11 +127,11 @@ def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, floa
     waiting: list[_Made] = []
     for span in _together(program):
         given = {index: values[index] for index in _read(program, span)}
-        begin = time.perf_counter()
+        begin = _now(given.values())
         made = carry_out(
             program, dict(given), span, set(), state=state, moment=ready.moment, group=tiles.group
         )
-        there = time.perf_counter() - begin
+        there = _now(made.values()) - begin
         new = {index: tensor for index, tensor in made.items() if index not in given}
         own = {i: t.detach().requires_grad_(t.requires_grad) for i, t in new.items()}
         waiting.append(_Made(span.start, there, [(new[i], own[i]) for i in new]))
@@ -163,13 +163,21 @@ class _Made:
         """
         pairs = [(made, read) for made, read in self.results if made.requires_grad]
         grads = [torch.ones_like(m) if read.grad is None else read.grad for m, read in pairs]
-        begin = time.perf_counter()
+        begin = _now(grads)
         if pairs:
             torch.autograd.backward([made for made, _ in pairs], grads)
-        back_s = time.perf_counter() - begin
+        back_s = _now(grads) - begin
         for tensor in states:
             tensor.grad = None
         return self.there_s, back_s
+
+
+def _now(tensors: Iterable[Tensor]) -> float:
+    """Seconds, once whatever computes on the device of some tensors is done."""
+    device = next((tensor.device for tensor in tensors), None)
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _together(program: Program) -> Generator[range]:
