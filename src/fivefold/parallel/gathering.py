@@ -40,7 +40,7 @@ def check_shard(net: nn.Module, mesh: Mesh) -> None:
     if shard == "parameters" and (layout.pipe > 1 or layout.tiles > 1):
         raise PlanError(
             f'memory.shard = "parameters" gathers layer by layer on the data axis only, and the layout is '
-            f'{layout}: memory.shard = "optimizer" works with all axes, and gathers for a step at a time'
+            f'{layout}: memory.shard = "optimizer" works with all axes, and gathers for a step at once'
         )
     if layout.pipe > 1 and schedule in PAIRED:
         raise PlanError(
