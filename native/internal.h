@@ -137,6 +137,7 @@ int ff_look(struct run *run, uint32_t round, struct view *views);
 bool ff_sees(const struct view *view);
 int ff_read_from(const ff_group *group, const struct view *view, size_t at, void *to, size_t bytes);
 int ff_fetch(struct run *run, const struct view *view, size_t at, const void *staged, void *to, size_t bytes);
+int ff_part(struct run *run);
 
 /* sums.c */
 int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views);

@@ -121,9 +121,19 @@ int ff_fetch(struct run *run, const struct view *view, size_t at, const void *st
         memcpy(to, staged, bytes);
     if (!ff_sees(view) || !bytes || !ff_read_from(run->group, view, at, to, bytes))
         return FF_OK;
+    if (ff_is_broken(run->group, run->report))
+        return FF_BROKEN;       /* its owner gave up, and may have let the tensor go */
     ff_miss(run->report, view->rank);
     bool ended = ff_has_ended(run->group, view->rank);
     return ff_give_up(run->group, run->report, ended ? FF_DIED : FF_UNREADABLE);
+}
+
+/* The round after tensors were read where they lie: only now may their owners change them. One that gave up before
+ * may have done so already, and what was read from it is worth nothing. */
+int ff_part(struct run *run)
+{
+    int status = ff_turn(run);
+    return status || !ff_is_broken(run->group, run->report) ? status : FF_BROKEN;
 }
 
 /* What a rank tells the others so that they can try to read it. */

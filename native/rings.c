@@ -248,6 +248,8 @@ static bool read_piece(ff_group *group, int peer)
     coming->at += bytes;
     if (coming->at < coming->bytes)
         return true;
+    if (atomic_load(&group->shared->broken))
+        return false;           /* the sender may have given up, and let the message go meanwhile */
     atomic_fetch_add_explicit(&ring->taken, HEAD, memory_order_release);
     ring_bell(group, peer);
     end(group->messages, coming);

@@ -41,7 +41,7 @@ int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
             if (q != group->rank)
                 memcpy(views[q].mapped + at, sum, piece);
     }
-    return ff_turn(run);
+    return ff_part(run);
 }
 
 /* Add `bytes` that lie at `at` of every tensor into `out`. What is not mapped comes through the staging of this
@@ -85,12 +85,12 @@ int ff_sum_reached(struct run *run, size_t bytes, const struct view *views)
         if ((status = ff_fetch(run, &sums[q], begin, NULL, out + begin, past - begin)))
             return status;
     }
-    return ff_turn(run);
+    return ff_part(run);
 }
 
 /* Reduce-scatter: rank r adds block r, which has so many bytes. */
 int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views)
 {
     int status = add(run, views, (size_t)run->group->rank * bytes, bytes, run->call->out);
-    return status ? status : ff_turn(run);
+    return status ? status : ff_part(run);
 }

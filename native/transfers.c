@@ -36,12 +36,6 @@ int ff_run_barrier(struct run *run)
     return ff_turn(run);
 }
 
-/* One round more, if tensors were read where they lie: only then may their owners change them. */
-static int part(struct run *run, int seen)
-{
-    return seen ? ff_turn(run) : FF_OK;
-}
-
 /* The others post as soon as they have read what came before, so the root fills a staging while they read
  * the other one. Or it offers the tensor as a whole. */
 int ff_run_broadcast(struct run *run)
@@ -69,7 +63,7 @@ int ff_run_broadcast(struct run *run)
             return status;
         at += bytes;
     } while (at < total);
-    return part(run, seen);
+    return seen ? ff_part(run) : FF_OK;
 }
 
 /* Gather, at `root`, or everywhere. Those that offer nothing stage piece by piece. */
@@ -100,7 +94,7 @@ static int gather(struct run *run, bool here)
         }
         at += bytes;
     } while (at < total);
-    return part(run, seen);
+    return seen ? ff_part(run) : FF_OK;
 }
 
 int ff_run_all_gather(struct run *run)
@@ -149,7 +143,7 @@ int ff_run_scatter(struct run *run)
             return status;
         at += bytes;
     } while (at < total);
-    return part(run, seen);
+    return seen ? ff_part(run) : FF_OK;
 }
 
 /* What goes from every rank to every other, in bytes, and where it lies here. */
@@ -273,5 +267,5 @@ int ff_run_all_to_all(struct run *run)
             return status;
         at += step;
     } while (at < of.most);
-    return part(run, of.seen);
+    return of.seen ? ff_part(run) : FF_OK;
 }

@@ -30,7 +30,8 @@ int main(int count, char **words)
         if (fork() == 0)
             rank = q;
     group = ff_group_open(memory, rank, ranks > sysconf(_SC_NPROCESSORS_ONLN));
-    if (!group)
+    ff_report report = {0};
+    if (!group || ff_group_probe(group, 60, &report))
         return 1;
     for (int i = 2; i < count; i++)
         turn(strtoul(words[i], NULL, 10), rank, sum);

@@ -70,7 +70,11 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
     watches = [watch(pid) for pid in pids]
     group = Core(rank, size, memory, arenas, watches, _is_crowded(members), name)
     if size > 1:
-        _note_staging(group.probe(timeout_s), rank)
+        try:
+            _note_staging(group.probe(timeout_s), rank)
+        except BaseException:
+            group.close()
+            raise
     return group
 
 
