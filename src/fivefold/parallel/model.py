@@ -23,8 +23,9 @@ from fivefold.parallel.batches import Batches
 from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.memory import predicted_in_stages
-from fivefold.parallel.pipeline.net import Batch, PipelinedNet, pipelined, some_rows
+from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import check_loss, check_net

@@ -83,8 +83,14 @@ def balanced(
     return Cut(tuple(_call(tape.nodes[n]) for n in _slowest_least(times, sent, free, stages)))
 
 
-def named(tape: Tape, modules: Sequence[str]) -> Cut:
-    """Cut a net in front of the first calls of some modules. Raises `PlanError`."""
+def named(tape: Tape, modules: Sequence[str], stages: int) -> Cut:
+    """Cut a net into stages in front of the first calls of some modules. Raises `PlanError`."""
+    modules = [name.strip() for name in modules]
+    if len(modules) != stages - 1:
+        raise PlanError(
+            f"pipeline.cut names {len(modules)} modules, but {stages} stages have {stages - 1} that begin "
+            "one: the first stage begins with the net"
+        )
     starts: list[int] = []
     scopes, tied = [node.scope for node in tape.nodes], _tied(tape)
     for module in modules:

@@ -23,8 +23,9 @@ from fivefold.mesh.fake import fake_mesh
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut
-from fivefold.parallel.pipeline.net import Batch, PipelinedNet, some_rows
+from fivefold.parallel.pipeline.net import PipelinedNet
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.loss import TileLoss
 from fivefold.parallel.tiles.memory import Predicted, device_of, made, storage_bytes

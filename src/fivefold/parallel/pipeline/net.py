@@ -8,7 +8,7 @@ axes: a stage computes its tile as a net without stages does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,41 +17,31 @@ from torch import Tensor, nn
 
 from fivefold import comm
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.mesh import Mesh, owned
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.intercept import Share
-from fivefold.parallel.pipeline.check import check
+from fivefold.parallel.pipeline.batch import Batch, Schedules, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut, balanced, named
 from fivefold.parallel.pipeline.describe import described
 from fivefold.parallel.pipeline.gradients import StageGradients
 from fivefold.parallel.pipeline.held import everywhere, released
 from fivefold.parallel.pipeline.run import Feed, Step
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
-from fivefold.parallel.pipeline.schedules import PAIRED, make
 from fivefold.parallel.pipeline.shards import StageShards
 from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
-from fivefold.parallel.pipeline.statistics import Notes
+from fivefold.parallel.pipeline.statistics import Notes, check_norms
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
 from fivefold.parallel.sharded import joint_norm, local
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.tiles.tape import Tape
 from fivefold.parallel.torch_losses import split_loss
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES
 from fivefold.trace import Tag
 
-__all__ = ["Batch", "PipelinedNet", "pipelined", "some_rows"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """This rank's inputs of a step, and which samples they are."""
-
-    call: Callable[..., Any]
-    inputs: Any
-    share: Share
+__all__ = ["PipelinedNet", "pipelined"]
 
 
 class PipelinedNet:
@@ -74,11 +64,13 @@ class PipelinedNet:
         self._net, self._mesh, self._example = net, mesh, _shapes(example)
         self.rank = mesh.coordinate("pipe")
         self.tiles = TiledNet(net, mesh, costs)
-        self.schedule = _schedule(mesh)
-        self._schedules: dict[int, Schedule] = {}
-        self.cut = self._cut() if cut is None else cut
+        self.schedules = Schedules(mesh)
+        """by size of the batch"""
+        self.schedule = self.schedules.usual
+        tape = self._tape()
+        self.cut = self._cut(tape) if cut is None else cut
         self._divided: dict[int, tuple[Program, list[Stage]]] = {}
-        self.owner = owners(net, self._tape(), self.cut)
+        self.owner = owners(net, tape, self.cut)
         """parameter or buffer -> its stage"""
         paired = self.schedule.chains > 1
         chains = range(self.schedule.chains)
@@ -97,7 +89,8 @@ class PipelinedNet:
         ]
         opposite = mesh.pair_group() if paired else None
         self._opposite = None if opposite is None or opposite.size() == 1 else opposite
-        _check_norms(net, paired)
+        if paired:
+            check_norms(net)
         released(net, {name for name, stage in self.owner.items() if stage in held})
         shards = mesh.plan.memory.shard != "none" and mesh.layout.data > 1
         self._replicas = mesh.own_replicas() if shards else None
@@ -131,23 +124,14 @@ class PipelinedNet:
     def _parameters(self, stage: int) -> list[nn.Parameter]:
         return [p for name, p in self._net.named_parameters() if self.owner[name] == stage]
 
-    def _cut(self) -> Cut:
-        told = self._mesh.plan.pipeline.cut
-        tape = self._tape()
+    def _cut(self, tape: Tape) -> Cut:
+        told, stages = self._mesh.plan.pipeline.cut, self.schedule.stages
         if told == MEASURED:
             found = agreed_node_s(self._net, self._mesh, self._micro_batch(), self.tiles.costs)
-            return balanced(tape, self.schedule.stages, node_s=found)
-        if not told:
-            return balanced(tape, self.schedule.stages)
-        modules = [name.strip() for name in told.split(",")]
-        if len(modules) != self.schedule.stages - 1:
-            raise UsageError(
-                f"pipeline.cut names {len(modules)} modules, but {self.schedule.stages} stages have "
-                f"{self.schedule.stages - 1} that begin one: the first stage begins with the net"
-            )
-        return named(tape, modules)
+            return balanced(tape, stages, node_s=found)
+        return named(tape, told.split(","), stages) if told else balanced(tape, stages)
 
-    def _tape(self) -> Any:
+    def _tape(self) -> Tape:
         """The net for the smallest micro-batch of the example: all ranks record the same."""
         return self.tiles.recorded(call_with, self._micro_batch())
 
@@ -169,7 +153,7 @@ class PipelinedNet:
         """Make what stays from step to step for batches like this one: plans, and buckets of gradients."""
         for gradients in self.gradients.values():
             gradients.begin()
-        count = self.schedule_for(batch.share.total).micro_batches
+        count = self.schedules.of(batch.share.total).micro_batches
         fewest = batch.share.total // self._mesh.layout.data // count
         for rows in self._micro_batches(batch, count):
             self._feed(batch, rows, fewest)
@@ -189,7 +173,7 @@ class PipelinedNet:
             gradients.begin()
         if not self._joint:
             self._share_buffers()
-        schedule = self.schedule_for(batch.share.total)
+        schedule = self.schedules.of(batch.share.total)
         micros = self._micro_batches(batch, schedule.micro_batches)
 
         def share(micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
@@ -272,23 +256,6 @@ class PipelinedNet:
             prepared = replace(prepared, moment=replace(prepared.moment, recompute=each))
         return Feed(prepared, self._stages(prepared.program))
 
-    def schedule_for(self, total: int) -> Schedule:
-        """The schedule of a batch of `total` samples: one that is too small for all micro-batches has fewer.
-
-        Raises `UsageError` for a batch that cannot be divided.
-        """
-        most = -(-total // self._mesh.layout.data)  # of the largest replica
-        count = min(self.schedule.micro_batches, most)
-        count -= count % self.schedule.chains
-        if count < 1:
-            raise UsageError(
-                f"a batch of {total} samples on {self._mesh.layout.data} replicas is too small for schedule "
-                f"{self.schedule.name!r}, which needs {self.schedule.chains} micro-batches: use larger ones"
-            )
-        if count not in self._schedules:
-            self._schedules[count] = _schedule(self._mesh, count)
-        return self._schedules[count]
-
     def _micro_batches(self, batch: Batch, count: int) -> list[range]:
         """Which of this replica's samples each micro-batch has."""
         return [owned(batch.share.rows, count, number) for number in range(count)]
@@ -360,40 +327,7 @@ def pipelined(
     return stages
 
 
-def _schedule(mesh: Mesh, count: int = 0) -> Schedule:
-    plan, ranks = mesh.plan.pipeline, mesh.layout.pipe
-    whole = 1 if plan.schedule == "layer" else 2 * ranks
-    micro_batches = count or plan.micro_batches or whole
-    schedule = make(plan.schedule, ranks, micro_batches, plan.stages_per_rank)
-    check(schedule)
-    return schedule
-
-
 def _shapes(example: Any) -> Any:
     return map_tensors(
         lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), example
     )
-
-
-def some_rows(tree: Any, rows: range) -> Any:
-    """Some samples of a batch, with the notes of which they are."""
-
-    def cut(leaf: Tensor) -> Tensor:
-        part, piece = part_of(leaf), leaf[rows.start : rows.stop]
-        if part is None:
-            return piece
-        origin = (part.origin[0] + rows.start, *part.origin[1:])
-        return attach(piece, Part(part.shape, origin))
-
-    return map_tensors(cut, tree)
-
-
-def _check_norms(net: nn.Module, paired: bool) -> None:
-    """Refuse running statistics that two chains would update apart."""
-    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-    for name, module in net.named_modules():
-        if paired and isinstance(module, kinds) and module.track_running_stats:
-            raise UsageError(
-                f"the module {name!r} keeps running statistics of an instance norm, which schedules of two "
-                f"directions ({', '.join(sorted(PAIRED))}) cannot keep in order: use another schedule"
-            )

@@ -10,13 +10,15 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold import comm
+from fivefold.errors import UsageError
+from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.tiles.rule import Statistics
 from fivefold.trace import Tag
 
-__all__ = ["Notes"]
+__all__ = ["Notes", "check_norms"]
 
 
 class Notes:
@@ -84,3 +86,14 @@ def _with_numbers(like: list[Statistics], row: Tensor) -> list[Statistics]:
             Statistics(one.running_mean, one.running_var, one.batches, one.momentum, mean, var)
         )
     return found
+
+
+def check_norms(net: nn.Module) -> None:
+    """Raise `UsageError` for running statistics that two chains would update apart."""
+    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    for name, module in net.named_modules():
+        if isinstance(module, kinds) and module.track_running_stats:
+            raise UsageError(
+                f"the module {name!r} keeps running statistics of an instance norm, which schedules of two "
+                f"directions ({', '.join(sorted(PAIRED))}) cannot keep in order: use another schedule"
+            )

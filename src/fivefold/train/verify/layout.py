@@ -64,7 +64,7 @@ class OnLayout:
             return None
 
         def divide(total: int) -> list[Tensor]:
-            count, data = stages.schedule_for(total).micro_batches, self._mesh.layout.data
+            count, data = stages.schedules.of(total).micro_batches, self._mesh.layout.data
             replicas = [owned(total, data, replica) for replica in range(data)]
             return [
                 torch.tensor([mine[i] for mine in replicas for i in owned(len(mine), count, micro)])
