@@ -50,7 +50,7 @@ def options() -> argparse.Namespace:
     shown = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender at a size")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender at a size")
     parser.add_argument("--most", type=int, default=64 * M, help="largest size in bytes")
     parser.add_argument("--models", nargs="+", choices=steps.MODELS, default=steps.MODELS)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of figures")
