@@ -7,7 +7,6 @@ environment --locate--> Place --meeting--> Meeting --store--> torch.distributed 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import socket
@@ -23,6 +22,7 @@ from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
 from fivefold.launch.variables import read_seconds
+from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
 from fivefold.plan import AXES, Layout, Plan
 
@@ -47,27 +47,11 @@ def start(plan: Plan | None = None, *, device: str | torch.device | None = None)
     plan = _fitted(plan or _told_plan(), place.world_size)
     where = _device(place, device)
     if where.type == "cpu":
-        _keep_memory()
+        keep_memory()
     if not adopted:
         _join(place, plan, where)
     names = init_device_mesh(where.type, plan.layout.sizes, mesh_dim_names=AXES)
     return Mesh(plan, plan.layout, place.rank, place.world_size, where, names, not adopted)
-
-
-def _keep_memory() -> None:
-    """Let the C library keep freed memory for the next step instead of giving it back to the system.
-
-    By default it returns large blocks, and the system hands out zeroed pages for them in every step anew:
-    up to 19,000 page faults per step of ResNet-20, or none, as the heap happens to lie. What the user has
-    set stays.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc
-        trim_threshold, mmap_threshold = -1, -3
-        library.mallopt(trim_threshold, 1 << 30)
-        library.mallopt(mmap_threshold, 32 << 20)  # the most that glibc takes
 
 
 def _told_plan() -> Plan:

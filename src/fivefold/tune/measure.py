@@ -19,6 +19,7 @@ from torch import nn
 from fivefold.cluster import granted_cores
 from fivefold.cluster.description import Link
 from fivefold.errors import FivefoldError
+from fivefold.mesh.heap import keep_memory
 from fivefold.parallel.pipeline.timing import Timed, timed
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.plan import Layout, Plan, Tiles
@@ -84,6 +85,7 @@ def measuring(
 
     `sample` is the shape of one. For a net whose step takes seconds, every shape takes some of these.
     """
+    keep_memory()  # as ranks do
     found, shape = Measured(net, optimizer, fuse, progress), (1, *sample)
     if ranks > 1:
         progress("messages")
