@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
+from fivefold.errors import UsageError
 from fivefold.plan import Layout
 from fivefold.tune import Candidate, Case, Subject, measuring, this_machine
 from fivefold.tune.measure import others_busy
-from fivefold.tune.talk import measured_link
+from fivefold.tune.talk import measured_between
 
 
 def test_steps_are_timed_and_the_net_stays_as_it_was() -> None:
@@ -34,12 +36,23 @@ def test_steps_are_timed_and_the_net_stays_as_it_was() -> None:
 
 def test_others_are_busy_meanwhile() -> None:
     me = psutil.Process()
-    with others_busy(1):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with others_busy(1, net, (2, 3, 8, 8)):
         (other,) = me.children()
         assert other.is_running() and other.cpu_times().user > 0
     assert not me.children()
 
 
+def test_a_net_that_no_other_process_can_have_is_refused() -> None:
+    class Here(nn.Module):
+        pass
+
+    with pytest.raises(UsageError, match="at the top of a module"), others_busy(1, Here(), (1,)):
+        pass
+
+
 def test_messages_are_timed_between_processes() -> None:
-    link = measured_link()
+    between = measured_between()
+    link = between.link
+    assert 0 < between.action_s < 0.1
     assert 0 < link.latency_s < 1 and 1e4 < link.bytes_per_s < 1e13 and 0 < link.reduction_s < 1

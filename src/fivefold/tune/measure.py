@@ -6,6 +6,7 @@ A core is slower while others compute: so other processes keep them busy meanwhi
 from __future__ import annotations
 
 import contextlib
+import pickle
 import subprocess
 import sys
 import time
@@ -18,12 +19,12 @@ from torch import nn
 
 from fivefold.cluster import granted_cores
 from fivefold.cluster.description import Link
-from fivefold.errors import FivefoldError
+from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh.heap import keep_memory
 from fivefold.parallel.pipeline.timing import Timed, timed
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.plan import Layout, Plan, Tiles
-from fivefold.tune.talk import measured_link
+from fivefold.tune.talk import measured_between
 
 __all__ = ["Measured", "measuring", "others_busy"]
 
@@ -39,6 +40,8 @@ class Measured:
         """how many times as fast a core is while the others idle"""
         self.link: Link | None = None
         """between two ranks, where more than one shall run"""
+        self.action_s = 0.0
+        """of a pipeline: what a forward or backward of a stage takes besides computing"""
         self._optimizer, self._fuse, self._progress = optimizer, fuse, progress
         self._known: dict[tuple[Layout, tuple[int, ...]], Timed] = {}
         self._update_s: float | None = None
@@ -89,10 +92,11 @@ def measuring(
     found, shape = Measured(net, optimizer, fuse, progress), (1, *sample)
     if ranks > 1:
         progress("messages")
-        found.link = measured_link()
+        between = measured_between()
+        found.link, found.action_s = between.link, between.action_s
     others = min(ranks, granted_cores()) - 1
     quiet_s = _total(found.again(Layout(), 0, shape)) if others else 0.0
-    with others_busy(others):
+    with others_busy(others, net, (2, *sample)):  # one pixel of one sample has no statistics
         if others:
             found.alone = max(_total(found.steps(Layout(), 0, shape)) / quiet_s, 1.0)
         yield found
@@ -123,18 +127,39 @@ def _update_s(net: nn.Module, optimizer: str, repeats: int = 5) -> float:
 
 
 @contextmanager
-def others_busy(count: int) -> Generator[None]:
-    """Within the block, as many other processes compute. Raises `FivefoldError` if they do not begin."""
+def others_busy(count: int, net: nn.Module, shape: tuple[int, ...]) -> Generator[None]:
+    """Within the block, as many other processes train copies of `net` with samples of this shape.
+
+    Other nets would not do: how much ranks slow each other depends on what they compute. Raises `UsageError`
+    for a net that cannot be copied to another process, and `FivefoldError` if a process does not begin.
+    """
     words = [sys.executable, "-m", "fivefold.tune.load"]
+    told = _pickled(net, shape) if count else b""
     with contextlib.ExitStack() as stack:
-        for process in [_begun(words, stack) for _ in range(count)]:
+        begun = [_begun(words, stack) for _ in range(count)]
+        for process in begun:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(told)
+                process.stdin.flush()
+        for process in begun:
             assert process.stdout is not None
             if not process.stdout.readline():
                 raise FivefoldError(
-                    f"{' '.join(words)}, which computes while others are measured, ended with exit code "
-                    f"{process.wait()}: run it to see why"
+                    f"{' '.join(words)}, which trains a copy of the net while others are measured, ended "
+                    f"with exit code {process.wait()}; its message stands above"
                 )
         yield
+
+
+def _pickled(net: nn.Module, shape: tuple[int, ...]) -> bytes:
+    try:
+        return pickle.dumps((net, shape))
+    except (pickle.PicklingError, AttributeError, TypeError) as problem:
+        raise UsageError(
+            f"the net cannot be copied to another process ({problem}), which computes while it is measured: "
+            "define its classes and functions at the top of a module, or plan without --measure"
+        ) from problem
 
 
 def _begun(words: list[str], stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:

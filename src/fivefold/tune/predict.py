@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.cluster.description import Cluster, Link
 from fivefold.parallel.buckets import OTHER_BYTES
@@ -179,7 +179,12 @@ class Case:
 
     def _costs(self, staged: Staged, rows: float) -> list[StageCost]:
         costs = [staged.work.cost(span, rows, self._links) for span in staged.spans]
-        return [_again(cost) for cost in costs] if self.candidate.recompute else costs
+        if self.candidate.recompute:
+            costs = [_again(cost) for cost in costs]
+        measured = self._subject.measured
+        if self.candidate.schedule and measured is not None:
+            costs = [_with_actions(cost, measured.action_s) for cost in costs]
+        return costs
 
     def _exposed_s(
         self,
@@ -253,6 +258,10 @@ def _again(cost: StageCost) -> StageCost:
         cost.exchange_s,
         cost.statistics_s,
     )
+
+
+def _with_actions(cost: StageCost, action_s: float) -> StageCost:
+    return replace(cost, forward_s=cost.forward_s + action_s, backward_s=cost.backward_s + action_s)
 
 
 def _both(cost: StageCost) -> float:

@@ -27,13 +27,17 @@ from fivefold.parallel.intercept import Share
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Prepared, TiledNet
 from fivefold.parallel.tiles.program import Compute, Program
-from fivefold.parallel.tiles.run import carry_out
+from fivefold.parallel.tiles.run import carry_out, execute
 from fivefold.parallel.tiles.tape import Value
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES, Memory, Plan
 from fivefold.trace import Tag
 
 __all__ = ["Timed", "agreed_node_s", "timed"]
+
+
+_CACHE_BYTES = 128 << 20
+"""more than a core's share of any cache"""
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,10 @@ def timed(
         example: inputs with the shapes of the samples of one replica, or of its micro-batch.
         costs: what plans of tiles go by; typical ones by default.
         repeats: how many runs are timed.
-        kept: whether all steps are kept before the first is differentiated, as training does. That takes its
-            memory, and what training takes longer because it asks the system for memory anew.
+        kept: whether memory is used as training does: all steps are kept before the first is differentiated,
+            and the sum of all is what forward and backward take in one piece. Steps that are timed one by
+            one only say then how that is distributed: each of them pays for being looked at, and may find in
+            the cache what in training is long gone.
 
     Raises `UsageError` for what cannot be computed in tiles.
     """
@@ -91,7 +97,10 @@ def timed(
         tiles = TiledNet(net, mesh, costs or Costs())
         ready = _prepared(tiles, example, mesh)
         runs = [_run(tiles, ready, kept) for _ in range(repeats + 1)]
-    found = np.median(np.array(runs[1:]), axis=0)
+        found = np.median(np.array(runs[1:]), axis=0)
+        if kept:
+            whole = [_at_once(tiles, ready) for _ in range(repeats + 1)]
+            found *= np.median(np.array(whole[1:]), axis=0) / np.maximum(found.sum(axis=0), 1e-9)
     return Timed(ready.program, found[:, 0], found[:, 1])
 
 
@@ -145,6 +154,25 @@ def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, floa
         last = waiting.pop()
         found[last.first] = last.times(state.values())
     return found
+
+
+def _at_once(tiles: TiledNet, ready: Prepared) -> tuple[float, float]:
+    """Seconds of forward and of backward of the whole net, in front of each of which others had the cache."""
+    program, state = ready.program, tiles.state()
+    others = torch.ones(_CACHE_BYTES // 4)
+    others.add_(1)
+    begin = _now(ready.inputs)
+    made = execute(program, ready.inputs, state, ready.moment, tiles.group)
+    results = [tensor for tensor in made.values() if tensor.requires_grad]
+    there_s = _now(results) - begin
+    grads = [torch.ones_like(tensor) for tensor in results]
+    others.add_(1)
+    begin = _now(grads)
+    torch.autograd.backward(results, grads)
+    back_s = _now(grads) - begin
+    for tensor in state.values():
+        tensor.grad = None
+    return there_s, back_s
 
 
 @dataclass(frozen=True)
