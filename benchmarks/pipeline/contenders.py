@@ -15,6 +15,7 @@ _HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(
 _TITLES = {
     "1f1b-recompute-4": "pipe=4, 1f1b, activations computed again",
     "tiles": "width=2",
+    "tiles-shared": "width=2, backend fivefold",
     "tiles-never": "width=2, nothing fused",
 }
 

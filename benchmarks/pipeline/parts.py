@@ -30,7 +30,7 @@ CORES = 2
 AGREE = 1e-3
 """relative: how far the first loss of contenders may differ, in float32"""
 FOUR = ("layer-4", "gems-4", "gems-overlap-4", "1f1b-recompute-4")
-TWO = ("tiles", "tiles-never", "1f1b-2", "layer-2")
+TWO = ("tiles", "tiles-shared", "tiles-never", "1f1b-2", "layer-2")
 
 
 def with_torch(work: Workload, rounds: int, steps: int) -> dict[str, Any]:

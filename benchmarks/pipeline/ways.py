@@ -43,8 +43,9 @@ WAYS: Mapping[str, Way] = {
     **{
         f"{name}-4": Way({"pipe": 4}, name, 2 if name == "interleaved" else 1) for name in SCHEDULES
     },
-    "1f1b-recompute-4": Way({"pipe": 4}, "1f1b", recompute="auto"),
+    "1f1b-recompute-4": Way({"pipe": 4}, "1f1b", recompute="all"),
     "tiles": Way({"width": 2}),
+    "tiles-shared": Way({"width": 2}, backend="fivefold"),
     "tiles-never": Way({"width": 2}, fuse="never"),
 }
 
