@@ -16,7 +16,7 @@ from contender import BenchmarkError, Contender
 from contenders import HERE, KINDS
 from figures import environment
 from rounds import take_turns
-from sharing import shared
+from sharing import most_at_once, on_cores
 from ways import COUNT_MEMORY, SCHEDULES, STAGES, TORCH_SCHEDULES, WAYS
 from workload import Workload
 
@@ -61,7 +61,7 @@ def pairs(work: Workload, rounds: int, steps: int) -> dict[str, Any]:
     answers, result = _measured(("stages-4", *FOUR), work, rounds, steps, memory=True)
     ideal = {name: [_shared_s(name, work, ranks) for ranks in answers["stages-4"]] for name in FOUR}
     most = {
-        name: shared(schedule, even, even, CORES).most_at_once
+        name: most_at_once(on_cores(schedule, even, even, CORES))
         for name in FOUR
         for schedule in [_schedule(name, work)]
         for even in [StageTimes.even(4)]
@@ -79,7 +79,7 @@ def _shared_s(name: str, work: Workload, ranks: Sequence[Mapping[str, Any]]) -> 
     passes = work.micro_batches // schedule.micro_batches
     updates = [rank["update_s"] * schedule.chains for rank in ranks]
     update_s = max(*updates, sum(updates) / CORES)
-    return round(passes * shared(schedule, alone, busy, CORES).makespan_s + update_s, 5)
+    return round(passes * on_cores(schedule, alone, busy, CORES).makespan_s + update_s, 5)
 
 
 def _schedule(name: str, work: Workload) -> Schedule:

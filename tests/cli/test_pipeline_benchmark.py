@@ -44,30 +44,32 @@ def test_a_core_for_every_rank_is_what_the_simulator_says(
     micros, each = (1, 1) if schedule == "layer" else (6, 2 if schedule == "interleaved" else 1)
     made = make(schedule, 4, micros, each)
     times = uneven(made.stages, 0.25 if made.chains > 1 else 0.0)
-    found = modules["sharing"].shared(made, times, times, 4)
+    found = modules["sharing"].on_cores(made, times, times, 4)
     assert found.makespan_s == pytest.approx(simulate(made, times).makespan_s)
 
 
 def test_two_cores_are_enough_for_gems_and_too_few_for_gpipe(
     modules: dict[str, ModuleType],
 ) -> None:
-    shared, even = modules["sharing"].shared, StageTimes.even(4)
+    on_cores, even = modules["sharing"].on_cores, StageTimes.even(4)
     gems, gpipe = make("gems", 4, 8), make("gpipe", 4, 8)
-    assert shared(gems, even, even, 2).most_at_once == 2
-    assert shared(gems, even, even, 2).makespan_s == pytest.approx(simulate(gems, even).makespan_s)
+    assert modules["sharing"].most_at_once(on_cores(gems, even, even, 2)) == 2
+    assert on_cores(gems, even, even, 2).makespan_s == pytest.approx(
+        simulate(gems, even).makespan_s
+    )
     # 4 stages x 8 micro-batches x 3 seconds on two cores, at the least.
-    assert shared(gpipe, even, even, 2).makespan_s >= 48.0
-    assert shared(gpipe, even, even, 1).makespan_s == pytest.approx(96.0)
+    assert on_cores(gpipe, even, even, 2).makespan_s >= 48.0
+    assert on_cores(gpipe, even, even, 1).makespan_s == pytest.approx(96.0)
 
 
 def test_a_rank_that_computes_alone_is_faster(modules: dict[str, ModuleType]) -> None:
-    shared, layer = modules["sharing"].shared, make("layer", 4, 1)
+    on_cores, layer = modules["sharing"].on_cores, make("layer", 4, 1)
     fast, slow = StageTimes.even(4), StageTimes.even(4, 2.0, 4.0)
-    assert shared(layer, fast, slow, 2).makespan_s == pytest.approx(12.0)
+    assert on_cores(layer, fast, slow, 2).makespan_s == pytest.approx(12.0)
     two = make("gpipe", 2, 2)
     fast, slow = StageTimes.even(2), StageTimes.even(2, 2.0, 4.0)
     # F alone, F and F, F alone, B alone, B and B, B alone
-    assert shared(two, fast, slow, 2).makespan_s == pytest.approx(1 + 2 + 1 + 2 + 4 + 2)
+    assert on_cores(two, fast, slow, 2).makespan_s == pytest.approx(1 + 2 + 1 + 2 + 4 + 2)
 
 
 def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -> None:

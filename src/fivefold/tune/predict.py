@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.cluster.description import Cluster, Link
 from fivefold.parallel.buckets import OTHER_BYTES
-from fivefold.parallel.pipeline.schedule import Op, Schedule
+from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.sharing import shared
 from fivefold.parallel.pipeline.simulate import StageTimes, Timeline, simulate
 from fivefold.plan import Layout
@@ -170,7 +170,11 @@ class Case:
         if not self._cluster.cores_per_node:
             return simulate(schedule, times, travel, sends_block=blocks)
         # Tiles and replicas do the same at the same time.
-        return shared(schedule, times, lambda n: self._cluster.speed(self._on_a_node(n)), travel)
+
+        def speed(_action: Action, computing: int) -> float:
+            return self._cluster.speed(self._on_a_node(computing))
+
+        return shared(schedule, times, speed, travel)
 
     def _on_a_node(self, computing: int) -> int:
         """How many ranks of a node compute while so many places of the pipe axis do."""

@@ -4,7 +4,7 @@
     rank 1  |--ffffbbbb----|        two at once on two cores slow each other down a little, four by half
 
 What is under way is done at a speed that depends on how many compute; whenever an action ends, or begins, the
-speed of all changes. With a speed of 1 this is what `simulate` computes.
+speeds of all change. With speeds of 1 this is what `simulate` computes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["shared"]
 def shared(
     schedule: Schedule,
     times: StageTimes,
-    speed: Callable[[int], float],
+    speed: Callable[[Action, int], float],
     sends_s: Callable[[int, int], float] = lambda _source, _target: 0.0,
 ) -> Timeline:
-    """When everything happens, with `speed(n)` of each of n ranks that compute at the same time.
+    """When everything happens, where an action goes on at `speed(action, n)` while n ranks compute.
 
     A rank is busy with what it sends to another one, see `sends_s(source, target)` in stages, after the
     action that made it. `schedule` is one that `check` finds right.
     """
     going = _Going(schedule, times, sends_s)
     while going.begin():
-        going.pass_time(speed(len(going.left_s)))
+        going.pass_time(speed)
     place_sums(schedule, times, going.spans)
     return Timeline(schedule, going.spans)
 
@@ -75,13 +75,16 @@ class _Going:
                 seconds += self._sends_s(min(stage, other), max(stage, other))
         return seconds
 
-    def pass_time(self, speed: float) -> None:
-        """Until the first of what is under way ends, each at this speed."""
-        passed = min(self.left_s.values())
-        self._now += passed / speed
-        for action, left in list(self.left_s.items()):
-            self.left_s[action] = left - passed
-            if left - passed <= 1e-12 * self._now:
+    def pass_time(self, speed: Callable[[Action, int], float]) -> None:
+        """Until the first of what is under way ends."""
+        speeds = {action: speed(action, len(self.left_s)) for action in self.left_s}
+        lasts_s = {action: left / speeds[action] for action, left in self.left_s.items()}
+        first = min(lasts_s, key=lasts_s.__getitem__)
+        passed_s = lasts_s[first]
+        self._now += passed_s
+        for action, lasting_s in lasts_s.items():
+            self.left_s[action] -= passed_s * speeds[action]
+            if action == first or lasting_s - passed_s <= 1e-12 * self._now:
                 self._end(action)
 
     def _end(self, action: Action) -> None:
