@@ -50,6 +50,8 @@ CUTS = {
     ("headline", "amoebanet_d"): "cells.3",
 }
 """where the parts take about equally long, as measured at these sizes"""
+IMAGES = {("headline", "amoebanet_d"): 960}
+"""where a model's is not the part's own: the largest, in steps of 64, that all contenders can keep"""
 HEADLINE = {"resnet50": {}, "amoebanet_d": {"layers": 6, "filters": 64}}
 """models and their options"""
 CAP_MIB = 1536
@@ -98,7 +100,7 @@ def measured(asked: argparse.Namespace, part: str, model: str) -> dict[str, Any]
     work = Workload(
         model,
         HEADLINE[model] if part == "headline" else {},
-        asked.image or size.image,
+        asked.image or IMAGES.get((part, model), size.image),
         asked.samples or size.samples,
         asked.micro_batches or size.micro_batches,
         CUTS.get((part, model), ""),
