@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.mesh import Mesh, start
 from fivefold.parallel import clip_grad_norm_, parallelize, units
 from fivefold.plan import Layout, Memory, Plan
+from gates import X, Y
 from ranks import run_ranks
 
 __all__ = [
@@ -22,22 +23,18 @@ __all__ = [
 
 BOTH = pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 
-torch.manual_seed(8)
-X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
 
-
-def plan_of(shard: str, layout: Layout | int, **sections: Any) -> Plan:
+def plan_of(shard: Any, layout: Layout | int, **sections: Any) -> Plan:
     layout = Layout(data=layout) if isinstance(layout, int) else layout
-    return Plan(layout=layout, memory=Memory(shard=shard), **sections)  # type: ignore[arg-type]
+    return Plan(layout=layout, memory=Memory(shard=shard), **sections)
 
 
 SMALL = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 def small() -> nn.Module:
-    return copy.deepcopy(
-        SMALL
-    )  # random numbers of ranks that are threads would depend on their order
+    # Random numbers of ranks that are threads would depend on their order.
+    return copy.deepcopy(SMALL)
 
 
 def on(shard: str, ranks: int, check: Callable[[Mesh], Any]) -> list[Any]:

@@ -16,16 +16,16 @@ from fivefold.launch.environment import without_places
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "planner"
 
 
-def shown(result: dict[str, Any]) -> str:
-    """What the report makes of a result, in a process of its own: reports of benchmarks have one name."""
+def reported(expression: str, given: str = "") -> str:
+    """What the report makes of something, in a process of its own: reports of benchmarks have one name."""
     code = (
         "import json, sys; sys.path[:0] = sys.argv[1:]; import report; "
-        "print(report.section(json.load(sys.stdin)))"
+        f"sys.stdout.write({expression})"
     )
     folders = [str(BENCHMARK), str(BENCHMARK.parent / "common")]
     done = subprocess.run(
         [sys.executable, "-c", code, *folders],
-        input=json.dumps(result),
+        input=given,
         capture_output=True,
         text=True,
         timeout=60,
@@ -45,15 +45,14 @@ def row(candidate: str, predicted_s: float, step_s: list[float]) -> dict[str, An
 def test_tables_have_both_and_judge() -> None:
     told = ("cpu", "cores", "torch", "python", "kernel", "commit", "date")
     rows = [row("data=2", 1.1, [0.9, 1.0, 1.2]), row("pipe=2", 1.2, [0.8, 0.8, 0.8])]
-    text = shown(
-        {
-            "part": {"model": "resnet20", "image": 96, "ranks": 2, "most": 2, "batch": 4},
-            "steps": 3,
-            "rows": rows * 4,
-            "failed": [],
-            "environment": dict.fromkeys(told, "x"),
-        }
-    )
+    result = {
+        "part": {"model": "resnet20", "image": 96, "ranks": 2, "most": 2, "batch": 4},
+        "steps": 3,
+        "rows": rows * 4,
+        "failed": [],
+        "environment": dict.fromkeys(told, "x"),
+    }
+    text = reported("report.section(json.load(sys.stdin))", json.dumps(result))
     assert "### resnet20, 4 of 96x96, 2 ranks" in text
     first = next(line for line in text.splitlines() if line.startswith("| data=2"))
     cells = [cell.strip() for cell in first.strip("|").split("|")]
@@ -62,6 +61,11 @@ def test_tables_have_both_and_judge() -> None:
     ]  # fmt: skip
     assert "error of memory at most 0.1 in the median: 0.050 [0.050, 0.050]: met" in text
     assert "the choice at most 5% slower than the best: 25.0%: missed" in text
+
+
+def test_the_readme_shows_what_the_results_say() -> None:
+    text = (BENCHMARK / "README.md").read_text()
+    assert reported("report.renewed(sys.stdin.read(), report.RESULTS)", text) == text
 
 
 @pytest.mark.slow

@@ -15,22 +15,8 @@ from fivefold.mesh import Mesh
 from fivefold.parallel import buckets, parallelize
 from fivefold.parallel.buckets import packed
 from fivefold.parallel.reduce import Bucketed
+from gates import Gate, X, Y
 from ranks import run_ranks
-
-torch.manual_seed(8)
-X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-
-
-class Gate(nn.Module):
-    """Which of its parts are used depends on the samples, or on what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 3).double() for _ in range(3))
-        self.use: Callable[[Tensor], str] = lambda _x: "ab"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((getattr(self, name)(x) for name in self.use(x)), x.new_zeros(len(x), 3))
 
 
 def gradients(net: nn.Module) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ backends raise ("Connection closed by peer") says none of these.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.comm.events import event, is_recorded
+from fivefold.comm.events import event
 from fivefold.comm.replay import current_log
 from fivefold.errors import FivefoldError
 from fivefold.trace import Tag, span
@@ -144,8 +144,7 @@ def named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]
     """Record the block under `tag`, for a profiler of torch as well; what fails in it becomes a `CommError`
     that says who did what.
     """
-    recorded = event(operation, None, tag.value) if is_recorded() else nullcontext()
-    with span(tag), recorded:
+    with span(tag), event(operation, None, tag.value):
         try:
             yield
         except RuntimeError as problem:

@@ -5,16 +5,13 @@ While nothing is recorded, all that is done is to look at a flag of torch's.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
-__all__ = ["event", "is_recorded"]
+__all__ = ["event"]
 
-
-def is_recorded() -> bool:
-    """Whether a profiler of torch records this process."""
-    return profiler._is_profiler_enabled  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+_NOTHING = nullcontext()
 
 
 def event(operation: str, size_bytes: int | None, tag: str) -> AbstractContextManager[object]:
@@ -22,5 +19,7 @@ def event(operation: str, size_bytes: int | None, tag: str) -> AbstractContextMa
 
     Size and tag are parts of the name, so that tables of the profiler add up each kind on its own.
     """
+    if not profiler._is_profiler_enabled:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return _NOTHING
     size = "" if size_bytes is None else f" {size_bytes} bytes"
     return profiler.record_function(f"fivefold:{operation}{size}{f', {tag}' if tag else ''}")

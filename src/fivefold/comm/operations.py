@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fivefold.arena.native import DTYPES, KINDS, Call, Report, core
 from fivefold.comm.core import Core, explain
-from fivefold.comm.events import event, is_recorded
+from fivefold.comm.events import event
 from fivefold.comm.tensors import CODES, addresses, code_of, counts, reads, writes
 from fivefold.comm.works import Completer, Finished, MessageWork, OpWork
 from fivefold.errors import UsageError
@@ -204,12 +204,10 @@ class Operations:
     def _all_reduce_at_once(self, tensor: Tensor, dtype: int, reduction: int) -> dist.Work:
         """The shortest way: most of the time of a small sum would else be spent on this side."""
         count, data = tensor.numel(), tensor.data_ptr()
-        arguments = (self.group.pointer, dtype, reduction, count, data, self.timeout_s)
-        if is_recorded():
-            with event("all_reduce", tensor.nbytes, self.group.tag):
-                failed = self._all_reduce_now(*arguments, self._report_at)
-        else:
-            failed = self._all_reduce_now(*arguments, self._report_at)
+        with event("all_reduce", tensor.nbytes, self.group.tag):
+            failed = self._all_reduce_now(
+                self.group.pointer, dtype, reduction, count, data, self.timeout_s, self._report_at
+            )
         if failed:
             call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
             raise explain(self.group, self._report, call)
@@ -241,10 +239,7 @@ class Operations:
                 setattr(call, name, ctypes.addressof(arrays[-1]))
         size_bytes = block.nbytes if sizes is None else sum(sizes[0]) * block.element_size()
         if not later:
-            if is_recorded():
-                with event(kind, size_bytes, self.group.tag):
-                    self.group.run(call)
-            else:
+            with event(kind, size_bytes, self.group.tag):
                 self.group.run(call)
             if after is not None:
                 after()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fivefold.arena.native import KINDS, Call, Report, core
 from fivefold.comm.core import Core, explain
-from fivefold.comm.events import event, is_recorded
+from fivefold.comm.events import event
 
 __all__ = ["Completer", "Finished", "MessageWork", "OpWork", "SeveralWorks"]
 
@@ -190,10 +190,7 @@ class _Pending(_Work):
 
     def _end(self, timeout_s: float) -> None:
         report = Report()
-        if is_recorded():
-            with self._operation.event("wait"):
-                status = self._operation.wait(timeout_s, report)
-        else:
+        with self._operation.event("wait"):
             status = self._operation.wait(timeout_s, report)
         if status and not self._operation.done():  # only this wait has ended
             raise self._operation.explained(report)
@@ -211,10 +208,7 @@ class _Collective:
 
     def __init__(self, group: Core, call: Call, size_bytes: int) -> None:
         self._group, self._call, self._size_bytes = group, call, size_bytes
-        if is_recorded():
-            with self.event("start"):
-                self._handle = core().ff_post(group.pointer, ctypes.byref(call))
-        else:
+        with self.event("start"):
             self._handle = core().ff_post(group.pointer, ctypes.byref(call))
         if not self._handle:
             raise MemoryError("no memory for a collective")

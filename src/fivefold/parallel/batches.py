@@ -13,7 +13,14 @@ from fivefold.parallel.intercept import Share
 from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.trees import leaves, map_tensors, rows_of
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "own_samples"]
+
+
+def own_samples(leaf: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's samples of a leaf of the whole batch, with a note of which they are."""
+    mine = mesh.share(leaf.shape[0])
+    part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
+    return attach(leaf[mine.start : mine.stop], part)
 
 
 class Batches:
@@ -40,16 +47,11 @@ class Batches:
         )
 
     def _cut(self, leaf: Tensor) -> Tensor:
-        mine = self._mesh.share(leaf.shape[0])
-        part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
-        return attach(leaf[mine.start : mine.stop].to(self._mesh.device), part)
+        return self.moved(own_samples(leaf, self._mesh))
 
     def _tile(self, leaf: Tensor) -> Tensor:
         assert self._tiles is not None
-        cut = self._tiles.part(leaf, self._mesh.share(leaf.shape[0]))
-        part = part_of(cut)
-        assert part is not None
-        return attach(cut.to(self._mesh.device), part)
+        return self.moved(self._tiles.part(leaf, self._mesh.share(leaf.shape[0])))
 
     def share(self, inputs: Any, seed: int, step: int) -> Share:
         """Which samples of the whole batch `inputs` are. Collective where they do not say so.

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
+from fivefold.closing import Closing
 from fivefold.data import Cursor
 from fivefold.train.summary import EpochReport, scored
 
@@ -49,7 +50,7 @@ class Progress(Protocol):
     ) -> None: ...
 
 
-class Silent:
+class Silent(Closing):
     """Tells nothing: for ranks other than the first."""
 
     def begin(self, step: int, steps: int, epochs: int) -> None:
@@ -65,16 +66,8 @@ class Silent:
     def epoch(self, report: EpochReport) -> None:
         """Nothing."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        pass
+    def close(self) -> None:
+        """Nothing."""
 
 
 class _Timed(Silent):
@@ -174,12 +167,8 @@ class Bar(_Timed):
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Take the bar away."""
         self._bar.stop()
 
 

@@ -4,7 +4,7 @@ A rank computes until it sends. Whoever carries messages has to be woken then, r
 moment, and what they need is no longer in the cache: all that is part of what a message takes, and a loop of
 nothing but messages would not see it. So they are timed between computations, which are subtracted.
 
-`fivefold run -n 2 talk.py FILE` writes it to a file, as JSON; `measured_link` has that done.
+`fivefold run -n 2 talk.py FILE` writes it to a file, as JSON; `measured_between` has that done.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def main() -> None:
     with start(plan, device="cpu") as mesh:
         group = mesh.group("pipe")
         compute = _computation()
-        small_s, large_s = (_between(compute, _swap(size, group)) for size in (_SMALL, _LARGE))
+        small_s, large_s = (_added_s(compute, _swap(size, group)) for size in (_SMALL, _LARGE))
         few = torch.zeros(_SMALL, dtype=torch.float64)
         sum_s = statistics.mean(
             [
-                _between(compute, lambda: comm.all_reduce(few, group, Tag.CONTROL)),
-                _between(compute, lambda: comm.all_gather(few, group, Tag.CONTROL)),
+                _added_s(compute, lambda: comm.all_reduce(few, group, Tag.CONTROL)),
+                _added_s(compute, lambda: comm.all_gather(few, group, Tag.CONTROL)),
             ]
         )
         action_s = _action_s(mesh)
@@ -121,7 +121,7 @@ def _computation() -> Callable[[], object]:
     return lambda: layer(x).sum().backward()
 
 
-def _between(compute: Callable[[], object], run: Callable[[], object]) -> float:
+def _added_s(compute: Callable[[], object], run: Callable[[], object]) -> float:
     """What `run` adds to a computation in front of it: the difference of two medians."""
 
     def both() -> None:

@@ -17,6 +17,7 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import clip_grad_norm_, parallelize, units
 from fivefold.plan import Layout, Parallel
+from gates import Gate
 from ranks import run_ranks
 from sharding import BOTH, Dropped, X, Y, close, gradients, on, plan_of, small
 
@@ -25,18 +26,6 @@ from sharding import BOTH, Dropped, X, Y, close, gradients, on, plan_of, small
 def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the smallest nets are units of their own."""
     monkeypatch.setattr(units, "LEAST_BYTES", 1)
-
-
-class Gate(nn.Module):
-    """Uses the parts that it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 3).double() for _ in range(3))
-        self.use: Callable[[Tensor], str] = lambda _x: "ab"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((getattr(self, name)(x) for name in self.use(x)), x.new_zeros(len(x), 3))
 
 
 @BOTH

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh import Mesh, part_of
 from fivefold.mesh.fake import fake_mesh
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.batches import Batches, own_samples
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.pipeline.batch import Batch, some_rows
@@ -31,7 +32,7 @@ from fivefold.parallel.tiles.loss import TileLoss
 from fivefold.parallel.tiles.memory import Predicted, device_of, made, storage_bytes
 from fivefold.parallel.tiles.net import Outputs, Prepared
 from fivefold.parallel.tiles.weightless import counting, weightless
-from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
+from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Plan
 
 __all__ = ["predicted_in_stages"]
@@ -105,14 +106,13 @@ class _Step:
 
     def samples(self, leaf: Tensor, device: torch.device) -> Tensor:
         """This replica's targets, which ranks with a last stage have."""
-        mine = self._mesh.share(leaf.shape[0])
-        part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
         where = device if self._stages.ends else torch.device("meta")
-        return made(attach(leaf[mine.start : mine.stop], part), where)
+        return made(own_samples(leaf, self._mesh), where)
 
     def counted(self, held: list[Tensor], batch: tuple[Any, Any]) -> Predicted:
         """Make a step, as a second one would be made; `held` are this rank's parameters and buffers."""
-        share = self._share(batch[0])
+        seed = self._mesh.plan.numerics.seed
+        share = Batches(self._mesh, self._stages.tiles).share(batch[0], seed, 1)
         buckets = self._prepare(batch[0], share)
         given = [leaf for leaf in leaves(batch) if not leaf.is_meta]
         saved = 0
@@ -155,14 +155,6 @@ class _Step:
             return self._tile_loss.share(outputs, part, weight, ready.share)
 
         self._stages.step(Batch(call_with, inputs, share), own, scaled)
-
-    def _share(self, inputs: Any) -> Share:
-        part = part_of(leaves(inputs)[0])
-        assert part is not None
-        data, plan = self._mesh.group("data"), self._mesh.plan
-        joint = data if plan.parallel.batch_norm == "global" and data.size() > 1 else None
-        rows = rows_of(inputs, "inputs")
-        return Share(rows, part.origin[0], part.shape[0], plan.numerics.seed, 1, joint)
 
 
 def _shape(leaf: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ R   start to sum the stage's gradients over the ranks that hold it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold import comm
 from fivefold.parallel.pipeline.deferred import Deferred
@@ -22,6 +22,7 @@ from fivefold.parallel.pipeline.schedule import Action, Op, Row, Schedule
 from fivefold.parallel.pipeline.stages import Crossing, Stage
 from fivefold.parallel.pipeline.statistics import Notes
 from fivefold.parallel.pipeline.wires import Arriving, Wire
+from fivefold.parallel.reduce import without_effect
 from fivefold.parallel.tiles.net import Prepared, TiledNet
 from fivefold.parallel.tiles.run import carry_out
 from fivefold.trace import Phase, span
@@ -221,7 +222,7 @@ class Step:
         flight = self._flights.pop(_key(action))
         states = () if self._counts(action) else self._state.values()
         last = self.gradients[action.stage].last() if action in self._last else nullcontext()
-        with self._backwards(), _without_effect(states), last:
+        with self._backwards(), without_effect(states), last:
             if flight.loss is not None:
                 self.scaled(flight.loss).backward()
             else:
@@ -260,18 +261,6 @@ class Step:
         # A stage that a rank holds for both chains is complete at its second sum.
         if self._sums[action.stage] == len(held):
             self.gradients[action.stage].launch()
-
-
-@contextmanager
-def _without_effect(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Within the block, gradients of these tensors are zero, even where what is computed gives NaN."""
-    trained = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
-    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _key(action: Action) -> tuple[int, int, int]:

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from fivefold.errors import PlanError
-from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh import Mesh, attach, part_of
 from fivefold.mesh.fake import fake_mesh
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.batches import Batches, own_samples
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.reduce import Bucketed, Reducer, reducer_for
@@ -30,7 +31,7 @@ from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.loss import TileLoss
 from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.tiles.weightless import counting, weightless
-from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of
+from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Layout, Plan
 
 __all__ = ["Predicted", "device_of", "made", "predicted", "storage_bytes"]
@@ -155,9 +156,7 @@ class _Step(nn.Module):
             return self._tiles.part(leaf, self._mesh.share(leaf.shape[0]))
 
         def samples(leaf: Tensor) -> Tensor:
-            mine = self._mesh.share(leaf.shape[0])
-            part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
-            return attach(leaf[mine.start : mine.stop], part)
+            return own_samples(leaf, self._mesh)
 
         def cut(leaf: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
             part = part_of(leaf)
@@ -173,7 +172,7 @@ class _Step(nn.Module):
         """Make a step on this rank's part of a batch, as a second one would be made."""
         reducer = reducer_for(self.net, self._gradients, share_buffers=not self._joint)
         reducer.begin()
-        share = self._share(inputs)
+        share = Batches(self._mesh, self._tiles).share(inputs, self._mesh.plan.numerics.seed, 1)
         self._tiles.prepare(call_with, inputs, share)
         existing = self._existing(reducer, leaves((inputs, targets)))
         every = [tensor for found in existing.values() for tensor in found]
@@ -222,13 +221,6 @@ class _Step(nn.Module):
         own = self._tile_loss.share(outputs, targets, weight, share)
         with torch.autocast(self._mesh.device.type, enabled=False):
             reducer.backward(own, scaled)
-
-    def _share(self, inputs: Any) -> Share:
-        part = part_of(leaves(inputs)[0])
-        assert part is not None
-        data, seed = self._mesh.group("data"), self._mesh.plan.numerics.seed
-        joint = data if self._joint and data.size() > 1 else None
-        return Share(rows_of(inputs, "inputs"), part.origin[0], part.shape[0], seed, 1, joint)
 
 
 def device_of(net: nn.Module) -> torch.device:
