@@ -9,8 +9,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["DataError", "FivefoldError", "LaunchError", "PlanError", "UsageError", "suggest"]
+__all__ = [
+    "CheckpointError",
+    "Damaged",
+    "DataError",
+    "FivefoldError",
+    "Foreign",
+    "InUse",
+    "LaunchError",
+    "PlanError",
+    "Unrecoverable",
+    "UsageError",
+    "suggest",
+]
 
 
 class FivefoldError(Exception):
@@ -35,6 +48,40 @@ class DataError(UsageError):
 
 class LaunchError(FivefoldError):
     """Processes could not be started, could not meet, or died."""
+
+
+class CheckpointError(FivefoldError):
+    """A checkpoint could not be written or read."""
+
+
+class Damaged(CheckpointError):
+    """Something of a checkpoint is not what was written.
+
+    >>> print(Damaged("the manifest", "a/manifest.json", "it is empty", remedy="repair it"))
+    the manifest in a/manifest.json is damaged: it is empty; repair it
+    """
+
+    def __init__(
+        self,
+        what: str,
+        where: Path | str,
+        why: str,
+        remedy: str = "use another generation, or run `fivefold checkpoint repair`",
+    ) -> None:
+        super().__init__(f"{what} in {where} is damaged: {why}; {remedy}")
+        self.what, self.where = what, where
+
+
+class Unrecoverable(CheckpointError):
+    """More of a checkpoint is lost than its redundancy can give back."""
+
+
+class Foreign(CheckpointError, UsageError):
+    """A checkpoint of another run, or of a newer version of Fivefold."""
+
+
+class InUse(CheckpointError, UsageError):
+    """Another job writes to this directory of checkpoints."""
 
 
 def suggest(value: str, valid: Iterable[str]) -> str:

@@ -25,6 +25,10 @@ class Variable:
 
 
 READ = (
+    Variable(
+        "FIVEFOLD_CRASH_AT",
+        "for tests: where in a save or a recovery this process dies (`fivefold.checkpoint.crash`)",
+    ),
     Variable("FIVEFOLD_DEBUG", "1 shows the traceback of errors that are one line otherwise", "0"),
     Variable(
         "FIVEFOLD_ENGINE",

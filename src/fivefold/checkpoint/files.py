@@ -1,0 +1,289 @@
+"""The one place that touches the files of checkpoints, so that every byte is committed the same way.
+
+    temporary file -> write -> flush -> fsync -> rename -> fsync of the directory
+
+A file that is there under its own name is complete, also after a power failure; what was not committed
+has a temporary name that nothing reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from fivefold.checkpoint.crash import CRASH_POINTS, crash_at
+
+__all__ = [
+    "BLOCK_BYTES",
+    "CRASH_POINTS",
+    "Bytes",
+    "FileOps",
+    "Operation",
+    "Recorded",
+    "Stream",
+    "Written",
+    "crash_at",
+    "is_temporary",
+]
+
+Bytes = bytes | bytearray | memoryview
+
+BLOCK_BYTES = 1 << 20
+"""how much is read, hashed and written at a time"""
+
+_TEMPORARY = ".tmp"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file holds: its length, and the xxh3_128 digest of its bytes in hexadecimal."""
+
+    length: int
+    digest: str
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name was not committed."""
+    return name.endswith(_TEMPORARY)
+
+
+class Stream(io.BufferedIOBase):
+    """A file that comes into being: hashed as it is written, and only there once it is committed.
+
+    Made by `FileOps.create`. Closing without `commit` abandons it. Writing raises `OSError`, among others
+    where the disk is full.
+    """
+
+    def __init__(self, files: FileOps, path: Path) -> None:
+        super().__init__()
+        self._files = files
+        self.path = path
+        self._temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+        self._raw = io.BufferedWriter(files.raw(self._temporary), BLOCK_BYTES)
+        self._hash = xxhash.xxh3_128()
+        self._length = 0
+        self._open = True
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Append bytes; returns how many."""
+        crash_at("writing")
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._raw.write(view)
+        self._length += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._length
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system; durable it is after `commit`."""
+        if self._open:
+            self._raw.flush()
+
+    def commit(self) -> Written:
+        """Make the file durable under its name. Raises `OSError`; then the file is not there."""
+        try:
+            self._raw.flush()
+            crash_at("before-fsync")
+            self._files.sync(self._raw.fileno(), self._temporary)
+            self._raw.close()
+            crash_at("before-rename")
+            self._files.rename(self._temporary, self.path)
+        except BaseException:
+            self.abandon()
+            raise
+        self._open = False
+        return Written(self._length, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Give up: the temporary file goes away. After `commit` nothing happens."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(OSError):  # what is buffered may find no room; it is not wanted
+            self._raw.close()
+        with contextlib.suppress(OSError):
+            self._files.remove(self._temporary)
+
+    def close(self) -> None:
+        """`abandon`, unless it was committed."""
+        self.abandon()
+        super().close()
+
+
+class FileOps:
+    """Operations on local files; every change is durable when a method returns. All raise `OSError`."""
+
+    def create(self, path: Path) -> Stream:
+        """A file to be written; what was there under that name stays until the commit."""
+        return Stream(self, path)
+
+    def write(self, path: Path, chunks: Iterable[Bytes]) -> Written:
+        """Write a whole file."""
+        with self.create(path) as stream:
+            for chunk in chunks:
+                stream.write(chunk)
+            return stream.commit()
+
+    def open(self, path: Path) -> BinaryIO:
+        """A committed file for reading; it can be sought in."""
+        return path.open("rb")
+
+    def read(self, path: Path) -> bytes:
+        """All bytes of a file."""
+        return path.read_bytes()
+
+    def blocks(self, path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+        """The bytes of a file in pieces; each is valid until the next is asked for."""
+        buffer = memoryview(bytearray(block_bytes))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+
+    def digest(self, path: Path) -> Written:
+        """Read a whole file for its length and digest."""
+        found, length = xxhash.xxh3_128(), 0
+        for block in self.blocks(path):
+            found.update(block)
+            length += len(block)
+        return Written(length, found.hexdigest())
+
+    def size(self, path: Path) -> int:
+        """Bytes in a file."""
+        return path.stat().st_size
+
+    def list(self, path: Path) -> list[str]:
+        """Names in a directory, sorted; none if there is no such directory."""
+        try:
+            return sorted(entry.name for entry in path.iterdir())
+        except FileNotFoundError:
+            return []
+
+    def free_bytes(self, path: Path) -> int:
+        """Room that is left on the file system of `path`, which need not exist yet."""
+        there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        return shutil.disk_usage(there).free
+
+    def make_dir(self, path: Path) -> None:
+        """Make a directory and those above it, unless they are there."""
+        if path.is_dir():
+            return
+        self.make_dir(path.parent)
+        with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
+            self.done("make_dir", path)
+            path.mkdir()
+        self.sync_dir(path.parent)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or directory another name, replacing a file that has it."""
+        self.done("rename", source, target)
+        source.replace(target)
+        crash_at("after-rename")
+        self.sync_dir(target.parent)
+        if source.parent != target.parent:
+            self.sync_dir(source.parent)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        self._unlink(path)
+        self.sync_dir(path.parent)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all below it, if it is there; symbolic links are not followed."""
+        self._clear(path)
+        self.sync_dir(path.parent)
+
+    def _clear(self, path: Path) -> None:
+        if path.is_symlink() or not path.is_dir():
+            self._unlink(path)
+            return
+        for name in self.list(path):
+            self._clear(path / name)
+        self.done("remove_dir", path)
+        path.rmdir()
+
+    def _unlink(self, path: Path) -> None:
+        self.done("remove", path)
+        path.unlink(missing_ok=True)
+
+    def raw(self, path: Path) -> io.FileIO:
+        """An unbuffered file that did not exist before."""
+        return io.FileIO(path, "x")
+
+    def sync(self, fd: int, path: Path) -> None:
+        """Make the bytes of an open file durable."""
+        # An error is final: the kernel drops what it could not write, and the next fsync succeeds.
+        os.fsync(fd)
+        self.done("sync", path)
+
+    def sync_dir(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as problem:
+            if (
+                problem.errno != errno.EINVAL
+            ):  # a file system that has no such thing, and needs none
+                raise
+        finally:
+            os.close(fd)
+        self.done("sync_dir", path)
+
+    def done(self, kind: str, path: Path, target: Path | None = None, data: bytes = b"") -> None:
+        """Told of every change; nothing here."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One change of the disk: create, write, sync, rename, remove, make_dir, remove_dir or sync_dir."""
+
+    kind: str
+    path: Path
+    target: Path | None = None
+    """of a rename"""
+    data: bytes = b""
+    """of a write"""
+
+
+class Recorded(FileOps):
+    """Remembers every change in `operations`: a test replays what a power failure could have left of them."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def raw(self, path: Path) -> io.FileIO:
+        """A file whose writes are remembered as they reach the operating system."""
+        self.done("create", path)
+        return _RecordedFile(path, lambda data: self.done("write", path, data=data))
+
+    def done(self, kind: str, path: Path, target: Path | None = None, data: bytes = b"") -> None:
+        """Remember it."""
+        self.operations.append(Operation(kind, path, target, data))
+
+
+class _RecordedFile(io.FileIO):
+    def __init__(self, path: Path, told: Callable[[bytes], None]) -> None:
+        super().__init__(path, "x")
+        self._told = told
+
+    def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        count = super().write(data)
+        self._told(bytes(memoryview(data)[:count]))
+        return count
