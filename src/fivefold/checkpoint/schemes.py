@@ -1,0 +1,360 @@
+"""Redundancy: what a member of a set keeps so that the data of others can be rebuilt.
+
+A scheme is arithmetic alone: it says which bytes of which members combine to what. `carry_out` does it,
+block by block, wherever the bytes come from. Members of a set are numbered 0.. here; data of unequal length
+is thought to go on in zeros.
+
+    partner, 4 members              xor, 4 members: each member's data in 3 segments, `+` is exclusive or
+
+    member   0    1    2    3       member     0       1       2       3
+    data     A    B    C    D       data       A0      B0      C0      D0
+    keeps    D    A    B    C                  A1      B1      C1      D1
+                                               A2      B2      C2      D2
+                                    keeps   B0+C0+D0 A0+C1+D1 A1+B1+D2 A2+B2+C2
+
+The layout of xor is the rotated parity of SCR's redset (Moody et al., SC 2010, section IV-C), without its
+headers: lengths and digests stand in the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.checkpoint.files import Bytes
+from fivefold.errors import Unrecoverable, UsageError, suggest
+
+__all__ = [
+    "BLOCK_BYTES",
+    "SCHEMES",
+    "Piece",
+    "Scheme",
+    "Term",
+    "carry_out",
+    "clip",
+    "reads",
+    "scheme_named",
+    "sets_of",
+]
+
+BLOCK_BYTES = 256 * 1024
+"""How much is combined at once: the sum and one source fit into the second cache of a core."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A stretch of bytes that a member has; how long it is, says the piece."""
+
+    member: int
+    """position in the set"""
+    of: Literal["data", "redundancy"]
+    start: int
+    """first byte; what lies beyond the end is zero"""
+    coefficient: int = 1
+    """factor in GF(2**8)"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` bytes that are the exclusive or of [start, start + length) of every term."""
+
+    length: int
+    terms: tuple[Term, ...]
+
+
+class Scheme(Protocol):
+    """One way to protect the members of a set. All implementations run the same conformance test."""
+
+    @property
+    def name(self) -> str:
+        """As in the plan and in manifests."""
+        ...
+
+    @property
+    def least(self) -> int:
+        """The fewest members of a set."""
+        ...
+
+    def tolerates(self, members: int) -> int:
+        """How many members of a set of `members` may be lost, whichever they are."""
+        ...
+
+    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+        """What `member` keeps: consecutive pieces of its redundancy file. `lengths` of data in bytes."""
+        ...
+
+    def rebuild(
+        self,
+        lengths: Sequence[int],
+        lost: Collection[int],
+        wanted: int,
+        bare: Collection[int] | None = None,
+    ) -> list[Piece]:
+        """The data of `wanted`, one of the lost, as consecutive pieces.
+
+        Args:
+            lengths: of the members' data, in bytes.
+            lost: members whose data cannot be read.
+            wanted: the member to rebuild.
+            bare: members whose redundancy cannot be read; those of `lost` unless told.
+
+        Raises:
+            Unrecoverable: too much is lost.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Single:
+    name: str = "single"
+    least: int = 1
+
+    def tolerates(self, members: int) -> int:
+        del members
+        return 0
+
+    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+        del lengths, member
+        return []
+
+    def rebuild(
+        self,
+        lengths: Sequence[int],
+        lost: Collection[int],
+        wanted: int,
+        bare: Collection[int] | None = None,
+    ) -> list[Piece]:
+        del lost, bare
+        if lengths[wanted] == 0:
+            return []
+        raise Unrecoverable(
+            f"member {wanted} is lost, and scheme single keeps nothing of it elsewhere"
+        )
+
+
+@dataclass(frozen=True)
+class _Partner:
+    name: str = "partner"
+    least: int = 2
+
+    def tolerates(self, members: int) -> int:
+        del members
+        return 1
+
+    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+        left = (member - 1) % len(lengths)
+        return _pieces([Piece(lengths[left], (Term(left, "data", 0),))])
+
+    def rebuild(
+        self,
+        lengths: Sequence[int],
+        lost: Collection[int],
+        wanted: int,
+        bare: Collection[int] | None = None,
+    ) -> list[Piece]:
+        right = (wanted + 1) % len(lengths)
+        if lengths[wanted] and right in (lost if bare is None else bare):
+            raise Unrecoverable(f"member {wanted} is lost, and so is its copy at member {right}")
+        return _pieces([Piece(lengths[wanted], (Term(right, "redundancy", 0),))])
+
+
+@dataclass(frozen=True)
+class _Xor:
+    name: str = "xor"
+    least: int = 2
+
+    def tolerates(self, members: int) -> int:
+        del members
+        return 1
+
+    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+        terms = _others(lengths, member, without=member)
+        segment = _segment_bytes(lengths)
+        # Where all others have ended there are only zeros, which need no place.
+        longest = max((lengths[term.member] - term.start for term in terms), default=0)
+        return _pieces([Piece(min(segment, longest), terms)])
+
+    def rebuild(
+        self,
+        lengths: Sequence[int],
+        lost: Collection[int],
+        wanted: int,
+        bare: Collection[int] | None = None,
+    ) -> list[Piece]:
+        bare = lost if bare is None else bare
+        segment = _segment_bytes(lengths)
+        pieces: list[Piece] = []
+        for number in range(len(lengths) - 1):
+            keeper = number if number < wanted else number + 1
+            length = min(segment, lengths[wanted] - number * segment)
+            if length <= 0:
+                break
+            terms = (Term(keeper, "redundancy", 0), *_others(lengths, keeper, without=wanted))
+            missing = {term.member for term in terms[1:]} & set(lost)
+            if missing or keeper in bare:
+                raise Unrecoverable(
+                    f"member {wanted} is lost, and so is what member {min(missing, default=keeper)} "
+                    f"has for it: xor rebuilds one lost member of a set"
+                )
+            pieces.append(Piece(length, terms))
+        return pieces
+
+
+def _segment_bytes(lengths: Sequence[int]) -> int:
+    return -(-max(lengths) // (len(lengths) - 1))
+
+
+def _others(lengths: Sequence[int], keeper: int, without: int) -> tuple[Term, ...]:
+    """The segments in the parity of `keeper`, as far as there are bytes, except that of `without`."""
+    segment = _segment_bytes(lengths)
+    terms = (
+        Term(member, "data", (keeper if keeper < member else keeper - 1) * segment)
+        for member in range(len(lengths))
+        if member not in (keeper, without)
+    )
+    return tuple(term for term in terms if term.start < lengths[term.member])
+
+
+def _pieces(pieces: list[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.length > 0]
+
+
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (_Single(), _Partner(), _Xor())}
+"""By name."""
+
+
+def scheme_named(name: str) -> Scheme:
+    """The scheme of that name. Raises `UsageError` listing the valid ones."""
+    if name not in SCHEMES:
+        raise UsageError(f"there is no redundancy scheme {name!r}{suggest(name, SCHEMES)}")
+    return SCHEMES[name]
+
+
+# --- arithmetic on bytes --------------------------------------------------------------------------
+
+
+def clip(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """Bytes [start, stop) of what the pieces make one after the other."""
+    clipped: list[Piece] = []
+    at = 0
+    for piece in pieces:
+        first, last = max(start - at, 0), min(stop - at, piece.length)
+        if first < last:
+            clipped.append(Piece(last - first, _later(piece.terms, first)))
+        at += piece.length
+    return clipped
+
+
+def reads(pieces: Sequence[Piece], block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[Term, int]]:
+    """What `carry_out` will read, in its order: so that it can be fetched ahead."""
+    for piece in pieces:
+        for offset in range(0, piece.length, block_bytes):
+            length = min(block_bytes, piece.length - offset)
+            for term in _later(piece.terms, offset):
+                yield term, length
+
+
+def carry_out(
+    pieces: Sequence[Piece],
+    read: Callable[[Term, int], Bytes],
+    write: Callable[[Bytes], object],
+    block_bytes: int = BLOCK_BYTES,
+) -> int:
+    """Make the bytes that `pieces` describe, block after block. Returns how many were read.
+
+    Args:
+        pieces: made one after the other.
+        read: gives `length` bytes of a term from its start on, or fewer where its member's bytes end.
+        write: takes the next bytes; they are overwritten when it has returned.
+        block_bytes: bytes per block.
+    """
+    total = 0
+    room = np.empty(block_bytes, np.uint8)
+    for piece in pieces:
+        for offset in range(0, piece.length, block_bytes):
+            block = room[: min(block_bytes, piece.length - offset)]
+            sources: list[NDArray[np.uint8]] = []
+            for term in _later(piece.terms, offset):
+                assert term.coefficient == 1, "products in GF(2**8) are not built"
+                sources.append(np.frombuffer(read(term, len(block)), np.uint8)[: len(block)])
+            total += sum(map(len, sources))
+            write(_combined(sources, block))
+    return total
+
+
+def _later(terms: tuple[Term, ...], offset: int) -> tuple[Term, ...]:
+    return tuple(replace(term, start=term.start + offset) for term in terms) if offset else terms
+
+
+def _combined(sources: list[NDArray[np.uint8]], block: NDArray[np.uint8]) -> Bytes:
+    """The exclusive or of the sources, each continued in zeros to the length of `block`."""
+    whole = [source for source in sources if len(source) == len(block)]
+    if len(whole) == len(sources) == 1:
+        return whole[0].data  # a copy: nothing to compute
+    if len(whole) >= 2:
+        np.bitwise_xor(whole[0], whole[1], out=block)
+    elif whole:
+        block[:] = whole[0]
+    else:
+        block[:] = 0
+    for source in whole[2:]:
+        np.bitwise_xor(block, source, out=block)
+    for short in sources:
+        if len(short) < len(block):
+            head = block[: len(short)]
+            np.bitwise_xor(head, short, out=head)
+    return block.data
+
+
+# --- who protects whom ----------------------------------------------------------------------------
+
+
+def sets_of(domains: Sequence[str], scheme: str, size: int) -> tuple[tuple[int, ...], ...]:
+    """Divide members into sets, none of which has two members of one failure domain.
+
+    Args:
+        domains: of each member: what fails together, a rack or a power supply; the host where nothing
+            larger is known.
+        scheme: its name.
+        size: the most members of a set. A smaller set survives more losses and needs more storage. Exceeded
+            only where too few members would be left over.
+
+    Raises:
+        UsageError: too few members or failure domains for the scheme, or no such scheme.
+
+    >>> sets_of(["a", "b", "c", "d"], "xor", size=2)
+    ((0, 2), (1, 3))
+    """
+    least = scheme_named(scheme).least
+    if least == 1:
+        return tuple((member,) for member in range(len(domains)))
+    if size < least:
+        raise UsageError(
+            f"set_size is {size}; scheme {scheme} needs {least} or more nodes in a set"
+        )
+    if len(domains) < least:
+        raise UsageError(
+            f"scheme {scheme} needs {least} nodes that protect each other, and {_nodes(len(domains))}; "
+            "use more nodes, or scheme 'single', which keeps no redundancy"
+        )
+    # Dealt out domain by domain, like cards: the members of a domain go to different sets.
+    count = min(-(-len(domains) // size), len(domains) // least)
+    crowd = max(list(domains).count(domain) for domain in set(domains))
+    count = max(count, crowd)
+    if len(domains) // count < least:
+        fullest = max(set(domains), key=lambda domain: (list(domains).count(domain), domain))
+        raise UsageError(
+            f"{crowd} of {len(domains)} nodes are in failure domain {fullest!r}: scheme {scheme} cannot "
+            f"give each of them partners elsewhere; spread the nodes over more domains, name smaller "
+            "domains, or use scheme 'single', which keeps no redundancy"
+        )
+    order = sorted(range(len(domains)), key=lambda member: (domains[member], member))
+    return tuple(sorted(tuple(sorted(order[first::count])) for first in range(count)))
+
+
+def _nodes(count: int) -> str:
+    return "only 1 takes part" if count == 1 else f"only {count} take part"
