@@ -1,0 +1,193 @@
+"""The nodes that fault tests use are what they claim: apart, joined, and gone when they are killed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nodes import Job, Nodes, refusal
+
+KINDS = [
+    pytest.param(
+        True,
+        id="namespaces",
+        marks=pytest.mark.skipif(bool(refusal()), reason=f"no nodes of their own: {refusal()}"),
+    ),
+    pytest.param(False, id="directories-only"),
+]
+
+# Every rank sums over all, again and again, until a peer is missed.
+SUMS = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("together", int(total), flush=True)
+rounds = int(sys.argv[1])
+try:
+    while rounds:
+        dist.all_reduce(total)
+        rounds -= 1
+        time.sleep(0.005)
+except RuntimeError as problem:
+    print("missed", time.time(), flush=True)
+    os._exit(3)  # gloo's threads wait for the peer
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(params=KINDS)
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    with Nodes(4, apart=request.param) as found:
+        yield found
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+def until(met: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not met():
+        assert time.monotonic() < end, f"not within {limit_s:g} s"
+        time.sleep(0.01)
+
+
+def all_say(job: Job, word: str) -> None:
+    try:
+        until(lambda: all(word in rank.text for rank in job.ranks))
+    except AssertionError:
+        raise AssertionError(job.told()) from None
+
+
+def test_a_node_that_is_killed_is_gone_and_its_peers_notice(nodes: Nodes) -> None:
+    job = nodes.job(python(SUMS, "-1"))
+    all_say(job, "together 4")
+    kept = nodes.disk(2)
+    (kept / "data").write_text("of node 2")
+    running = nodes.processes(2)
+    assert running
+    begun = time.time()
+    nodes.kill(2)
+    assert time.time() - begun < 2.0
+    assert not nodes.alive(2)
+    assert not any(psutil.pid_exists(pid) for pid in running)
+    assert not kept.exists()
+    codes = job.wait(20.0)
+    assert codes[2] == -signal.SIGKILL
+    assert [codes[i] for i in (0, 1, 3)] == [3, 3, 3], job.told()
+    noticed = [float(job.ranks[i].text.split("missed")[1].split()[0]) for i in (0, 1, 3)]
+    assert max(noticed) - begun < 5.0
+
+
+def test_another_host_takes_the_place_empty(nodes: Nodes) -> None:
+    (nodes.disk(1) / "data").write_text("old")
+    before = nodes.host(1)
+    nodes.replace(1)
+    assert nodes.host(1) != before
+    assert not list(nodes.disk(1).iterdir())
+
+
+def test_a_job_may_leave_nodes_out_and_share_one(nodes: Nodes) -> None:
+    nodes.kill(0)
+    nodes.replace(1)
+    job = nodes.job(python(SUMS, "1"), on=[3, 1], ranks_per_node=2)
+    assert all("together 4" in text for text in job.succeed())
+
+
+def test_what_a_node_started_ends_with_it(nodes: Nodes) -> None:
+    child = "import subprocess, sys; subprocess.run(['sleep', '600'])"
+    nodes.start(0, python(child))
+    until(lambda: len(nodes.processes(0)) >= 2)
+    running = nodes.processes(0)
+    nodes.kill(0)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in running), 2.0)
+
+
+@pytest.fixture
+def apart() -> Iterator[Nodes]:
+    if refusal():
+        pytest.skip(f"no nodes of their own: {refusal()}")
+    with Nodes(2, 8 << 20) as found:
+        yield found
+
+
+def test_nodes_differ_in_all_that_tells_hosts_apart(apart: Nodes) -> None:
+    told = (
+        "import os, socket, psutil; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()),"
+        " os.getpid() < 50, len(psutil.pids()) < 50, os.listdir(os.environ['LOCAL']))"
+    )
+    (apart.disk(0) / "mine").touch()
+    texts = apart.job(python(told)).succeed()
+    assert [text.split() for text in texts] == [
+        ["node0", "10.5.0.1", "True", "True", "['mine']"],
+        ["node1", "10.5.0.2", "True", "True", "[]"],
+    ]
+
+
+def test_a_disk_has_its_size(apart: Nodes) -> None:
+    fill = "import os; open(os.environ['LOCAL'] + '/big', 'wb').write(bytes(9 << 20))"
+    job = apart.job(python(fill), on=[0])
+    assert job.wait() == [1]
+    assert "No space left on device" in job.told()
+    assert (apart.disk(0) / "big").stat().st_size <= 8 << 20
+
+
+def test_files_of_the_shared_folder_are_the_same(apart: Nodes) -> None:
+    write = "import os; open(os.environ['SHARED'] + '/of-' + os.environ['RANK'], 'w').write('here')"
+    apart.job(python(write)).succeed()
+    assert sorted(path.name for path in apart.shared.iterdir()) == ["of-0", "of-1"]
+
+
+def test_a_process_can_end_its_own_node(apart: Nodes) -> None:
+    disk = apart.disk(1)
+    job = apart.job(
+        python("import os, signal, time; os.kill(1, signal.SIGTERM); time.sleep(60)"), on=[1]
+    )
+    assert job.wait(5.0) == [-signal.SIGKILL]
+    until(lambda: not apart.alive(1), 2.0)
+    assert not disk.exists()
+    apart.replace(1)
+    assert apart.alive(1)
+
+
+def test_a_cable_that_is_pulled_stops_messages_until_it_is_back(apart: Nodes) -> None:
+    job = apart.job(python(SUMS, "-1"))
+    all_say(job, "together")
+    apart.cut(1)
+    time.sleep(0.3)
+    assert [rank.code for rank in job.ranks] == [None, None]
+    apart.mend(1)
+    apart.kill(1)
+    assert job.wait(20.0) == [3, -signal.SIGKILL], job.told()
+
+
+def test_all_of_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    if refusal():
+        pytest.skip(f"no nodes of their own: {refusal()}")
+    holder = """
+import os, signal, sys
+from nodes import Nodes
+nodes = Nodes(2)
+nodes.start(0, ["sleep", "600"])
+print(nodes.processes(0)[0], nodes._folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    import os
+    import shutil
+    import subprocess
+
+    folder = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        python(holder), env={**os.environ, "PYTHONPATH": folder}, capture_output=True, check=False
+    )
+    pid, left = done.stdout.decode().split()
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: not psutil.pid_exists(int(pid)), 5.0)
+    shutil.rmtree(left)
