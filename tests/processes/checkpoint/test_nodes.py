@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -175,14 +178,10 @@ def test_all_of_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
 import os, signal, sys
 from nodes import Nodes
 nodes = Nodes(2)
-nodes.start(0, ["sleep", "600"])
-print(nodes.processes(0)[0], nodes._folder, flush=True)
+sleeper = nodes.start(0, ["sleep", "600"])
+print(sleeper.pid, nodes._folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    import os
-    import shutil
-    import subprocess
-
     folder = str(Path(__file__).parents[2])
     done = subprocess.run(
         python(holder), env={**os.environ, "PYTHONPATH": folder}, capture_output=True, check=False
