@@ -1,0 +1,349 @@
+"""Bytes of checkpoints between nodes: a server that knows the run's key, and its client.
+
+    server -> client   MAGIC, nonce                              nonces and codes: 32 bytes
+    client -> server   nonce, HMAC(key, "client", both nonces)   wrong: the connection is closed
+    server -> client   HMAC(key, "server", both nonces)
+    client -> server   length (4 bytes), request in JSON         as often as wanted
+    server -> client   status, length, digest (1 + 8 + 16 bytes), bytes
+
+Both sides prove that they know the key without sending it. What follows is not encrypted, and its digest
+(xxh3_128) detects damage, not an attacker inside the network. Nothing received is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, cast
+
+import xxhash
+
+from fivefold.checkpoint.files import Bytes
+from fivefold.closing import Closing
+from fivefold.errors import CheckpointError
+
+__all__ = [
+    "KEY_BYTES",
+    "MOST_BYTES",
+    "Address",
+    "Client",
+    "NotHere",
+    "PeerError",
+    "Request",
+    "Server",
+    "new_key",
+]
+
+Address = tuple[str, int]
+"""host and port"""
+
+KEY_BYTES = 32
+MOST_BYTES = 8 << 20
+"""what one request may ask for"""
+
+_MAGIC = b"fivefold pieces1"
+_CODE_BYTES = 32
+_REQUEST = struct.Struct("!I")
+_REPLY = struct.Struct("!BQ16s")
+_REQUEST_BYTES = 4096
+_GREETING_S = 10.0
+_CONNECTIONS = 256
+_OK, _NOT_HERE, _REFUSED = range(3)
+_RETRY_S = 0.05
+
+
+class PeerError(CheckpointError):
+    """Another node does not answer, knows another key, or answers nonsense."""
+
+
+class NotHere(CheckpointError):
+    """The other node answers, but does not have what is asked for, or not yet."""
+
+
+def new_key() -> bytes:
+    """The secret that all agents of a run share."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A stretch of bytes of a generation."""
+
+    generation: str
+    """name of its directory"""
+    save: str
+    """which save; empty for whichever there is"""
+    of: Literal["data", "redundancy", "file"]
+    member: int
+    """whose data or redundancy; of no meaning for a file"""
+    name: str = ""
+    """of a file"""
+    start: int = 0
+    length: int = 0
+
+    def to_json(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode("ascii")
+
+    @staticmethod
+    def parse(text: bytes) -> Request:
+        """Raises `ValueError` on anything but a request."""
+        values: object = json.loads(text.decode("ascii"))
+        if not isinstance(values, dict):
+            raise ValueError("a request is an object")  # noqa: TRY004 - what a peer sent, not a caller's type
+        given = cast(dict[str, Any], values)
+        if set(given) != {field.name for field in fields(Request)}:
+            raise ValueError(f"a request has other fields than {sorted(given)}")
+        request = Request(**given)
+        texts = (request.generation, request.save, request.of, request.name)
+        numbers = (request.member, request.start, request.length)
+        if not all(type(text) is str for text in texts) or not all(
+            type(number) is int and 0 <= number < 1 << 62 for number in numbers
+        ):
+            raise ValueError("a field of the request has another type")
+        if request.of not in ("data", "redundancy", "file") or request.length > MOST_BYTES:
+            raise ValueError("the request asks for what there is not, or for too much at once")
+        return request
+
+
+class Server(Closing):
+    """Answers requests of those who know the key, each connection in a thread of its own.
+
+    Args:
+        host: address of the interface that looks toward the other nodes.
+        key: of the run.
+        answer: gives the bytes of a request, fewer where they end. Raises `NotHere`, or any error, which is
+            told to who asked; it runs in several threads at once.
+        idle_s: how long a connection may be silent.
+
+    Raises:
+        OSError: the address is none of this host.
+    """
+
+    def __init__(
+        self, host: str, key: bytes, answer: Callable[[Request], Bytes], *, idle_s: float = 600.0
+    ) -> None:
+        self._key = key
+        self._answer = answer
+        self._idle_s = idle_s
+        self._lines: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._door = socket.create_server((host, 0), family=family, backlog=_CONNECTIONS)
+        self.address: Address = (host, self._door.getsockname()[1])
+        self.sent_bytes = 0
+        self._thread = threading.Thread(target=self._serve, name="fivefold-pieces", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._door.close()
+        self._thread.join()
+        with self._lock:
+            for line in self._lines:
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            try:
+                line, _ = self._door.accept()
+            except OSError:
+                if self._stopping:
+                    return
+                time.sleep(_RETRY_S)  # out of file descriptors, or a caller that is gone already
+                continue
+            with self._lock:
+                full = len(self._lines) >= _CONNECTIONS
+                if not full:
+                    self._lines.add(line)
+            if full:
+                line.close()
+            else:
+                threading.Thread(target=self._talk, args=(line,), daemon=True).start()
+
+    def _talk(self, line: socket.socket) -> None:
+        """One connection; whatever comes, it ends at most itself."""
+        try:
+            # A caller that hangs up, is silent or talks nonsense.
+            with line, contextlib.suppress(OSError, ValueError, RecursionError):
+                line.settimeout(_GREETING_S)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._greet(line):
+                    line.settimeout(self._idle_s)
+                    while not self._stopping:
+                        self._reply(line)
+        finally:
+            with self._lock:
+                self._lines.discard(line)
+
+    def _greet(self, line: socket.socket) -> bool:
+        ours = secrets.token_bytes(_CODE_BYTES)
+        line.sendall(_MAGIC + ours)
+        told = _received(line, 2 * _CODE_BYTES)
+        theirs, code = told[:_CODE_BYTES], told[_CODE_BYTES:]
+        if not hmac.compare_digest(code, _code(self._key, b"client", ours, theirs)):
+            return False
+        line.sendall(_code(self._key, b"server", ours, theirs))
+        return True
+
+    def _reply(self, line: socket.socket) -> None:
+        (length,) = _REQUEST.unpack(_received(line, _REQUEST.size))
+        if length > _REQUEST_BYTES:
+            raise ValueError("no request is that long")
+        request = Request.parse(_received(line, length))
+        try:
+            status, payload = _OK, memoryview(self._answer(request)).cast("B")
+        except NotHere as problem:
+            status, payload = _NOT_HERE, _told(problem)
+        except (CheckpointError, OSError) as problem:
+            status, payload = _REFUSED, _told(problem)
+        line.sendall(_REPLY.pack(status, len(payload), xxhash.xxh3_128_digest(payload)))
+        line.sendall(payload)
+        self.sent_bytes += len(payload)
+
+
+class Client(Closing):
+    """A connection to one server, made when it is first needed. For one thread at a time.
+
+    Args:
+        address: of the server.
+        key: of the run.
+        timeout_s: how long connecting, or any single wait for bytes, may take.
+    """
+
+    def __init__(self, address: Address, key: bytes, *, timeout_s: float = 30.0) -> None:
+        self.address = address
+        self.received_bytes = 0
+        self._key = key
+        self._timeout_s = timeout_s
+        self._line: socket.socket | None = None
+
+    def close(self) -> None:
+        """Hang up; a thread that waits in `read` gets a `PeerError`."""
+        line, self._line = self._line, None
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
+
+    def read(
+        self, request: Request, into: memoryview | None = None, *, patience_s: float = 0.0
+    ) -> memoryview:
+        """The bytes that are asked for; fewer where they end.
+
+        Args:
+            request: what to read.
+            into: room for `request.length` bytes; else some is made.
+            patience_s: how long to ask again while the server does not have it yet.
+
+        Raises:
+            NotHere: the server does not have it.
+            PeerError: the server cannot be reached, is silent, or refuses. The connection is closed.
+        """
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._read(request, into)
+            except NotHere:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def blocks(self, request: Request, block_bytes: int = MOST_BYTES) -> Iterator[memoryview]:
+        """All bytes from `request.start` to their end; each block is valid until the next."""
+        room, start = memoryview(bytearray(block_bytes)), request.start
+        while True:
+            block = self.read(replace(request, start=start, length=block_bytes), room)
+            if block:
+                yield block
+            if len(block) < block_bytes:
+                return
+            start += len(block)
+
+    def _read(self, request: Request, into: memoryview | None) -> memoryview:
+        try:
+            line = self._line = self._line or self._connect()
+            text = request.to_json()
+            line.sendall(_REQUEST.pack(len(text)) + text)
+            status, length, digest = _REPLY.unpack(_received(line, _REPLY.size))
+            if status > _REFUSED or length > (request.length if status == _OK else _REQUEST_BYTES):
+                raise PeerError(f"{self._who()} answers nonsense (status {status}, {length} bytes)")
+            room = memoryview(bytearray(length)) if into is None or status else into[:length]
+            _receive(line, room)
+            if xxhash.xxh3_128_digest(room) != digest:
+                raise PeerError(f"{self._who()}: bytes were damaged on the way")
+        except PeerError:
+            self.close()
+            raise
+        except (OSError, ValueError) as problem:  # a closed socket is a ValueError
+            self.close()
+            raise PeerError(f"{self._who()} does not answer: {problem}") from None
+        self.received_bytes += length
+        if status == _OK:
+            return room
+        told = bytes(room).decode("utf-8", "replace")
+        if status == _NOT_HERE:
+            raise NotHere(f"{self._who()}: {told}")
+        raise PeerError(f"{self._who()} refuses: {told}")
+
+    def _connect(self) -> socket.socket:
+        line = socket.create_connection(self.address, self._timeout_s)
+        try:
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._greet(line)
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def _greet(self, line: socket.socket) -> None:
+        hello = _received(line, len(_MAGIC) + _CODE_BYTES)
+        if not hello.startswith(_MAGIC):
+            raise PeerError(f"{self._who()} is no agent of fivefold, or one of another version")
+        ours, theirs = secrets.token_bytes(_CODE_BYTES), hello[len(_MAGIC) :]
+        line.sendall(ours + _code(self._key, b"client", theirs, ours))
+        try:
+            proof = _received(line, _CODE_BYTES)
+        except ConnectionError:  # hung up: that is how a server says no
+            proof = b""
+        if not hmac.compare_digest(proof, _code(self._key, b"server", theirs, ours)):
+            raise PeerError(f"{self._who()} knows another key: it belongs to another run")
+
+    def _who(self) -> str:
+        return f"the agent at {self.address[0]}:{self.address[1]}"
+
+
+def _code(key: bytes, whose: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.new(key, whose + server + client, hashlib.sha256).digest()
+
+
+def _told(problem: Exception) -> memoryview:
+    return memoryview(str(problem).encode("utf-8", "replace")[:_REQUEST_BYTES])
+
+
+def _received(line: socket.socket, length: int) -> bytes:
+    room = bytearray(length)
+    _receive(line, memoryview(room))
+    return bytes(room)
+
+
+def _receive(line: socket.socket, room: memoryview) -> None:
+    while room:
+        count = line.recv_into(room)
+        if count == 0:
+            raise ConnectionError("the connection ended")
+        room = room[count:]
