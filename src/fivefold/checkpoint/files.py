@@ -22,6 +22,7 @@ from typing import BinaryIO
 import xxhash
 
 from fivefold.checkpoint.crash import CRASH_POINTS, crash_at
+from fivefold.checkpoint.manifest import parse_generation_name
 
 __all__ = [
     "BLOCK_BYTES",
@@ -57,6 +58,12 @@ def is_temporary(name: str) -> bool:
     return name.endswith(_TEMPORARY)
 
 
+def _crash(point: str, path: Path) -> None:
+    """Only files of a generation count, so that a test knows which one it hits."""
+    if parse_generation_name(path.parent.name) is not None:
+        crash_at(point)
+
+
 class Stream(io.BufferedIOBase):
     """A file that comes into being: hashed as it is written, and only there once it is committed.
 
@@ -80,7 +87,7 @@ class Stream(io.BufferedIOBase):
 
     def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Append bytes; returns how many."""
-        crash_at("writing")
+        _crash("writing", self.path)
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self._raw.write(view)
@@ -100,10 +107,10 @@ class Stream(io.BufferedIOBase):
         """Make the file durable under its name. Raises `OSError`; then the file is not there."""
         try:
             self._raw.flush()
-            crash_at("before-fsync")
+            _crash("before-fsync", self.path)
             self._files.sync(self._raw.fileno(), self._temporary)
             self._raw.close()
-            crash_at("before-rename")
+            _crash("before-rename", self.path)
             self._files.rename(self._temporary, self.path)
         except BaseException:
             self.abandon()
@@ -194,7 +201,7 @@ class FileOps:
         """Give a file or directory another name, replacing a file that has it."""
         self.done("rename", source, target)
         source.replace(target)
-        crash_at("after-rename")
+        _crash("after-rename", target)
         self.sync_dir(target.parent)
         if source.parent != target.parent:
             self.sync_dir(source.parent)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
-import xxhash
-
-from fivefold.errors import Damaged, Foreign
+from fivefold.checkpoint.sealed import Fields, count, seal, unseal
+from fivefold.errors import Damaged
 
 __all__ = [
     "FORMAT",
@@ -158,8 +156,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The content of `manifest.json`."""
-        body = asdict(self)
-        return _dumped({"digest": _digest(FORMAT, body), "format": FORMAT, "manifest": body})
+        return seal("manifest", FORMAT, asdict(self))
 
     @staticmethod
     def parse(text: str | bytes, where: Path | str = MANIFEST) -> Manifest:
@@ -169,97 +166,27 @@ class Manifest:
             Damaged: it is not what was written, be it by one bit.
             Foreign: it is intact, but of a newer version of Fivefold.
         """
+        fields = unseal("manifest", FORMAT, text, where)
         try:
-            text = text.decode("ascii") if isinstance(text, bytes) else text
-            whole = json.loads(text)
-            form, body, digest = whole["format"], whole["manifest"], whole["digest"]
-            intact = text == _dumped(whole) and digest == _digest(form, body)
-        except (ValueError, TypeError, KeyError, RecursionError) as problem:
-            raise _damaged(where, repr(problem)) from None
-        if not intact:
-            raise _damaged(where, "its digest does not match")
-        if form != FORMAT:
-            raise Foreign(
-                f"{where} has format {form!r}; this version of Fivefold reads format {FORMAT}: use the "
-                "version that wrote the checkpoint, or a newer one"
-            )
-        try:
-            return _manifest(_Fields(body))
+            return _manifest(fields)
         except (ValueError, TypeError, KeyError) as problem:
-            raise _damaged(where, f"it makes no sense: {problem!r}") from None
+            raise Damaged("the manifest", where, f"it makes no sense: {problem!r}") from None
 
 
-def _damaged(where: Path | str, why: str) -> Damaged:
-    return Damaged("the manifest", where, why)
-
-
-def _dumped(value: object) -> str:
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
-
-
-def _digest(form: object, body: object) -> str:
-    return xxhash.xxh3_128_hexdigest(_dumped([form, body]).encode("ascii"))
-
-
-class _Fields:
-    """The fields of a JSON object, each asked for with its type."""
-
-    def __init__(self, value: object) -> None:
-        if not isinstance(value, dict):
-            raise TypeError(f"{value!r:.40} is no object")
-        self._values = cast(dict[str, Any], value)
-
-    def text(self, name: str) -> str:
-        value = self._values[name]
-        if not isinstance(value, str):
-            raise TypeError(f"{name} is {value!r:.40}")
-        return value
-
-    def count(self, name: str) -> int:
-        return _count(self._values[name])
-
-    def objects(self, name: str) -> list[_Fields]:
-        return [_Fields(value) for value in self.array(name)]
-
-    def object(self, name: str) -> _Fields:
-        return _Fields(self._values[name])
-
-    def array(self, name: str) -> list[Any]:
-        value = self._values[name]
-        if not isinstance(value, list):
-            raise TypeError(f"{name} is {value!r:.40}")
-        return cast("list[Any]", value)
-
-    def counts(self) -> dict[str, int]:
-        return {name: _count(value) for name, value in self._values.items()}
-
-    def texts(self) -> dict[str, str]:
-        return {name: self.text(name) for name in self._values}
-
-    def optional_count(self, name: str) -> int | None:
-        return None if self._values[name] is None else self.count(name)
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{value!r:.40} is no count")
-    return value
-
-
-def _item(fields: _Fields) -> Item:
+def _item(fields: Fields) -> Item:
     item = Item(fields.text("name"), fields.count("length"), fields.text("digest"))
     if not is_item_name(item.name) or not _DIGEST.fullmatch(item.digest):
         raise ValueError(f"{item} is no file of a checkpoint")
     return item
 
 
-def _member(fields: _Fields) -> Member:
+def _member(fields: Fields) -> Member:
     items = tuple(map(_item, fields.objects("items")))
-    ranks = tuple(map(_count, fields.array("ranks")))
+    ranks = tuple(map(count, fields.array("ranks")))
     return Member(fields.count("number"), fields.text("host"), ranks, items)
 
 
-def _manifest(fields: _Fields) -> Manifest:
+def _manifest(fields: Fields) -> Manifest:
     manifest = Manifest(
         run=fields.text("run"),
         epoch=fields.count("epoch"),
@@ -268,7 +195,7 @@ def _manifest(fields: _Fields) -> Manifest:
         layout=fields.object("layout").counts(),
         world=fields.count("world"),
         scheme=fields.text("scheme"),
-        sets=tuple(tuple(map(_count, group)) for group in fields.array("sets")),
+        sets=tuple(tuple(map(count, group)) for group in fields.array("sets")),
         members=tuple(map(_member, fields.objects("members"))),
         metadata=_item(fields.object("metadata")),
         me=fields.optional_count("me"),

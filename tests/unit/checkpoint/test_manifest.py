@@ -17,6 +17,7 @@ from fivefold.checkpoint.manifest import (
     is_item_name,
     parse_generation_name,
 )
+from fivefold.checkpoint.sealed import seal
 from fivefold.errors import Damaged, Foreign
 
 ZERO = "0" * 32
@@ -101,13 +102,12 @@ def test_what_contradicts_itself_is_refused(changes: dict[str, object], told: st
 
 
 def test_a_field_that_is_missing_is_damage() -> None:
-    import fivefold.checkpoint.manifest as module
-
-    whole = json.loads(made().to_json())
-    del whole["manifest"]["world"]
-    whole["digest"] = module._digest(1, whole["manifest"])
+    body = json.loads(made().to_json())["manifest"]
+    del body["world"]
     with pytest.raises(Damaged, match="world"):
-        Manifest.parse(module._dumped(whole))
+        Manifest.parse(seal("manifest", 1, body))
+    with pytest.raises(Damaged, match="is no object"):
+        Manifest.parse(seal("manifest", 1, []))
 
 
 def test_a_directory_holds_its_own_members_files_or_all() -> None:

@@ -1,0 +1,187 @@
+"""Who writes to a persistent directory: one job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from fivefold.checkpoint.place import LocalPlace, Place
+from fivefold.closing import Closing
+from fivefold.errors import CheckpointError, InUse
+
+__all__ = ["BEAT_S", "LEASE", "STALE_S", "Lease", "this_process"]
+
+LEASE = "lease.json"
+STALE_S = 60.0
+"""without a beat for so long, the job that wrote it counts as gone"""
+BEAT_S = 10.0
+
+
+class Lease(Closing):
+    """A file in a directory that says who writes there. It is renewed by a thread, and removed by `close`.
+
+    Taken over at once where its owner is known to have ended: a process of this host that is gone, or an
+    earlier start of the same job. Else after `stale_s` without a beat; the clock is the file system's own, so
+    those of the nodes may differ.
+
+    Args:
+        place: the directory; it is made if it is missing.
+        job: what the owner is part of, such as a Slurm job; empty where nothing is known.
+        start: how often that job was started; a later start ends the claim of an earlier one.
+        wait_s: how long to wait for a lease to become stale, before giving up.
+        beat_s: how often it is renewed.
+        stale_s: how long it is honoured without.
+
+    Raises:
+        InUse: another job writes there.
+        OSError: the directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        job: str = "",
+        start: int = 0,
+        wait_s: float = 0.0,
+        beat_s: float = BEAT_S,
+        stale_s: float = STALE_S,
+    ) -> None:
+        self._place, self._beat_s, self._stale_s = place, beat_s, stale_s
+        self._mine = {**this_process(), "job": job, "start": start, "token": secrets.token_hex(8)}
+        self._beats = 0
+        self._ended = threading.Event()
+        self._lost = ""
+        place.make_dir()
+        end = time.monotonic() + wait_s
+        while (other := self._rival()) is not None:
+            if time.monotonic() >= end:
+                raise self._refusal(other)
+            time.sleep(min(1.0, beat_s, max(0.0, end - time.monotonic())))
+        self._write()
+        if (now := self._read()) and now.get("token") != self._mine["token"]:
+            raise self._refusal(now)  # both found it free, and the other wrote last
+        self._thread = threading.Thread(target=self._beat, name="fivefold-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the lease was lost: another job took it over. Asked before a write."""
+        if self._lost:
+            raise CheckpointError(self._lost)
+
+    def close(self) -> None:
+        """Leave the directory to others."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            with contextlib.suppress(OSError):  # it becomes stale by itself
+                if (now := self._read()) and now.get("token") == self._mine["token"]:
+                    self._place.remove(LEASE)
+
+    def _rival(self) -> Mapping[str, Any] | None:
+        """The owner of a lease that holds."""
+        now = self._read()
+        if now is None or _known_to_be_gone(now, self._mine) or self._age_s(now) > self._stale_s:
+            return None
+        return now
+
+    def _read(self) -> Mapping[str, Any] | None:
+        try:
+            read = json.loads(self._place.read(LEASE))
+        except (FileNotFoundError, ValueError):  # a torn one on an object store: nobody's
+            return None
+        return cast("dict[str, Any]", read) if isinstance(read, dict) else None
+
+    def _age_s(self, lease: Mapping[str, Any]) -> float:
+        """Seconds since the last beat."""
+        if not isinstance(self._place, LocalPlace):
+            beat = lease.get("time_s")
+            return time.time() - beat if isinstance(beat, int | float) else float("inf")
+        path = self._place.path(LEASE)
+        probe = path.with_name(f"lease.{self._mine['token']}.tmp")
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - path.stat().st_mtime
+        except FileNotFoundError:
+            return float("inf")
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        self._beats += 1
+        content = {**self._mine, "beats": self._beats, "time_s": time.time()}
+        self._place.write(LEASE, [json.dumps(content, indent=1).encode()])
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._beat_s):
+            with contextlib.suppress(
+                OSError
+            ):  # a full or absent disk: the next beat may find it well
+                now = self._read()
+                if now is not None and now.get("token") != self._mine["token"]:
+                    self._lost = (
+                        f"{self._told(now)}: it took over from this job, which saves no more"
+                    )
+                    return
+                self._write()
+
+    def _refusal(self, other: Mapping[str, Any]) -> InUse:
+        return InUse(
+            f"{self._told(other)}; let that job end, or use another directory. If it has died, wait "
+            f"{self._stale_s:g} s, or remove {self._place.where(LEASE)}"
+        )
+
+    def _told(self, other: Mapping[str, Any]) -> str:
+        job = f", job {other['job']}" if other.get("job") else ""
+        who = f"process {other.get('pid')} on {other.get('host')}{job}"
+        return f"{self._place.where()} is written to by {who}"
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other one, on any node and after a reboot."""
+    return {
+        "host": socket.gethostname(),
+        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "namespace": _link("/proc/self/ns/pid"),
+        "pid": os.getpid(),
+        "began": _began(os.getpid()),
+    }
+
+
+def _known_to_be_gone(lease: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    same_job = bool(mine["job"]) and lease.get("job") == mine["job"]
+    start = lease.get("start")
+    if same_job and isinstance(start, int) and start < mine["start"]:
+        return True
+    pid = lease.get("pid")
+    seen_from_here = all(lease.get(n) == mine[n] for n in ("host", "boot", "namespace"))
+    return seen_from_here and isinstance(pid, int) and _began(pid) != lease.get("began")
+
+
+def _began(pid: int) -> str:
+    """When a process began, in ticks since the boot; empty if there is none of that number."""
+    # The name, the second field, may hold anything; the rest follows its closing bracket.
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

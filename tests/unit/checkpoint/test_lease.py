@@ -1,0 +1,117 @@
+"""One job writes to a directory; a job that has died does not keep others out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.checkpoint.lease import LEASE, Lease, this_process
+from fivefold.checkpoint.place import LocalPlace, Place, place_at
+from fivefold.errors import CheckpointError, InUse, UsageError
+
+
+@pytest.fixture(params=["path", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return place_at(tmp_path if request.param == "path" else f"memory:/{tmp_path}")
+
+
+def left(place: Place, *, age_s: float = 0.0, **changes: Any) -> None:
+    """The lease of some other process."""
+    content = {**this_process(), "job": "", "start": 0, "token": "x", "time_s": time.time() - age_s}
+    place.make_dir()
+    place.write(LEASE, [json.dumps({**content, **changes}).encode()])
+    if isinstance(place, LocalPlace):
+        then = time.time() - age_s
+        os.utime(place.path(LEASE), (then, then))
+
+
+def test_a_second_job_is_refused_with_the_remedy(place: Place) -> None:
+    with Lease(place, job="17"), pytest.raises(InUse) as caught:
+        Lease(place, job="18")
+    told = str(caught.value)
+    assert f"is written to by process {os.getpid()} on" in told and "job 17" in told
+    assert "wait 60 s, or remove" in told and LEASE in told
+    assert isinstance(caught.value, UsageError) and caught.value.exit_code == 2
+    with Lease(place):
+        pass
+    assert not place.exists(LEASE)
+
+
+def test_a_job_on_another_node_is_believed_until_it_is_silent(place: Place) -> None:
+    left(place, host="elsewhere", age_s=50)
+    with pytest.raises(InUse, match="on elsewhere"):
+        Lease(place)
+    left(place, host="elsewhere", age_s=70)
+    Lease(place).close()
+
+
+def test_waiting_outlasts_a_job_that_has_died(place: Place) -> None:
+    left(place, host="elsewhere")
+    Lease(place, wait_s=20.0, stale_s=0.3, beat_s=0.1).close()
+
+
+def test_an_earlier_start_of_the_same_job_is_over(place: Place) -> None:
+    left(place, host="elsewhere", job="17", start=1)
+    for job, start in (("", 2), ("18", 2), ("17", 1), ("17", 0)):
+        with pytest.raises(InUse):
+            Lease(place, job=job, start=start)
+    Lease(place, job="17", start=2).close()
+
+
+def test_a_process_of_this_host_that_has_ended_is_over(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path)
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from fivefold.checkpoint.lease import Lease\nfrom fivefold.checkpoint.place import LocalPlace\n"
+        "Lease(LocalPlace(Path(sys.argv[1])))\nos._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert place.exists(LEASE)
+    Lease(place).close()
+    left(place, pid=os.getpid(), began="1")  # the number was given to another process meanwhile
+    Lease(place).close()
+    left(place, pid=2**22 + 1, namespace="pid:[1]")  # cannot be seen from here
+    with pytest.raises(InUse):
+        Lease(place)
+
+
+def test_nonsense_is_nobodys(place: Place) -> None:
+    place.make_dir()
+    for content in (b"", b"{", b"[1]", b"\xff"):
+        place.write(LEASE, [content])
+        Lease(place).close()
+
+
+def test_it_is_renewed_while_it_is_held(place: Place) -> None:
+    with Lease(place, beat_s=0.02) as lease:
+        first = json.loads(place.read(LEASE))["beats"]
+        end = time.monotonic() + 20
+        while json.loads(place.read(LEASE))["beats"] <= first + 1:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        lease.check()
+
+
+def test_who_was_taken_over_notices_and_leaves_the_other_alone(place: Place) -> None:
+    with Lease(place, beat_s=0.02) as lease:
+        # Written over and over: a beat that was under way may come after it.
+        end = time.monotonic() + 20
+        while not lease._lost and time.monotonic() < end:
+            left(place, host="elsewhere")
+            time.sleep(0.01)
+        with pytest.raises(CheckpointError, match="it took over from this job"):
+            lease.check()
+    assert json.loads(place.read(LEASE))["host"] == "elsewhere"
+
+
+def test_a_directory_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="file"):
+        Lease(LocalPlace(tmp_path / "file"))
