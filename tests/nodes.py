@@ -68,6 +68,12 @@ hostname "$3"
 shift 3
 exec "$@"
 """
+_SHARED = """
+set -e
+mount -t tmpfs -o size="$2",mode=700 shared "$1"
+shift 2
+exec "$@"
+"""
 _TOOLS = ("unshare", "nsenter", "ip", "hostname", "mount")
 
 
@@ -101,9 +107,18 @@ class _Node:
 class Nodes:
     """Some nodes and the file system that they share. A context manager that leaves nothing behind."""
 
-    def __init__(self, count: int, disk_bytes: int = 256 * MIB, *, apart: bool = True) -> None:
+    def __init__(
+        self,
+        count: int,
+        disk_bytes: int = 256 * MIB,
+        *,
+        apart: bool = True,
+        shared_bytes: int | None = None,
+    ) -> None:
+        """`shared_bytes`: keep the shared folder in memory, of this size; it is then seen on nodes only."""
         self.apart = apart
         self._disk_bytes = disk_bytes
+        self._shared_bytes = shared_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="fivefold-nodes-"))
         self.shared = self._folder / "shared"
         for name in ("shared", "local", "tmp", "logs"):
@@ -177,13 +192,14 @@ class Nodes:
         log = self._folder / "logs" / f"{up.host}-{len(up.processes)}.log"
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         if self.apart:
-            environ["TMPDIR"] = str(self._folder / "tmp")
-        enter = entering(up.init, *"npmu") if up.init is not None else []
+            environ["TMPDIR"] = str(self._folder / "tmp")  # of the node's own
+        enter = ["sh", "-c", 'cd "$0" && exec "$@"', str(self.shared)]
+        if up.init is not None:
+            enter = [*entering(up.init, *"npmu"), *enter]
         with log.open("wb") as out:
             popen = subprocess.Popen(
                 [*enter, *argv],
                 env=environ,
-                cwd=self.shared,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -280,9 +296,10 @@ class Nodes:
         call([*entering(self._hub.pid, "n"), "ip", "link", "set", f"cable{number}", state])
 
     def _start_hub(self) -> None:
-        self._hub, _ = begun(
-            ["unshare", "--user", "--map-root-user", "--net", "--mount"], self._folder
-        )
+        space = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+        if self._shared_bytes is not None:
+            space += ["sh", "-c", _SHARED, "shared", str(self.shared), str(self._shared_bytes)]
+        self._hub, _ = begun(space, self._folder)
         bridge = "link add hub type bridge\nlink set hub up\n"
         call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], bridge)
 

@@ -143,9 +143,20 @@ def test_a_disk_has_its_size(apart: Nodes) -> None:
 
 
 def test_files_of_the_shared_folder_are_the_same(apart: Nodes) -> None:
-    write = "import os; open(os.environ['SHARED'] + '/of-' + os.environ['RANK'], 'w').write('here')"
+    write = "import os; open('of-' + os.environ['RANK'], 'w').write(os.environ['SHARED'])"
     apart.job(python(write)).succeed()
-    assert sorted(path.name for path in apart.shared.iterdir()) == ["of-0", "of-1"]
+    assert [(apart.shared / f"of-{i}").read_text() for i in (0, 1)] == [str(apart.shared)] * 2
+
+
+def test_the_shared_folder_may_lie_in_memory() -> None:
+    if refusal():
+        pytest.skip(f"no nodes of their own: {refusal()}")
+    with Nodes(2, shared_bytes=1 << 20) as nodes:
+        nodes.job(python("open('of-all', 'w').write('here')"), on=[0]).succeed()
+        assert nodes.job(python("print(open('of-all').read())"), on=[1]).succeed() == ["here\n"]
+        assert not list(nodes.shared.iterdir())
+        fill = nodes.job(python("open('big', 'wb').write(bytes(2 << 20))"), on=[1])
+        assert fill.wait() == [1] and "No space left" in fill.told()
 
 
 def test_a_process_can_end_its_own_node(apart: Nodes) -> None:
