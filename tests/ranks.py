@@ -43,8 +43,13 @@ class _WorldPerThread:
         local = self.__dict__["_local"]
         if not hasattr(local, "world"):
             # `_World` keeps some of its state in module globals; WorldData-like plain storage does not.
-            local.world = _World()
+            local.world = getattr(threading.current_thread(), "_ff_world", None) or _World()
         return local.world
+
+    def inherit(self, thread: threading.Thread) -> None:
+        """Let a thread that is about to start share the world of the one that starts it."""
+        if hasattr(self.__dict__["_local"], "world"):
+            thread.__dict__["_ff_world"] = self._world()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._world(), name)
@@ -72,12 +77,19 @@ class _World:
 
 @contextmanager
 def _thread_worlds() -> Any:
-    before = c10d._world
-    c10d._world = _WorldPerThread()  # type: ignore[assignment]
+    before, worlds, start = c10d._world, _WorldPerThread(), threading.Thread.start
+    c10d._world = worlds  # type: ignore[assignment]
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+
+    def start_in_world(thread: threading.Thread) -> None:
+        worlds.inherit(thread)
+        start(thread)
+
+    threading.Thread.start = start_in_world  # type: ignore[method-assign]
     try:
         yield
     finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world = before
 

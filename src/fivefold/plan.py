@@ -30,6 +30,7 @@ from fivefold.errors import PlanError, suggest
 from fivefold.sections import (
     AXES,
     TILE_AXES,
+    Checkpoint,
     Comm,
     Layout,
     Loader,
@@ -44,6 +45,7 @@ from fivefold.sections import (
 __all__ = [
     "AXES",
     "TILE_AXES",
+    "Checkpoint",
     "Comm",
     "Layout",
     "Loader",
@@ -95,6 +97,7 @@ class Plan:
     train: Train = field(default_factory=Train)
     loader: Loader = field(default_factory=Loader)
     comm: Comm = field(default_factory=Comm)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     provenance: Mapping[str, Provenance] = field(
         default_factory=dict[str, Provenance], compare=False
     )

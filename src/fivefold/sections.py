@@ -14,6 +14,7 @@ from fivefold.errors import PlanError, suggest
 __all__ = [
     "AXES",
     "TILE_AXES",
+    "Checkpoint",
     "Comm",
     "Layout",
     "Loader",
@@ -209,6 +210,35 @@ class Comm:
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_s=1)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often the state of a run is saved; see `fivefold.Checkpointer`."""
+
+    local: str = ""
+    """directory on each node's own storage; empty: one in the directory for temporary files"""
+    scheme: Literal["auto", "single", "partner", "xor"] = "auto"
+    """what nodes keep for each other: nothing, a copy, or parity; "auto": as much as the number of nodes
+    allows"""
+    set_size: int = 8
+    """the most nodes that protect each other"""
+    keep: int = 2
+    """how many saves each node keeps, at least"""
+    flush_every: int = 10
+    """every n-th save is copied to the persistent directory; 0: only the last"""
+    flush_bytes_per_s: float = 200e6
+    """how fast each node copies; 0: as fast as it goes"""
+    every_steps: int = 0
+    """steps from save to save; 0: as often as measured costs and `mtbf_s` suggest"""
+    mtbf_s: float = 86400.0
+    """mean time between failures of the whole job, in seconds"""
+    max_overhead: float = 0.02
+    """the most that saving may lengthen training, as a fraction, where `every_steps` is 0"""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", self, set_size=2, keep=2, flush_every=0, flush_bytes_per_s=0)
+        _at_least("checkpoint", self, every_steps=0, mtbf_s=1, max_overhead=0)
 
 
 def _at_least(section: str, values: object, **least: float) -> None:

@@ -1,0 +1,127 @@
+"""Values beside tensors: copied when a checkpoint begins, and stored so that reading them executes nothing.
+
+What is read back passes torch's allow-list (`weights_only=True`): numbers, text, bytes, tensors, and
+containers of them. Arrays of numpy travel as tensors.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from fivefold.errors import Damaged, UsageError
+
+__all__ = ["decoded", "encoded", "fingerprint", "from_bytes", "leaves", "to_bytes"]
+
+Path = tuple[str | int, ...]
+
+_ARRAY = "__numpy_array__"
+_AS_THEY_ARE = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+
+
+def encoded(value: object, where: str) -> Any:
+    """A copy that can be stored; `where` names the value in the message.
+
+    Raises `UsageError` for anything but numbers, text, bytes, tensors, arrays, and containers of them.
+    """
+    if value is None or type(value) in _AS_THEY_ARE:
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray) and cast(Any, value).dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(np.array(value, copy=True))}
+    if isinstance(value, np.generic):
+        return encoded(value.item(), where)
+    made = _container(value, where)
+    if made is None:
+        raise UsageError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored: a "
+            "checkpoint holds numbers, text, bytes, tensors, numpy arrays, and dicts, lists, tuples and sets "
+            "of them; let state_dict of that object return such values"
+        )
+    return made
+
+
+def _container(value: object, where: str) -> Any:
+    if type(value) in (dict, OrderedDict, Counter):
+        items = cast("Mapping[Any, Any]", value).items()
+        made = {encoded(k, where): encoded(v, f"{where}[{k!r}]") for k, v in items}
+        return made if type(value) is dict else cast(Any, type(value))(made)
+    if type(value) in (list, tuple, set):
+        members = cast("list[Any]", value)
+        return cast(Any, type(value))(encoded(v, f"{where}[{i}]") for i, v in enumerate(members))
+    return None
+
+
+def decoded(value: Any) -> Any:
+    """The inverse of `encoded`."""
+    if type(value) is dict and set(cast("dict[Any, Any]", value)) == {_ARRAY}:
+        return cast("dict[str, Tensor]", value)[_ARRAY].numpy()
+    if type(value) in (dict, OrderedDict, Counter):
+        items = cast("Mapping[Any, Any]", value).items()
+        made = {key: decoded(member) for key, member in items}
+        return made if type(value) is dict else cast(Any, type(value))(made)
+    if type(value) in (list, tuple, set):
+        return cast(Any, type(value))(map(decoded, cast("list[Any]", value)))
+    return value
+
+
+def to_bytes(value: object) -> io.BytesIO:
+    """What DCP stores for a value: what `torch.save` writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
+
+
+def from_bytes(stream: io.BytesIO, where: str) -> Any:
+    """Read a stored value. Raises `Damaged` if it is none, or would execute something."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as problem:  # noqa: BLE001 - the file may hold anything
+        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+        raise Damaged(f"the value of {where}", "the checkpoint", reason) from None
+
+
+def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The paths and values of nested dicts. What is keyed by anything but text is a leaf itself."""
+    for key, value in tree.items():
+        inner = cast("dict[Any, Any]", value) if type(value) in (dict, OrderedDict) else {}
+        if inner and all(type(name) is str for name in inner) and set(inner) != {_ARRAY}:
+            yield from leaves(inner, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def fingerprint(value: object) -> str:
+    """Equal for equal values on every rank; the identity of objects plays no part."""
+    found = xxhash.xxh3_128()
+    _feed(value, found.update)
+    return found.hexdigest()
+
+
+def _feed(value: object, update: Callable[[Any], object]) -> None:
+    if isinstance(value, Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        members = cast("Mapping[Any, Any]", value)
+        update(f"{type(members).__name__}{len(members)}".encode())
+        for key, member in members.items():
+            _feed(key, update)
+            _feed(member, update)
+    elif isinstance(value, list | tuple):
+        members = cast("list[Any]", value)
+        update(f"{type(members).__name__}{len(members)}".encode())
+        for member in members:
+            _feed(member, update)
+    elif isinstance(value, set):
+        _feed(sorted(map(repr, cast("set[Any]", value))), update)
+    else:
+        update(f"{type(value).__name__}:{value!r};".encode())
