@@ -1,8 +1,8 @@
 """Bytes of checkpoints between nodes: a server that knows the run's key, and its client.
 
     server -> client   MAGIC, nonce                              nonces and codes: 32 bytes
-    client -> server   nonce, HMAC(key, "client", both nonces)   wrong: the connection is closed
-    server -> client   HMAC(key, "server", both nonces)
+    client -> server   nonce, HMAC(key, "client", both nonces)
+    server -> client   HMAC(key, "server", both nonces)          zeros, and the end, if the client's is wrong
     client -> server   length (4 bytes), request in JSON         as often as wanted
     server -> client   status, length, digest (1 + 8 + 16 bytes), bytes
 
@@ -52,6 +52,7 @@ MOST_BYTES = 8 << 20
 
 _MAGIC = b"fivefold pieces1"
 _CODE_BYTES = 32
+_REFUSAL = bytes(_CODE_BYTES)
 _REQUEST = struct.Struct("!I")
 _REPLY = struct.Struct("!BQ16s")
 _REQUEST_BYTES = 4096
@@ -196,6 +197,7 @@ class Server(Closing):
         told = _received(line, 2 * _CODE_BYTES)
         theirs, code = told[:_CODE_BYTES], told[_CODE_BYTES:]
         if not hmac.compare_digest(code, _code(self._key, b"client", ours, theirs)):
+            line.sendall(_REFUSAL)
             return False
         line.sendall(_code(self._key, b"server", ours, theirs))
         return True
@@ -231,9 +233,14 @@ class Client(Closing):
         self._key = key
         self._timeout_s = timeout_s
         self._line: socket.socket | None = None
+        self._closed = False
 
     def close(self) -> None:
-        """Hang up; a thread that waits in `read` gets a `PeerError`."""
+        """Hang up for good; a thread that waits in `read` gets a `PeerError`."""
+        self._closed = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         line, self._line = self._line, None
         if line is not None:
             with contextlib.suppress(OSError):
@@ -287,10 +294,10 @@ class Client(Closing):
             if xxhash.xxh3_128_digest(room) != digest:
                 raise PeerError(f"{self._who()}: bytes were damaged on the way")
         except PeerError:
-            self.close()
+            self._hang_up()
             raise
         except (OSError, ValueError) as problem:  # a closed socket is a ValueError
-            self.close()
+            self._hang_up()
             raise PeerError(f"{self._who()} does not answer: {problem}") from None
         self.received_bytes += length
         if status == _OK:
@@ -301,6 +308,8 @@ class Client(Closing):
         raise PeerError(f"{self._who()} refuses: {told}")
 
     def _connect(self) -> socket.socket:
+        if self._closed:
+            raise PeerError(f"the connection to {self._who()} was closed")
         line = socket.create_connection(self.address, self._timeout_s)
         try:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -316,10 +325,7 @@ class Client(Closing):
             raise PeerError(f"{self._who()} is no agent of fivefold, or one of another version")
         ours, theirs = secrets.token_bytes(_CODE_BYTES), hello[len(_MAGIC) :]
         line.sendall(ours + _code(self._key, b"client", theirs, ours))
-        try:
-            proof = _received(line, _CODE_BYTES)
-        except ConnectionError:  # hung up: that is how a server says no
-            proof = b""
+        proof = _received(line, _CODE_BYTES)
         if not hmac.compare_digest(proof, _code(self._key, b"server", theirs, ours)):
             raise PeerError(f"{self._who()} knows another key: it belongs to another run")
 

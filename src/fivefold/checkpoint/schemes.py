@@ -132,7 +132,7 @@ class _Single:
         if lengths[wanted] == 0:
             return []
         raise Unrecoverable(
-            f"member {wanted} is lost, and scheme single keeps nothing of it elsewhere"
+            f"{_nth(wanted)} is lost, and scheme single keeps nothing of it elsewhere"
         )
 
 
@@ -158,7 +158,7 @@ class _Partner:
     ) -> list[Piece]:
         right = (wanted + 1) % len(lengths)
         if lengths[wanted] and right in (lost if bare is None else bare):
-            raise Unrecoverable(f"member {wanted} is lost, and so is its copy at member {right}")
+            raise Unrecoverable(f"{_nth(wanted)} is lost, and so is its copy at {_nth(right)}")
         return _pieces([Piece(lengths[wanted], (Term(right, "redundancy", 0),))])
 
 
@@ -197,11 +197,16 @@ class _Xor:
             missing = {term.member for term in terms[1:]} & set(lost)
             if missing or keeper in bare:
                 raise Unrecoverable(
-                    f"member {wanted} is lost, and so is what member {min(missing, default=keeper)} "
+                    f"{_nth(wanted)} is lost, and so is what {_nth(min(missing, default=keeper))} "
                     f"has for it: xor rebuilds one lost member of a set"
                 )
             pieces.append(Piece(length, terms))
         return pieces
+
+
+def _nth(position: int) -> str:
+    # Numbers count from 0 everywhere, as ranks do.
+    return f"member {position} of the set"
 
 
 def _segment_bytes(lengths: Sequence[int]) -> int:

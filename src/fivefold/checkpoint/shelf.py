@@ -86,7 +86,10 @@ class Shelf:
         return self._data(folder, manifest.members[request.member].items, request.start, room)
 
     def _check(self, request: Request) -> Manifest:
-        manifest = self.manifest(request.generation)
+        try:
+            manifest = self.manifest(request.generation)
+        except Damaged as problem:  # it may be repaired while the other node waits
+            raise NotHere(str(problem)) from None
         if request.save and manifest.save != request.save:
             raise NotHere(f"{request.generation} is of another save here")
         return manifest

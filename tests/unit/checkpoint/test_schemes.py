@@ -105,12 +105,14 @@ def test_a_partner_keeps_its_left_neighbour() -> None:
 
 def test_partners_survive_losses_that_are_not_neighbours() -> None:
     assert SCHEMES["partner"].rebuild([4] * 4, {0, 2}, 2) == [Piece(4, (Term(3, "redundancy", 0),))]
-    with pytest.raises(Unrecoverable, match="member 2 is lost, and so is its copy at member 3"):
+    with pytest.raises(
+        Unrecoverable, match="member 2 of the set is lost, and so is its copy at member 3"
+    ):
         SCHEMES["partner"].rebuild([4] * 4, {2, 3}, 2)
 
 
 def test_xor_refuses_two_losses() -> None:
-    with pytest.raises(Unrecoverable, match="member 0 is lost, and so is what member 2"):
+    with pytest.raises(Unrecoverable, match="member 0 of the set is lost, and so is what member 2"):
         SCHEMES["xor"].rebuild([8] * 4, {0, 2}, 0)
 
 

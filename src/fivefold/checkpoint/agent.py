@@ -1,0 +1,283 @@
+"""The helper process of a node: it encodes, flushes and rebuilds beside training, and serves its peers.
+
+    first rank of the node                          agent (this module, started by `agent_client.Agent`)
+      {"id": 7, "do": "protect", "with": {...}}  -->  stdin, a line each
+      {"id": 7, "did": {...}}                    <--  stdout; or {"id": 7, "failed": "...", "kind": "..."}
+
+It has no torch and a low priority. It ends with its standard input or its parent, whichever is first; the
+signals that end a run are left to the ranks, which may still want to save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from fivefold.checkpoint.encoding import Peers, protect, rebuild
+from fivefold.checkpoint.files import FileOps
+from fivefold.checkpoint.flush import copy_files, finish, items_of
+from fivefold.checkpoint.inventory import look, stocktaking
+from fivefold.checkpoint.manifest import Manifest
+from fivefold.checkpoint.pieces import Address, Server
+from fivefold.checkpoint.place import place_at
+from fivefold.checkpoint.rate import Rate
+from fivefold.checkpoint.shelf import Shelf
+from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore
+from fivefold.errors import CheckpointError, FivefoldError
+
+__all__ = ["Desk", "main"]
+
+Given = Mapping[str, Any]
+Answer = dict[str, Any]
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_S = 0.5
+_ENDING_S = 3.0
+_WORKERS = 4
+
+
+class Desk:
+    """The commands. Each takes the fields of a request and returns those of its answer."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._files = FileOps()
+        self._server: Server | None = None
+        self._addresses: dict[int, Address] = {}
+        self._begun = time.monotonic()
+        self._done: dict[str, dict[str, float]] = {}
+        self.commands: dict[str, Callable[[Given], Answer]] = {
+            "hello": self.hello,
+            "peers": self.peers,
+            "protect": self.protect,
+            "flush": self.flush,
+            "finish": self.finish,
+            "rebuild": self.rebuild,
+            "inventory": self.inventory,
+            "look": self.look,
+            "verify": self.verify,
+            "drop": self.drop,
+            "figures": self.figures,
+        }
+
+    def hello(self, given: Given) -> Answer:
+        """Take the key, the place and the limits; begin to serve peers."""
+        os.nice(int(given["nice"]))
+        if given["cores"]:
+            os.sched_setaffinity(0, given["cores"])
+        self._key = bytes.fromhex(given["key"])
+        self._store = LocalStore(Path(given["root"]), given["run"], self._files)
+        self._shelf = Shelf(self._store.root, self._files)
+        self._rate = Rate(given["bytes_per_s"], self._stop)
+        self._timeout_s, self._patience_s = given["timeout_s"], given["patience_s"]
+        self._server = Server(given["host"], self._key, self._shelf.answer)
+        return {"host": self._server.address[0], "port": self._server.address[1]}
+
+    def peers(self, given: Given) -> Answer:
+        """Where the members of today's nodes are."""
+        self._addresses = _addresses(given["addresses"])
+        return {}
+
+    def protect(self, given: Given) -> Answer:
+        """Write this node's redundancy of a generation. What goes wrong is told, not raised."""
+        generation = str(given["generation"])
+        try:
+            items = protect(self._shelf, generation, self._reach(self._addresses), self._files)
+        except (FivefoldError, OSError) as problem:
+            why = str(problem) if isinstance(problem, FivefoldError) else _disk(problem)
+            return {"redundancy": [], "problem": f"{generation} is not protected: {why}"}
+        self._count("protect", sum(item.length for item in items))
+        return {"redundancy": [asdict(item) for item in items], "problem": ""}
+
+    def flush(self, given: Given) -> Answer:
+        """Copy payload of this node, and the metadata if told, to the persistent level."""
+        manifest = self._shelf.manifest(str(given["generation"]))
+        copied = copy_files(
+            self._shelf.path(manifest.name),
+            place_at(given["url"], self._files),
+            manifest,
+            items_of(manifest, given["members"], metadata=given["metadata"]),
+            rate=Rate(given["bytes_per_s"], self._stop),
+            files=self._files,
+        )
+        self._count("flush", copied.copied_bytes)
+        return {"names": copied.names, "copied_bytes": copied.copied_bytes}
+
+    def finish(self, given: Given) -> Answer:
+        """Write the manifest of a flushed generation, when all nodes have copied."""
+        manifest = self._shelf.manifest(str(given["generation"]))
+        finish(PersistentStore(given["url"], self._files), manifest)
+        return {}
+
+    def rebuild(self, given: Given) -> Answer:
+        """Make the files of a member whole here."""
+        addresses = _addresses(given["addresses"])
+        made = rebuild(
+            self._shelf,
+            Manifest.parse(given["manifest"]),
+            int(given["member"]),
+            self._reach(addresses),
+            self._files,
+            lost=given["lost"],
+            bare=given["bare"],
+        )
+        return {"made": made}
+
+    def inventory(self, given: Given) -> Answer:
+        """What lies here."""
+        elsewhere = [Manifest.parse(text) for text in given["elsewhere"]]
+        taken = stocktaking(
+            self._store, int(given["node"]), deep=bool(given["deep"]), elsewhere=elsewhere
+        )
+        return {"inventory": taken.to_json()}
+
+    def look(self, given: Given) -> Answer:
+        """Which files of one save are whole here."""
+        manifest = Manifest.parse(given["manifest"])
+        return {"holding": look(self._store, manifest, deep=bool(given["deep"])).to_dict()}
+
+    def verify(self, given: Given) -> Answer:
+        """What is wrong with the files of a generation."""
+        found = self._store.verify(self._find(given), deep=bool(given["deep"]))
+        return {"problems": [str(problem) for problem in found]}
+
+    def drop(self, given: Given) -> Answer:
+        """Remove a generation from this node."""
+        self._store.drop(self._find(given))
+        return {}
+
+    def figures(self, given: Given) -> Answer:
+        """What this process has done and used so far."""
+        del given
+        assert self._server is not None
+        return {
+            "cpu_s": time.process_time(),
+            "wall_s": time.monotonic() - self._begun,
+            "sent_bytes": self._server.sent_bytes,
+            "done": self._done,
+        }
+
+    def timed(self, name: str, given: Given) -> Answer:
+        """Carry out a command, and keep how long it took. Raises `CheckpointError` if there is no such."""
+        begun = time.monotonic()
+        if name not in self.commands:
+            raise CheckpointError(
+                f"no such command: {name!r:.40}; valid: {', '.join(self.commands)}"
+            )
+        answer = self.commands[name](given)
+        self._count(name, 0, time.monotonic() - begun)
+        return answer
+
+    def close(self) -> None:
+        """Stop what is under way, and serving."""
+        self._stop.set()
+        if self._server is not None:
+            self._server.close()
+
+    def _reach(self, addresses: Mapping[int, Address]) -> Peers:
+        own = self._server.address if self._server is not None else None
+        return Peers(addresses, self._key, own, self._timeout_s, self._patience_s, self._rate)
+
+    def _find(self, given: Given) -> Generation:
+        found = self._store.find(str(given["generation"]))
+        if found is None:
+            raise CheckpointError(f"{given['generation']!r:.80} is no name of a generation")
+        return found
+
+    def _count(self, name: str, count: int, seconds: float = 0.0) -> None:
+        done = self._done.setdefault(name, {"bytes": 0, "seconds": 0.0})
+        done["bytes"] += count
+        done["seconds"] += seconds
+
+
+def _addresses(given: Mapping[str, Any]) -> dict[int, Address]:
+    return {int(member): (str(host), int(port)) for member, (host, port) in given.items()}
+
+
+def _disk(problem: OSError) -> str:
+    where = f" ({problem.filename})" if problem.filename else ""
+    return (
+        f"{problem.strerror or problem}{where}; free some space, or choose a scheme that keeps less"
+    )
+
+
+class _Line:
+    """Answers, each in a line of its own, from any thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def send(self, answer: Answer) -> None:
+        with self._lock:
+            self._stream.write(json.dumps(answer) + "\n")
+            self._stream.flush()
+
+
+def _carry_out(desk: Desk, line: _Line, request: Answer) -> None:
+    number = request.get("id")
+    try:
+        line.send(
+            {"id": number, "did": desk.timed(str(request.get("do")), request.get("with", {}))}
+        )
+    except BrokenPipeError:
+        return  # nobody is left to be told
+    except (FivefoldError, OSError) as problem:
+        line.send({"id": number, "failed": str(problem), "kind": type(problem).__name__})
+    except Exception as problem:  # noqa: BLE001 - our own mistake: told, and the next command is served
+        traceback.print_exc()
+        line.send({"id": number, "failed": repr(problem), "kind": "Mistake"})
+
+
+def _end_with(parent: int, at_end: Callable[[], None]) -> None:
+    """A forked child of the parent may hold the other end of our input: look whether the parent lives."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    at_end()
+
+
+def _leave(desk: Desk) -> None:
+    """End now, whatever is under way; what was not committed is removed if that is quick."""
+    ending = threading.Thread(target=desk.close, daemon=True)
+    ending.start()
+    ending.join(_ENDING_S)
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    parser = argparse.ArgumentParser(prog="python -m fivefold.checkpoint.agent")
+    parser.add_argument("--parent", type=int, required=True, help="process that this one ends with")
+    parent = parser.parse_args().parent
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    # What anything prints goes to the errors; the answers have a line of their own.
+    line = _Line(os.fdopen(os.dup(1), "w", encoding="ascii"))
+    os.dup2(2, 1)
+    desk = Desk()
+    watch = threading.Thread(target=_end_with, args=(parent, lambda: _leave(desk)), daemon=True)
+    watch.start()
+    pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="fivefold-agent")
+    for text in sys.stdin:
+        request: Answer = json.loads(text)
+        if request.get("do") in ("hello", "peers"):  # what follows builds on them
+            _carry_out(desk, line, request)
+        else:
+            pool.submit(_carry_out, desk, line, request)
+    desk.close()
+    pool.shutdown(wait=False, cancel_futures=True)
+    _leave(desk)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Making redundancy out of what other nodes have, and lost data out of redundancy.
+
+Both pull: a node reads from its peers, block after block, and writes to its own storage only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import xxhash
+
+from fivefold.checkpoint.ahead import Ahead, Reader
+from fivefold.checkpoint.files import Bytes, FileOps, Stream, Written, crash_at
+from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
+from fivefold.checkpoint.pieces import Address, Client, NotHere, PeerError, Request
+from fivefold.checkpoint.rate import Rate
+from fivefold.checkpoint.schemes import Piece, Term, carry_out, clip, scheme_named
+from fivefold.checkpoint.shelf import Shelf
+from fivefold.errors import CheckpointError, Damaged
+
+__all__ = ["Peers", "fetch", "protect", "rebuild", "repair_manifest"]
+
+BLOCK_BYTES = 1 << 20
+"""what a request to a peer asks for"""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Where the members' data and redundancy can be read, and how."""
+
+    addresses: Mapping[int, Address]
+    """by member"""
+    key: bytes
+    own: Address | None = None
+    """members with this address are read from the own storage"""
+    timeout_s: float = 30.0
+    patience_s: float = 30.0
+    """how long a peer may be behind with its own part of the generation"""
+    rate: Rate = field(default_factory=Rate)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the functions below share."""
+
+    shelf: Shelf
+    manifest: Manifest
+    peers: Peers
+    files: FileOps
+
+    @property
+    def folder(self) -> Path:
+        return self.shelf.path(self.manifest.name)
+
+    def request(self, member: int, term: Term, length: int) -> Request:
+        return Request(
+            self.manifest.name, self.manifest.save, term.of, member, "", term.start, length
+        )
+
+
+def protect(shelf: Shelf, generation: str, peers: Peers, files: FileOps) -> tuple[Item, ...]:
+    """Write what this node keeps for the others of its set. Doing it again makes the same bytes.
+
+    Returns the files that were written: none with scheme single.
+
+    Raises:
+        CheckpointError: there is no such generation here; `PeerError`: a peer is gone or too slow.
+        OSError: writing failed, the disk being full for example. Nothing is left behind.
+    """
+    manifest = shelf.manifest(generation)
+    if manifest.me is None:
+        raise CheckpointError(
+            f"{shelf.path(generation)} belongs to no node: nothing to protect there"
+        )
+    scheme = scheme_named(manifest.scheme)
+    if scheme.least == 1:
+        return ()
+    group = manifest.set_of(manifest.me)
+    recipe = scheme.recipe(_lengths(manifest, group), group.index(manifest.me))
+    work = _Work(shelf, manifest, peers, files)
+    name = redundancy_name(manifest.me)
+    with files.create(work.folder / name) as stream:
+        crash_at("encoding")
+        _carry_out(work, group, recipe, _Sink(stream, "encoding", peers.rate))
+        written = stream.commit()
+    return (Item(name, written.length, written.digest),)
+
+
+def rebuild(
+    shelf: Shelf,
+    manifest: Manifest,
+    member: int,
+    peers: Peers,
+    files: FileOps,
+    *,
+    lost: Collection[int],
+    bare: Collection[int] | None = None,
+) -> list[str]:
+    """Make the files of a member whole here: what is missing or damaged comes from redundancy.
+
+    What is whole stays as it is, so doing it again does nothing. With the payload come DCP's metadata
+    and, where there is none, a manifest.
+
+    Args:
+        shelf: where the files shall lie.
+        manifest: of the generation; whose does not matter.
+        member: whose data is wanted.
+        peers: where the others of its set can be read.
+        files: how files are touched.
+        lost: members whose data cannot be read, `member` among them or not.
+        bare: members whose redundancy cannot be read; those of `lost` unless told.
+
+    Returns:
+        Names of the files that were made.
+
+    Raises:
+        Unrecoverable: too much is lost.
+        Damaged: what came out is not what was saved: a source is damaged. The file is not there.
+        CheckpointError: another save has the directory; `PeerError`: a peer is gone or too slow.
+        OSError: writing failed.
+    """
+    work = _Work(shelf, manifest, peers, files)
+    files.make_dir(work.folder)
+    _refuse_another_save(shelf, manifest)
+    made = _rebuild_payload(work, member, {*lost, member}, bare)
+    if not _whole(work, manifest.metadata):
+        _fetch(work, manifest.metadata)
+        made.append(manifest.metadata.name)
+    if repair_manifest(shelf, manifest, member, files):
+        made.append(MANIFEST)
+    return made
+
+
+def fetch(shelf: Shelf, manifest: Manifest, item: Item, peers: Peers, files: FileOps) -> bool:
+    """Copy a file from whichever peer has it, unless it is whole here. Returns whether it was copied.
+
+    Raises:
+        PeerError: no peer has it, or none has it undamaged.
+        OSError: writing failed.
+    """
+    work = _Work(shelf, manifest, peers, files)
+    if _whole(work, item):
+        return False
+    _fetch(work, item)
+    return True
+
+
+def repair_manifest(shelf: Shelf, manifest: Manifest, member: int, files: FileOps) -> bool:
+    """Write the manifest of `member` where the directory has none that can be read."""
+    try:
+        shelf.manifest(manifest.name)
+    except (NotHere, Damaged):
+        own = replace(manifest, me=member, redundancy=(), state="local")
+        files.write(shelf.path(manifest.name) / MANIFEST, [own.to_json().encode("ascii")])
+        return True
+    return False
+
+
+def _rebuild_payload(
+    work: _Work, member: int, lost: Collection[int], bare: Collection[int] | None
+) -> list[str]:
+    manifest = work.manifest
+    group = manifest.set_of(member)
+    place = {number: position for position, number in enumerate(group)}
+    made: list[str] = []
+    pieces: list[Piece] | None = None
+    start = 0
+    for item in manifest.members[member].items:
+        if not _whole(work, item):
+            crash_at("rebuilding")
+            pieces = pieces or scheme_named(manifest.scheme).rebuild(
+                _lengths(manifest, group),
+                [place[number] for number in lost if number in place],
+                place[member],
+                None if bare is None else [place[number] for number in bare if number in place],
+            )
+            _make(work, group, item, clip(pieces, start, start + item.length))
+            made.append(item.name)
+        start += item.length
+    return made
+
+
+def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[Piece]) -> None:
+    with work.files.create(work.folder / item.name) as stream:
+        sink = _Sink(stream, "rebuilding", work.peers.rate)
+        _carry_out(work, group, pieces, sink)
+        if sink.written != Written(item.length, item.digest):
+            raise Damaged(
+                "what was rebuilt of a file", work.folder / item.name,
+                "a member of the set, or its redundancy, has changed since the save",
+            )  # fmt: skip
+        stream.commit()
+
+
+def _fetch(work: _Work, item: Item) -> None:
+    """Copy a file from the first peer that has it whole."""
+    told: list[str] = []
+    for address in dict.fromkeys(work.peers.addresses.values()):
+        if address == work.peers.own:
+            continue
+        request = Request(work.manifest.name, work.manifest.save, "file", 0, item.name)
+        with (
+            Client(address, work.peers.key, timeout_s=work.peers.timeout_s) as client,
+            work.files.create(work.folder / item.name) as stream,
+        ):
+            sink = _Sink(stream, "rebuilding", work.peers.rate)
+            try:
+                for block in client.blocks(request, BLOCK_BYTES):
+                    sink.write(block)
+            except (PeerError, NotHere) as problem:
+                told.append(str(problem))
+                continue
+            if sink.written == Written(item.length, item.digest):
+                stream.commit()
+                return
+            told.append(f"{address[0]}:{address[1]} has {item.name} damaged")
+    raise PeerError(
+        f"no node gives {work.manifest.name}/{item.name}: " + ("; ".join(told) or "no peers")
+    )
+
+
+class _Sink:
+    """Writes to a file, hashing, within the rate; and the place where tests let the process die."""
+
+    def __init__(self, stream: Stream, point: str, rate: Rate) -> None:
+        self._stream, self._point, self._rate = stream, point, rate
+        self._hash = xxhash.xxh3_128()
+        self._length = 0
+
+    def write(self, block: Bytes) -> None:
+        self._rate.take(len(block))
+        self._hash.update(block)
+        self._length += self._stream.write(block)
+        crash_at(self._point)
+
+    @property
+    def written(self) -> Written:
+        return Written(self._length, self._hash.hexdigest())
+
+
+def _carry_out(work: _Work, group: Sequence[int], pieces: Sequence[Piece], sink: _Sink) -> None:
+    """`schemes.carry_out` over the network; positions in pieces are those in `group`."""
+    positions = {term.member for piece in pieces for term in piece.terms}
+    with ExitStack() as stack:
+        readers = {at: _reader(work, group[at], stack) for at in positions}
+        ahead = Ahead(pieces, readers, BLOCK_BYTES, timeout_s=_block_s(work.peers))
+        stack.callback(ahead.close)  # before the clients hang up, after which its threads end
+        try:
+            carry_out(pieces, ahead.read, sink.write, BLOCK_BYTES)
+        finally:
+            stack.close()
+            ahead.join()
+
+
+def _block_s(peers: Peers) -> float:
+    return peers.timeout_s + peers.patience_s + 1.0
+
+
+def _reader(work: _Work, member: int, stack: ExitStack) -> Reader:
+    address = work.peers.addresses.get(member)
+    if address is None:
+        raise PeerError(f"nobody said where member {member} of {work.manifest.name} is")
+    if address == work.peers.own:
+        return lambda term, length, room: work.shelf.read(work.request(member, term, length), room)
+    client = stack.enter_context(Client(address, work.peers.key, timeout_s=work.peers.timeout_s))
+    return lambda term, length, room: client.read(
+        work.request(member, term, length), room, patience_s=work.peers.patience_s
+    )
+
+
+def _whole(work: _Work, item: Item) -> bool:
+    path = work.folder / item.name
+    try:
+        return work.files.size(path) == item.length and (
+            work.files.digest(path) == Written(item.length, item.digest)
+        )
+    except OSError:  # missing, or on a part of the disk that cannot be read any more
+        return False
+
+
+def _refuse_another_save(shelf: Shelf, manifest: Manifest) -> None:
+    try:
+        there = shelf.manifest(manifest.name)
+    except (NotHere, Damaged):
+        return
+    if not there.same_save(manifest):
+        raise CheckpointError(
+            f"{shelf.path(manifest.name)} holds another save of that step (run {there.run}, save "
+            f"{there.save}); it is left alone: remove it if it is not needed"
+        )
+
+
+def _lengths(manifest: Manifest, group: Sequence[int]) -> list[int]:
+    return [manifest.members[member].length for member in group]

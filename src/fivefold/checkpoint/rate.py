@@ -1,0 +1,49 @@
+"""A limit on how fast background work moves bytes, so that training does not feel it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fivefold.errors import CheckpointError, UsageError
+
+__all__ = ["Rate"]
+
+_BURST_S = 0.05
+
+
+class Rate:
+    """Lets `bytes_per_s` through, over all threads that share it; None lets everything through.
+
+    Args:
+        bytes_per_s: over a second or so.
+        stop: when it is set, whoever takes gets a `CheckpointError`, at once.
+
+    Raises:
+        UsageError: the rate is not positive.
+    """
+
+    def __init__(
+        self, bytes_per_s: float | None = None, stop: threading.Event | None = None
+    ) -> None:
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise UsageError(
+                f"a rate of {bytes_per_s:g} bytes per second moves nothing; leave it out"
+            )
+        self.bytes_per_s = bytes_per_s
+        self._stop = stop or threading.Event()
+        self._due = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Wait until another `count` bytes may be moved."""
+        wait_s = 0.0
+        if self.bytes_per_s is not None:
+            with self._lock:
+                # Time that nobody used is lost, but for a moment: bursts stay short.
+                now = time.monotonic()
+                begin = max(self._due, now - _BURST_S)
+                self._due = begin + count / self.bytes_per_s
+                wait_s = max(0.0, begin - now)
+        if self._stop.wait(wait_s) if wait_s else self._stop.is_set():
+            raise CheckpointError("it was stopped: the run ends")
