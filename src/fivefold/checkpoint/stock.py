@@ -1,0 +1,155 @@
+"""Checks directories that plain torch.distributed.checkpoint (DCP) has written, without torch.
+
+What torch loads without a word, a flipped bit in a tensor, is found: every part of a file is a zip archive
+whose records have checksums, which torch writes and does not read. (Of the archive's own tables some bits are
+left to torch, which refuses them.)
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from fivefold.checkpoint.manifest import METADATA
+from fivefold.checkpoint.metadata import Contents, Part, contents_of
+from fivefold.checkpoint.place import Place
+from fivefold.checkpoint.store import Problem
+from fivefold.errors import Damaged
+
+__all__ = ["Checked", "is_stock", "read_contents", "verify_stock"]
+
+_OF_ONE_RANK = re.compile(r"__[0-9]+\.metadata", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check has found."""
+
+    problems: tuple[Problem, ...]
+    parts: int
+    """tensors, chunks of tensors and values"""
+    unchecked: int
+    """parts without checksums, of which only the length is known to be right"""
+
+
+def is_stock(place: Place, folder: str = "") -> bool:
+    """Whether DCP has written this directory."""
+    return bool(_metadata_names(place, folder))
+
+
+def _metadata_names(place: Place, folder: str) -> list[str]:
+    names = place.list(folder)
+    return [METADATA] if METADATA in names else list(filter(_OF_ONE_RANK.fullmatch, names))
+
+
+def read_contents(place: Place, folder: str = "") -> Contents:
+    """What the directory consists of. Raises `Damaged`, or `FileNotFoundError` without metadata."""
+    names = _metadata_names(place, folder)
+    if not names:
+        raise FileNotFoundError(f"{place.where(folder)} has no {METADATA}: DCP did not write it")
+    each = [contents_of(place.read(_in(folder, n)), place.where(_in(folder, n))) for n in names]
+    entries = {entry.name: entry for contents in each for entry in contents.entries}
+    parts = tuple(part for contents in each for part in contents.parts)
+    return Contents(tuple(entries.values()), parts)
+
+
+def verify_stock(place: Place, folder: str = "", *, deep: bool = True) -> Checked:
+    """What is wrong with a DCP directory: its metadata, and the files that the metadata names.
+
+    `deep` reads all bytes; else only the files' lengths are looked at. Raises `OSError` where the directory
+    itself cannot be read.
+    """
+    try:
+        contents = read_contents(place, folder)
+    except Damaged as problem:
+        return Checked((Problem(METADATA, "unreadable", str(problem)),), 0, 0)
+    files: dict[str, list[Part]] = {}
+    for part in contents.parts:
+        files.setdefault(part.file, []).append(part)
+    problems: list[Problem] = []
+    unchecked = 0
+    for name in sorted(files):
+        found, without = _verify_file(place, folder, name, files[name], deep)
+        problems += found
+        unchecked += without
+    return Checked(tuple(problems), len(contents.parts), unchecked)
+
+
+def _in(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _verify_file(
+    place: Place, folder: str, name: str, parts: Iterable[Part], deep: bool
+) -> tuple[list[Problem], int]:
+    needed = max(part.start + part.length for part in parts)
+    try:
+        length = place.size(_in(folder, name))
+        if length < needed:
+            return [Problem(name, "length", f"{length} bytes, {needed} are needed")], 0
+        if not deep:
+            return [], len(list(parts))
+        with place.open(_in(folder, name)) as file:
+            states = [(part, _state(file, part)) for part in parts]
+    except FileNotFoundError:
+        return [Problem(name, "missing", "it is not there")], 0
+    except OSError as error:
+        return [Problem(name, "unreadable", f"it cannot be read: {error}")], 0
+    wrong = [Problem(name, "digest", f"{part.name}: {state}") for part, state in states if state]
+    return wrong, sum(state is None for _, state in states)
+
+
+def _state(file: BinaryIO, part: Part) -> str | None:
+    """What is wrong with a part; empty if nothing is, None if that cannot be told."""
+    if part.transformed:
+        return None
+    window = io.BufferedReader(_Window(file, part.start, part.length), 1 << 20)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            records = archive.infolist()
+            if not records or any(r.external_attr or r.internal_attr or r.volume for r in records):
+                return "its table of records is not one of torch.save"
+            if not any(record.CRC for record in records):
+                return None  # torch.serialization.set_crc32_options(False)
+            broken = archive.testzip()
+    except OSError:
+        raise
+    except Exception as problem:  # noqa: BLE001 - a damaged archive raises anything
+        return f"no intact archive of torch.save: {problem!r}"
+    return f"the checksum of {broken} does not match" if broken else ""
+
+
+class _Window(io.RawIOBase):
+    """A stretch of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is nothing at {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(count)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
