@@ -1,0 +1,113 @@
+"""The benchmark of checkpoints runs as its README says, only smaller; its throttle slows what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nodes import refusal
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+HERE = BENCHMARKS / "checkpoint"
+MODULES = ("contender", "contenders", "figures", "publishing", "report", "throttle")
+FAST = 200e6
+NEEDS_CC = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The benchmark's own modules: beside their script, as it finds them."""
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "common"))
+    monkeypatch.syspath_prepend(str(HERE))
+    yield {name: __import__(name) for name in MODULES}
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@NEEDS_CC
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(refusal()), reason=f"no nodes of their own: {refusal()}")
+def test_a_part_is_measured_and_kept(tmp_path: Path) -> None:
+    small = ["--parts=replicated", "--rounds=7", "--layers=1", "--quiet=2", "--steps=3"]
+    small += ["--disk-mib=512", f"--results={tmp_path}"]
+    contenders = ["none", "rank0", "dcp-staged", "xor", "xor-flushed"]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run.py"), *small, "--contenders", *contenders],
+        capture_output=True, text=True, check=False, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "replicated.json").read_text())
+    assert {name: len(rounds) for name, rounds in kept["blocks"].items()} == dict.fromkeys(
+        contenders, 7
+    )
+    # One layer: a matrix and a bias, both with two moments and a count of steps.
+    assert kept["state_bytes"] == 3 * 4 * (2048 * 2048 + 2048) + 2 * 4
+    assert "### replicated: 2 nodes, 50 MB of state" in done.stdout and "too few" not in done.stdout
+
+
+@NEEDS_CC
+@pytest.mark.parametrize("way", ["torch.save", "copy", "buffered", "direct"])
+def test_what_passes_is_counted_and_takes_its_time(
+    way: str, modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20_000_000))
+    ways = {
+        "copy": f"import shutil; shutil.copyfile({str(source)!r}, folder + '/x')",
+        "torch.save": "import torch; torch.save(torch.zeros(5_000_000), folder + '/x')",
+        "buffered": "open(folder + '/x', 'wb').write(bytes(20_000_000))",
+        "direct": "import os; os.write(os.open(folder + '/x', os.O_CREAT | os.O_WRONLY), bytes(20_000_000))",
+    }
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    throttle = modules["throttle"].Throttle(tmp_path, FAST)
+    read = "; import sys; sys.exit(len(open(folder + '/x', 'rb').read()) < 20_000_000)"
+    begun = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-c", f"folder = {str(folder)!r}; {ways[way]}{read}"],
+        env={**os.environ, **throttle.variables(folder)}, check=True, timeout=60,
+    )  # fmt: skip
+    written, got = throttle.passed
+    assert 20_000_000 <= written < 20_010_000
+    assert 20_000_000 <= got < 20_010_000
+    assert time.monotonic() - begun > 40_000_000 / FAST
+
+
+@NEEDS_CC
+def test_what_lies_elsewhere_is_left_alone(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    throttle = modules["throttle"].Throttle(tmp_path, 1.0)
+    for name in ("slow", "slower"):
+        (tmp_path / name).mkdir()
+    write = f"open({str(tmp_path / 'slower' / 'x')!r}, 'wb').write(bytes(100))"
+    variables = {**os.environ, **throttle.variables(tmp_path / "slow")}
+    subprocess.run([sys.executable, "-c", write], env=variables, check=True, timeout=60)
+    assert throttle.passed == (0, 0)
+
+
+def test_a_stall_is_what_a_save_adds(modules: dict[str, ModuleType]) -> None:
+    quiet = {"wall_s": 2.0, "cpu_s": 4.0, "step_s": [0.5] * 4}
+    saved = {"wall_s": 3.75, "cpu_s": 6.5, "step_s": [0.5] * 6, "call_s": 0.1}
+    blocks = {"quiet": quiet, "saved": saved}
+    report = modules["report"]
+    assert report.stall_s(blocks) == pytest.approx(0.75)
+    assert report.cpu_s(blocks) == pytest.approx(0.5)
+    # Young: T = sqrt(2 C M), C / T = sqrt(C / 2 M)
+    assert report.at_best(0.72) == pytest.approx(0.01)
+
+
+def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -> None:
+    text = (HERE / "README.md").read_text()
+    assert modules["report"].renewed(text, HERE / "results") == text
+    assert all(f"| {title}" in text for title in modules["contenders"].TITLES.values())
