@@ -1,7 +1,8 @@
-"""Agents as real processes, one per node; a node is a directory here."""
+"""Agents as real processes, one per node; a node is a directory here, but for the last tests."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from fivefold.checkpoint.recovery import Choice, choose
 from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.errors import CheckpointError, Unrecoverable
 from generations import SavedState, saved_state
+from nodes import Nodes as Apart
+from nodes import refusal
 
 WAIT_S = 60.0
 MIB = 1 << 20
@@ -447,3 +450,57 @@ def test_it_ends_with_its_parent(tmp_path: Path, how: str) -> None:
         wait_until(lambda: gone(pids[0]))
         for pid in pids[1:]:
             os.kill(pid, signal.SIGKILL)
+
+
+# --- on nodes of their own ------------------------------------------------------------------------
+
+
+@contextmanager
+def agents_on_nodes(nodes: Apart, **plan: object) -> Iterator[None]:
+    """Every node saves and protects; what comes of it lies in the shared folder."""
+    script = str(Path(__file__).parents[2] / "agent_on_node.py")
+    running = [
+        nodes.start(
+            node,
+            [sys.executable, script, str(node), nodes.address(node), str(nodes.local(node)),
+             str(nodes.shared), json.dumps(plan)],
+        )
+        for node in range(len(nodes))
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        (nodes.shared / "end").touch()
+        for process in running:
+            process.wait(20)
+
+
+def told(nodes: Apart, name: str) -> str:
+    wait_until((nodes.shared / name).exists, 60)
+    return (nodes.shared / name).read_text()
+
+
+@pytest.mark.skipif(refusal() != "", reason=f"no nodes here: {refusal()}")
+def test_a_full_disk_of_a_node_costs_its_redundancy_only() -> None:
+    with Apart(2, disk_bytes=9 * MIB) as nodes:
+        plan = {"lengths": [[2 * MIB], [8 * MIB]], "scheme": "partner", "options": {}}
+        with agents_on_nodes(nodes, **plan):
+            assert "is not protected: No space left on device; free some space" in told(
+                nodes, "result-0"
+            )
+            assert told(nodes, "wrong-0") == "[]"
+            assert [p.name for p in nodes.disk(0).glob("r/*/*.bin*")] == []
+
+
+@pytest.mark.skipif(refusal() != "", reason=f"no nodes here: {refusal()}")
+def test_a_node_that_falls_silent_while_encoding_is_given_up() -> None:
+    with Apart(2) as nodes:
+        options = {"bytes_per_s": 4 * MIB, "timeout_s": 1.0, "patience_s": 1.0}
+        plan = {"lengths": [[8 * MIB], [8 * MIB]], "scheme": "partner", "options": options}
+        with agents_on_nodes(nodes, **plan):
+            wait_until(lambda: any(nodes.disk(0).glob("r/*/redundancy-0.bin.*")), 60)
+            nodes.kill(1, silently=True)
+            problem = told(nodes, "result-0")
+            assert "does not answer: timed out" in problem
+            assert told(nodes, "wrong-0") == "[]"
+            assert [p.name for p in nodes.disk(0).glob("r/*/*.bin*")] == []
