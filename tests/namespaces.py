@@ -18,6 +18,8 @@ from typing import IO
 
 import psutil
 
+from template import Forked
+
 __all__ = [
     "Job",
     "NodesError",
@@ -50,7 +52,9 @@ class NodesError(Exception):
 class Process:
     """A process on a node; what it prints goes into a file."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path, *, entered: bool) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes] | Forked, log: Path, *, entered: bool
+    ) -> None:
         self._popen = popen
         self.log = log
         self._entered = entered  # through nsenter, whose child is meant
@@ -168,7 +172,7 @@ def call(argv: Sequence[str], told: str = "") -> None:
         raise NodesError(f"`{' '.join(argv[-3:])}` failed: {done.stderr.strip()}")
 
 
-def only_child(parent: subprocess.Popen[bytes]) -> int:
+def only_child(parent: subprocess.Popen[bytes] | Forked) -> int:
     end = time.monotonic() + START_LIMIT_S
     while time.monotonic() < end:
         with contextlib.suppress(psutil.NoSuchProcess):

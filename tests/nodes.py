@@ -31,6 +31,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ from namespaces import (
     free_port,
     namespace,
 )
+from template import Order, Template
 
 __all__ = ["Job", "Nodes", "Process", "refusal"]
 
@@ -114,9 +116,14 @@ class Nodes:
         *,
         apart: bool = True,
         shared_bytes: int | None = None,
+        template: Template | None = None,
     ) -> None:
-        """`shared_bytes`: keep the shared folder in memory, of this size; it is then seen on nodes only."""
+        """`shared_bytes`: keep the shared folder in memory, of this size; it is then seen on nodes only.
+
+        `template`: what scripts of Python are forked from.
+        """
         self.apart = apart
+        self._template = template
         self._disk_bytes = disk_bytes
         self._shared_bytes = shared_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="fivefold-nodes-"))
@@ -190,14 +197,26 @@ class Nodes:
         """Start a process on a node; `env` is added to this process's variables."""
         up = self._up(node)
         log = self._folder / "logs" / f"{up.host}-{len(up.processes)}.log"
+        log.touch()
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         if self.apart:
             environ["TMPDIR"] = str(self._folder / "tmp")  # of the node's own
+        if self._template is not None and argv[0] == sys.executable and argv[1].endswith(".py"):
+            order = Order(argv[1:], environ, str(self.shared), str(log), up.init)
+            process = Process(self._template.start(order), log, entered=False)
+        else:
+            process = Process(self._popen(up, argv, environ, log), log, entered=self.apart)
+        up.processes.append(process)
+        return process
+
+    def _popen(
+        self, up: _Node, argv: Sequence[str], environ: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
         enter = ["sh", "-c", 'cd "$0" && exec "$@"', str(self.shared)]
         if up.init is not None:
             enter = [*entering(up.init, *"npmu"), *enter]
         with log.open("wb") as out:
-            popen = subprocess.Popen(
+            return subprocess.Popen(
                 [*enter, *argv],
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -205,9 +224,6 @@ class Nodes:
                 stderr=out,
                 start_new_session=True,
             )
-        process = Process(popen, log, entered=self.apart)
-        up.processes.append(process)
-        return process
 
     def job(
         self,

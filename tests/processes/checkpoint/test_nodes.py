@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from nodes import Job, Nodes, refusal
+from template import Template
 
 KINDS = [
     pytest.param(
@@ -111,6 +112,22 @@ def test_what_a_node_started_ends_with_it(nodes: Nodes) -> None:
     running = nodes.processes(0)
     nodes.kill(0)
     until(lambda: not any(psutil.pid_exists(pid) for pid in running), 2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_gives_the_same_ranks_sooner(kind: bool, tmp_path: Path) -> None:
+    script = tmp_path / "sums.py"
+    script.write_text(SUMS)
+    with Template() as template, Nodes(3, apart=kind, template=template) as nodes:
+        argv = [sys.executable, str(script)]
+        assert all("together 3" in text for text in nodes.job([*argv, "1"]).succeed())
+        job = nodes.job([*argv, "-1"])
+        all_say(job, "together 3")
+        running = nodes.processes(1)
+        assert job.ranks[1].pid in running
+        nodes.kill(1)
+        assert job.wait(20.0) == [3, -signal.SIGKILL, 3], job.told()
+        assert not any(psutil.pid_exists(pid) for pid in running)
 
 
 @pytest.fixture
