@@ -81,7 +81,13 @@ class Desk:
         self._shelf = Shelf(self._store.root, self._files)
         self._rate = Rate(given["bytes_per_s"], self._stop)
         self._timeout_s, self._patience_s = given["timeout_s"], given["patience_s"]
-        self._server = Server(given["host"], self._key, self._shelf.answer)
+        try:
+            self._server = Server(given["host"], self._key, self._shelf.answer)
+        except OSError as problem:
+            raise CheckpointError(
+                f"the agent cannot serve other nodes at {given['host']}: {problem.strerror}; it has to "
+                "be an address of this host"
+            ) from None
         return {"host": self._server.address[0], "port": self._server.address[1]}
 
     def peers(self, given: Given) -> Answer:
@@ -123,15 +129,18 @@ class Desk:
     def rebuild(self, given: Given) -> Answer:
         """Make the files of a member whole here."""
         addresses = _addresses(given["addresses"])
+        manifest, member = Manifest.parse(given["manifest"]), int(given["member"])
         made = rebuild(
             self._shelf,
-            Manifest.parse(given["manifest"]),
-            int(given["member"]),
+            manifest,
+            member,
             self._reach(addresses),
             self._files,
             lost=given["lost"],
             bare=given["bare"],
         )
+        items = manifest.members[member].items
+        self._count("rebuild", sum(item.length for item in items if item.name in made))
         return {"made": made}
 
     def inventory(self, given: Given) -> Answer:

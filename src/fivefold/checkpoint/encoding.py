@@ -12,8 +12,8 @@ from pathlib import Path
 
 import xxhash
 
-from fivefold.checkpoint.ahead import Ahead, Reader
-from fivefold.checkpoint.files import Bytes, FileOps, Stream, Written, crash_at
+from fivefold.checkpoint.ahead import DEPTH, Ahead, Reader
+from fivefold.checkpoint.files import Bytes, FileOps, Stream, Written, crash_at, is_temporary
 from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
 from fivefold.checkpoint.pieces import Address, Client, NotHere, PeerError, Request
 from fivefold.checkpoint.rate import Rate
@@ -82,9 +82,10 @@ def protect(shelf: Shelf, generation: str, peers: Peers, files: FileOps) -> tupl
     recipe = scheme.recipe(_lengths(manifest, group), group.index(manifest.me))
     work = _Work(shelf, manifest, peers, files)
     name = redundancy_name(manifest.me)
+    _sweep(work, name)
     with files.create(work.folder / name) as stream:
         crash_at("encoding")
-        _carry_out(work, group, recipe, _Sink(stream, "encoding", peers.rate))
+        _carry_out(work, group, recipe, _Sink(stream, "encoding"))
         written = stream.commit()
     return (Item(name, written.length, written.digest),)
 
@@ -184,8 +185,9 @@ def _rebuild_payload(
 
 
 def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[Piece]) -> None:
+    _sweep(work, item.name)
     with work.files.create(work.folder / item.name) as stream:
-        sink = _Sink(stream, "rebuilding", work.peers.rate)
+        sink = _Sink(stream, "rebuilding")
         _carry_out(work, group, pieces, sink)
         if sink.written != Written(item.length, item.digest):
             raise Damaged(
@@ -206,9 +208,10 @@ def _fetch(work: _Work, item: Item) -> None:
             Client(address, work.peers.key, timeout_s=work.peers.timeout_s) as client,
             work.files.create(work.folder / item.name) as stream,
         ):
-            sink = _Sink(stream, "rebuilding", work.peers.rate)
+            sink = _Sink(stream, "rebuilding")
             try:
                 for block in client.blocks(request, BLOCK_BYTES):
+                    work.peers.rate.take(len(block))
                     sink.write(block)
             except (PeerError, NotHere) as problem:
                 told.append(str(problem))
@@ -223,15 +226,14 @@ def _fetch(work: _Work, item: Item) -> None:
 
 
 class _Sink:
-    """Writes to a file, hashing, within the rate; and the place where tests let the process die."""
+    """Writes to a file, hashing; and the place where tests let the process die."""
 
-    def __init__(self, stream: Stream, point: str, rate: Rate) -> None:
-        self._stream, self._point, self._rate = stream, point, rate
+    def __init__(self, stream: Stream, point: str) -> None:
+        self._stream, self._point = stream, point
         self._hash = xxhash.xxh3_128()
         self._length = 0
 
     def write(self, block: Bytes) -> None:
-        self._rate.take(len(block))
         self._hash.update(block)
         self._length += self._stream.write(block)
         crash_at(self._point)
@@ -246,7 +248,7 @@ def _carry_out(work: _Work, group: Sequence[int], pieces: Sequence[Piece], sink:
     positions = {term.member for piece in pieces for term in piece.terms}
     with ExitStack() as stack:
         readers = {at: _reader(work, group[at], stack) for at in positions}
-        ahead = Ahead(pieces, readers, BLOCK_BYTES, timeout_s=_block_s(work.peers))
+        ahead = Ahead(pieces, readers, BLOCK_BYTES, timeout_s=_block_s(work.peers, len(readers)))
         stack.callback(ahead.close)  # before the clients hang up, after which its threads end
         try:
             carry_out(pieces, ahead.read, sink.write, BLOCK_BYTES)
@@ -255,20 +257,41 @@ def _carry_out(work: _Work, group: Sequence[int], pieces: Sequence[Piece], sink:
             ahead.join()
 
 
-def _block_s(peers: Peers) -> float:
-    return peers.timeout_s + peers.patience_s + 1.0
+def _block_s(peers: Peers, readers: int) -> float:
+    """How long a block may take that all readers fill their buffers before."""
+    limit = peers.rate.bytes_per_s
+    queued_s = readers * (DEPTH + 2) * BLOCK_BYTES / limit if limit else 0.0
+    return peers.timeout_s + peers.patience_s + queued_s + 1.0
 
 
 def _reader(work: _Work, member: int, stack: ExitStack) -> Reader:
-    address = work.peers.addresses.get(member)
+    """Reads what a member has, from here or over the network, within the rate."""
+    address, rate = work.peers.addresses.get(member), work.peers.rate
     if address is None:
         raise PeerError(f"nobody said where member {member} of {work.manifest.name} is")
     if address == work.peers.own:
-        return lambda term, length, room: work.shelf.read(work.request(member, term, length), room)
+        return _limited(rate, lambda t, n, room: work.shelf.read(work.request(member, t, n), room))
     client = stack.enter_context(Client(address, work.peers.key, timeout_s=work.peers.timeout_s))
-    return lambda term, length, room: client.read(
-        work.request(member, term, length), room, patience_s=work.peers.patience_s
+    patience_s = work.peers.patience_s
+    return _limited(
+        rate,
+        lambda t, n, room: client.read(work.request(member, t, n), room, patience_s=patience_s),
     )
+
+
+def _limited(rate: Rate, reader: Reader) -> Reader:
+    def read(term: Term, length: int, room: memoryview) -> memoryview:
+        rate.take(length)
+        return reader(term, length, room)
+
+    return read
+
+
+def _sweep(work: _Work, name: str) -> None:
+    """Remove what an agent that was killed has begun to write under this name."""
+    for left in work.files.list(work.folder):
+        if is_temporary(left) and left.startswith(f"{name}."):
+            work.files.remove(work.folder / left)
 
 
 def _whole(work: _Work, item: Item) -> bool:

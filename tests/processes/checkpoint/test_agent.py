@@ -314,9 +314,11 @@ def test_an_agent_that_crashes_while_encoding_can_be_replaced(
         nodes.agents[0].protect(state.manifest.name).result(WAIT_S)
     with pytest.raises(AgentGone):
         nodes.agents[0].figures().result(WAIT_S)
-    assert "redundancy-0.bin" not in content(nodes.folder(0, state))
+    names = set(content(nodes.folder(0, state)))
+    assert "redundancy-0.bin" not in names and any(name.endswith(".tmp") for name in names)
     nodes.replace(0)
     nodes.protect(state)
+    assert not any(name.endswith(".tmp") for name in content(nodes.folder(0, state)))
 
 
 def test_a_crash_while_rebuilding_is_made_good_by_the_next_attempt(
@@ -399,6 +401,11 @@ def test_nonsense_is_answered(nodes: Nodes) -> None:
         agent.drop("../..").result(WAIT_S)
     with pytest.raises(CheckpointError, match="there is no step-00000001-epoch-1 here"):
         agent.flush("step-00000001-epoch-1", "/nowhere", [0], metadata=False).result(WAIT_S)
+
+
+def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot serve other nodes at 192\.0\.2\.1: Cannot"):
+        Agent(tmp_path, "r", bytes(32), host="192.0.2.1")
 
 
 def test_drop_removes_a_generation(nodes: Nodes) -> None:
