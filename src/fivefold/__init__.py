@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fivefold.checkpoint import Checkpointer
     from fivefold.data import loader
     from fivefold.mesh import Mesh, start
     from fivefold.parallel import clip_grad_norm_, parallelize
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Checkpointer",
     "Layout",
     "Mesh",
     "Phase",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Checkpointer": "fivefold.checkpoint",
     "Layout": "fivefold.plan",
     "Mesh": "fivefold.mesh",
     "Phase": "fivefold.trace",

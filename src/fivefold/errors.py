@@ -13,6 +13,7 @@ from pathlib import Path
 
 __all__ = [
     "CheckpointError",
+    "CheckpointWarning",
     "Damaged",
     "DataError",
     "FivefoldError",
@@ -52,6 +53,10 @@ class LaunchError(FivefoldError):
 
 class CheckpointError(FivefoldError):
     """A checkpoint could not be written or read."""
+
+
+class CheckpointWarning(UserWarning):
+    """A save or a copy of it failed, or an older save had to be loaded. Training goes on."""
 
 
 class Damaged(CheckpointError):

@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fivefold.checkpoint.checkpointer import Checkpointer
     from fivefold.checkpoint.manifest import Item, Manifest, Member
 
-__all__ = ["Item", "Manifest", "Member"]
+__all__ = ["Checkpointer", "Item", "Manifest", "Member"]
 
 _HOME = {
+    "Checkpointer": "fivefold.checkpoint.checkpointer",
     "Item": "fivefold.checkpoint.manifest",
     "Manifest": "fivefold.checkpoint.manifest",
     "Member": "fivefold.checkpoint.manifest",

@@ -36,7 +36,8 @@ class Ranks:
     def agree(self, what: str, do: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do something on every rank and gather what it tells. Collective.
 
-        Raises `CheckpointError` on every rank if it raised on one, with the reasons; `UsageError` if that did.
+        Raises `CheckpointError` on every rank if it raised on one, with the reasons; `UsageError` if
+        it was one.
         """
         problem: Exception | None = None
         told: Mapping[str, Any] = {}

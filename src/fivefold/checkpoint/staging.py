@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.objects import Entry
+from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.state import Captured
 from fivefold.errors import CheckpointError
 

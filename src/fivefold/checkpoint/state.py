@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fivefold.checkpoint.objects import Entry, Kept, Path, Saved, kept
+from fivefold.checkpoint.kept import Entry, Kept, Path, Saved
+from fivefold.checkpoint.objects import kept
 from fivefold.checkpoint.values import fingerprint
 from fivefold.errors import UsageError
 
@@ -167,10 +168,15 @@ class State:
                 found += [f"{name}.{key}" for key in one.missing(_below(saved, (name,)))]
         return found
 
-    def names(self) -> dict[str, list[str]]:
-        """For each object that tells, the names of which this rank holds something."""
-        told = {name: one.names() for name, one in self._kept.items()}
-        return {name: list(names) for name, names in told.items() if names is not None}
+    def strange(self, saved: Mapping[Path, Saved]) -> list[str]:
+        """What the checkpoint has of this rank's objects and this rank does not hold; another may."""
+        found: list[str] = []
+        for name, one in self._kept.items():
+            names = one.names()
+            if names is not None:
+                there = {one.name_of(path) for path in _below(saved, (name,))} - {None}
+                found += [f"{name}.{key}" for key in sorted(there - set(names), key=str)]
+        return found
 
     def request(self, saved: Mapping[Path, Saved], world: int, saved_world: int) -> Request:
         """What to read so that this rank goes on; `world` ranks there are, and there were.

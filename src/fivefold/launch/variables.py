@@ -40,6 +40,11 @@ READ = (
         "seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed",
         "5",
     ),
+    Variable(
+        "FIVEFOLD_LEASE_S",
+        "seconds without a sign of life after which a job that saves to a directory counts as ended",
+        "60",
+    ),
     Variable("FIVEFOLD_MPIRUN", "path of the mpirun or mpiexec to use", "the first on PATH"),
     Variable("FIVEFOLD_PLAN", "path of the plan file; set by `fivefold run --plan`"),
     Variable("FIVEFOLD_RUN_DIR", "folder that recipes write their runs to", "runs"),

@@ -1,0 +1,357 @@
+"""`Checkpointer`: what a training script sees of checkpoints.
+
+    ckpt = ff.Checkpointer("runs/a", mesh, model=model, optim=optim, data=data)
+    for step, (x, y) in ckpt.resume(data):
+        ...
+        ckpt.maybe_save(step)
+
+A step:   maybe_save ── state captured ── staged beside the next forward and backward ── written, protected,
+          flushed by other threads and processes. Training waits for the staging alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fivefold.checkpoint.compare import Comparing
+from fivefold.checkpoint.loading import load
+from fivefold.checkpoint.members import members_of, resolved_scheme
+from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.opening import open_run
+from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.rhythm import Rhythm
+from fivefold.checkpoint.saving import Saved
+from fivefold.checkpoint.settings import settings_of
+from fivefold.checkpoint.signals import STOPPED, Signals
+from fivefold.checkpoint.staging import Staging, wait_before_steps
+from fivefold.checkpoint.state import State
+from fivefold.checkpoint.store import LocalStore, PersistentStore
+from fivefold.checkpoint.writing import Channels, Writing
+from fivefold.closing import Closing
+from fivefold.errors import CheckpointWarning, UsageError
+from fivefold.mesh import Mesh
+from fivefold.mesh.groups import cpu_groups
+from fivefold.plan import Layout
+from fivefold.trace import Phase, span
+
+__all__ = ["Checkpointer"]
+
+_FLUSH_S = 86400.0
+"""how long ranks wait for each other's part of a flush"""
+
+_Batch = TypeVar("_Batch")
+
+
+class _Positioned(Protocol):
+    """A loader that knows where it stands: `fivefold.data.Loader`."""
+
+    @property
+    def cursor(self) -> Any: ...
+
+    @property
+    def upcoming(self) -> Any: ...
+
+
+class Checkpointer(Closing):
+    """Saves the state of a run so that it survives the loss of nodes, and brings it back.
+
+    Every save goes to each node's own storage, is protected by the other nodes, and every n-th is copied to
+    `directory` in the background. Making one, and every method, is collective over all ranks.
+
+    Args:
+        directory: of this run, on storage that all nodes see; a path, or a URL that fsspec knows.
+        mesh: what `fivefold.start` returned; its plan has the section `[checkpoint]`.
+        process_group: without a mesh, the ranks that train; by default all.
+        local: directory on each node's own storage.
+        scheme: "auto", "single", "partner" or "xor": what nodes keep for each other.
+        set_size: the most nodes that protect each other.
+        every: steps from save to save of `maybe_save`; 0: as often as measured costs and `mtbf_s` suggest.
+        flush_every: every n-th save is copied to `directory`; 0: the last alone.
+        flush_bytes_per_s: how fast each node copies; 0: as fast as it goes.
+        keep: how many saves each node keeps, at least.
+        mtbf_s: mean time between failures of the whole job, in seconds.
+        max_overhead: the most that saving may lengthen training, as a fraction.
+        signals: whether SIGTERM and SIGUSR1 make the run save and end, with exit code 75.
+        node: name of this rank's node, the host name by default: ranks with one name share a disk.
+        objects: what is saved, by name: modules, optimisers, loaders, schedulers, scalers and whatever else
+            has state_dict and load_state_dict; tensors and dicts, which are changed in place.
+
+    Raises:
+        UsageError: an object cannot be saved, there are fewer nodes than the scheme needs, or a directory
+            will not do.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        mesh: Mesh | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        local: str | os.PathLike[str] | None = None,
+        scheme: str | None = None,
+        set_size: int | None = None,
+        every: int | None = None,
+        flush_every: int | None = None,
+        flush_bytes_per_s: float | None = None,
+        keep: int | None = None,
+        mtbf_s: float | None = None,
+        max_overhead: float | None = None,
+        signals: bool = True,
+        node: str | None = None,
+        **objects: Any,
+    ) -> None:
+        given = {
+            "local": local, "scheme": scheme, "set_size": set_size, "every_steps": every,
+            "flush_every": flush_every, "flush_bytes_per_s": flush_bytes_per_s, "keep": keep,
+            "mtbf_s": mtbf_s, "max_overhead": max_overhead,
+        }  # fmt: skip
+        plan = None if mesh is None else mesh.plan
+        self._settings = settings = settings_of(directory, plan, node, given)
+        talk, saves = cpu_groups(process_group, 2, settings.timeout_s)
+        [flushes] = cpu_groups(process_group, 1, _FLUSH_S)
+        self._channels = Channels(Ranks(talk), Ranks(saves), Ranks(flushes))
+        self._layout = Layout(data=self._channels.training.size) if mesh is None else mesh.layout
+        self._open(objects)
+        self._hook(objects, signals=signals)
+
+    def _open(self, objects: Mapping[str, Any]) -> None:
+        """Find out which run the directory holds, and on which nodes we are."""
+        ranks, values = self._channels.training, self._settings.plan
+        self._state = State(objects, ranks.rank)
+        ranks.agree("checking the state", self._check_state)
+        self._persistent = PersistentStore(self._settings.directory)
+        self._opened = open_run(ranks, self._persistent)
+        store = LocalStore(self._settings.local, self._opened.run.run)
+        members = members_of(ranks, self._settings.node, store.root, store.files)
+        self._scheme = resolved_scheme(values.scheme, members, values.set_size)
+        self._node = Node(store, members, timeout_s=min(self._settings.timeout_s, 60.0))
+
+    def _hook(self, objects: Mapping[str, Any], *, signals: bool) -> None:
+        """Be called before the optimisers' steps, and by signals."""
+        values = self._settings.plan
+        optimizers = {n: thing for n, thing in objects.items() if isinstance(thing, Optimizer)}
+        self._staging = Staging(at_once=not optimizers)
+        self._unhook = wait_before_steps(optimizers, self._wait_for_staging)
+        self._comparing = Comparing(self._channels.training)
+        self._rhythm = Rhythm(values.every_steps, values.mtbf_s, values.max_overhead)
+        self._signals = Signals() if signals else None
+        self._writing: Writing | None = None
+        self._resumed: tuple[int, int] | None = None
+        self._asked = self._closed = False
+        self._under_way: Future[Saved] | None = None
+        self._step = self._saved_step = -1
+        self._stall_s = 0.0
+        self.last: Saved | None = None
+        """how the last save went that has ended"""
+
+    def _check_state(self) -> dict[str, Any]:
+        self._state.capture(0)
+        return {}
+
+    # ---- going on
+
+    def load(self) -> int | None:
+        """Go on from the newest save: every object gets its state. Returns its step; None if there is none.
+
+        Saves that are damaged, or that too many nodes took with them, are passed over with a warning.
+
+        Raises:
+            CheckpointError: there are saves, and none can be loaded.
+            UsageError: the saves are of another model, or of a number of ranks that will not do.
+        """
+        self._asked = True
+        with span(Phase.CHECKPOINT):
+            found = load(
+                self._channels.training,
+                self._node,
+                self._persistent,
+                opened=self._opened,
+                state=self._state,
+                local=self._settings.local,
+                warn=self._warn,
+            )
+        if found is None:
+            return None
+        self._resumed = found.step, found.epoch
+        self._step = found.step
+        return found.step
+
+    def resume(
+        self, data: Iterable[_Batch], epochs: int | None = None
+    ) -> Iterator[tuple[int, _Batch]]:
+        """Load, and yield what is left of `data`: (number of the step, from 1; batch).
+
+        Args:
+            data: a loader that was given to the Checkpointer, so that it goes on where it stood; of
+                `fivefold.loader`, or any other whose iteration goes on after `load_state_dict`.
+            epochs: how many in all; by default, the epoch that `data` stands in.
+        """
+        step = self.load() or 0
+        self._prepare()
+        if not hasattr(data, "upcoming"):
+            for _ in range(1 if epochs is None else epochs):
+                for batch in data:
+                    step += 1
+                    yield step, batch
+            return
+        stream = cast(_Positioned, data)
+        last = stream.upcoming.epoch + 1 if epochs is None else epochs
+        while stream.upcoming.epoch < last:
+            for batch in data:
+                yield int(stream.cursor.step), batch
+
+    # ---- saving
+
+    def maybe_save(self, step: int) -> bool:
+        """After every step of the optimiser: save if it is time. Returns whether a save began.
+
+        Raises:
+            SystemExit: a signal asked the run to end; it is saved. The code is 75.
+            UsageError: ranks are at different steps.
+        """
+        self._step = step
+        self._look_after()
+        first = self._channels.training.rank == 0
+        due = first and self._rhythm.by_time() and self._under_way is None
+        agreed = self._comparing.tell(step, self._received(), due=due)
+        if agreed.signal:
+            self._stop()
+        if not (agreed.due or self._rhythm.by_step(step)):
+            return False
+        self.save(step)
+        return True
+
+    def poll(self) -> None:
+        """In phases without steps, such as validation, now and then: notice signals. See `maybe_save`."""
+        self._look_after()
+        if self._comparing.tell(self._step, self._received(), due=False).signal:
+            self._stop()
+
+    def save(self, step: int) -> None:
+        """Begin to save the state after `step` steps. Waits for the save before, if that is still under way.
+
+        What goes wrong is told by a warning, and does not stop the run.
+        """
+        begun = time.perf_counter()
+        with span(Phase.CHECKPOINT):
+            self.wait()
+            writing = self._prepare()
+            if step == self._saved_step:
+                return
+            self._step = self._saved_step = step
+            self._rhythm.saved()
+            captured: Any
+            try:
+                captured = self._staging.begin(self._state.capture(step))
+            except Exception as problem:  # noqa: BLE001 - told to all ranks
+                self._staging.abandon()
+                captured = problem
+            self._under_way = writing.start(step, captured)
+        self._stall_s = time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Return when the save under way is protected, or has failed."""
+        if self._under_way is not None:
+            self._under_way.result()
+        self._look_after()
+
+    def close(self) -> None:
+        """Finish what is under way, copy the last save to the persistent directory, and end the helpers."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+            if self._writing is not None:
+                self._writing.close()
+            self._comparing.close()
+            self._look_after()
+        finally:
+            self._let_go()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """`close`; after an error, which other ranks may not have, wait for nobody."""
+        if kind is None:
+            self.close()
+        else:
+            self._closed = True
+            self._let_go()
+
+    # ---- parts
+
+    def _prepare(self) -> Writing:
+        """Before the first save: claim the directory, start agents and threads. Collective."""
+        if self._writing is not None:
+            return self._writing
+        if self._closed:
+            raise UsageError("this Checkpointer is closed: make another one to save more")
+        if self._opened.known and not self._asked:
+            raise UsageError(
+                f"{self._settings.directory} holds the saves of a run: go on from them with load() or "
+                "resume(), or save to another directory"
+            )
+        self._writing = Writing(
+            self._channels,
+            self._node,
+            self._persistent,
+            opened=self._opened,
+            settings=self._settings,
+            staging=self._staging,
+            layout=self._layout,
+            scheme=self._scheme,
+            resumed=self._resumed,
+        )
+        return self._writing
+
+    def _wait_for_staging(self) -> None:
+        begun = time.perf_counter()
+        self._staging.wait()
+        self._stall_s += time.perf_counter() - begun
+
+    def _look_after(self) -> None:
+        """Tell what other threads have found, without waiting for them."""
+        if self._under_way is not None and self._under_way.done():
+            self.last, self._under_way = self._under_way.result(), None
+            if self.last.problem:
+                self._warn(self.last.problem)
+            else:
+                self._rhythm.measured(self._stall_s + self.last.cpu_s)
+        for problem in self._writing.problems() if self._writing is not None else ():
+            self._warn(problem)
+
+    def _received(self) -> int:
+        return 0 if self._signals is None else self._signals.received
+
+    def _stop(self) -> None:
+        """Save, unless that was done at this step, and end."""
+        if self._step >= 0:
+            self.save(self._step)
+        self.close()
+        raise SystemExit(STOPPED)
+
+    def _warn(self, problem: str) -> None:
+        if self._channels.training.rank == 0:
+            warnings.warn(problem, CheckpointWarning, stacklevel=3)
+
+    def _let_go(self) -> None:
+        self._unhook()
+        self._staging.abandon()
+        if self._signals is not None:
+            self._signals.close()
+        if self._writing is not None:
+            self._writing.abandon()
+        self._node.close()

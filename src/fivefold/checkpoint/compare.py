@@ -1,0 +1,81 @@
+"""What ranks tell each other at every step, without waiting for it.
+
+step k    numbers sent ─────────────┐ travel while step k + 1 is computed
+step k+1  ... the answer is read, and acted upon by all ranks in the same call
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from fivefold.checkpoint.ranks import Comparison, Ranks
+from fivefold.errors import UsageError
+
+__all__ = ["Agreement", "Comparing"]
+
+_EVERY_S = 0.05
+"""A comparison takes about a tenth of a millisecond: where steps are short, not each has one"""
+_MOST_CALLS = 64
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know after a comparison."""
+
+    signal: int = 0
+    """the largest number of a signal that a rank got; 0: none"""
+    due: bool = False
+    """whether a rank finds that it is time to save"""
+
+
+class Comparing:
+    """One comparison after the other; called equally often on all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._pending: Comparison | None = None
+        self._calls = 0
+        self._every = 1
+        """calls from one comparison to the next"""
+        self._begun = 0.0
+
+    def tell(self, step: int, signal: int, *, due: bool) -> Agreement:
+        """What was agreed since the last call, if anything; and what this rank tells now. Collective.
+
+        Raises `UsageError` if ranks are not at the same step.
+        """
+        if self._ranks.size == 1:
+            return Agreement(signal, due)
+        found = Agreement()
+        if self._pending is not None:
+            self._calls += 1
+            if self._calls < self._every:
+                return found
+            found = self._read(self._pending)
+        self._calls, self._begun = 0, time.monotonic()
+        # The largest of both signs: the smallest step, too.
+        numbers = [signal, int(due), self._wish, step, -step]
+        self._pending = self._ranks.start_comparison(numbers)
+        return found
+
+    _wish = 1
+
+    def _read(self, pending: Comparison) -> Agreement:
+        passed_s = (time.monotonic() - self._begun) / max(1, self._calls)
+        signal, due, every, most, least = pending.wait()
+        self._wish = min(_MOST_CALLS, max(1, math.ceil(_EVERY_S / max(passed_s, 1e-6))))
+        self._every = every
+        if most != -least:
+            raise UsageError(
+                f"ranks call maybe_save after different steps, from {-least} to {most}: all ranks have to "
+                "call it after each step, with the same number"
+            )
+        return Agreement(signal, bool(due))
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None

@@ -1,0 +1,150 @@
+"""What the first rank of a node does for it: its store, its agent, and how other nodes reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from fivefold.checkpoint.agent_client import Agent
+from fivefold.checkpoint.manifest import Item, Manifest
+from fivefold.checkpoint.members import Members
+from fivefold.checkpoint.pieces import Address, new_key
+from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.store import LocalStore
+from fivefold.closing import Closing
+from fivefold.errors import CheckpointError
+
+__all__ = ["Node", "own_address"]
+
+_T = TypeVar("_T")
+_PROTECT_S = 3600.0
+"""how long encoding one generation may take"""
+
+
+class Node(Closing):
+    """This rank's node. Every rank has one; the agent belongs to the first rank of the node.
+
+    Args:
+        store: of this node.
+        members: all nodes.
+        bytes_per_s: limit for encoding and rebuilding; None: no limit.
+        timeout_s: how long a peer may be silent.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        members: Members,
+        *,
+        bytes_per_s: float | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self.store, self.members = store, members
+        self.key = b""
+        self.addresses: Sequence[Address] = ()
+        """of the agents, by node"""
+        self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
+        self._agent: Agent | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a peer may be silent."""
+        return self._timeout_s
+
+    @property
+    def agent(self) -> Agent:
+        """Of this node; on its first rank only, after `start`."""
+        assert self._agent is not None, "only the first rank of a node has its agent"
+        return self._agent
+
+    def start(self, ranks: Ranks, root: Path) -> None:
+        """Start the agents, and tell them of each other. Collective; once is enough.
+
+        Raises `CheckpointError` on every rank if one does not start.
+        """
+        if self.addresses:
+            return
+        self.key = ranks.from_first(new_key() if ranks.rank == 0 else None)
+
+        def begin() -> dict[str, object]:
+            if not self.members.leads:
+                return {}
+            assert self.store.run is not None
+            self._agent = Agent(
+                root,
+                self.store.run,
+                self.key,
+                host=own_address(len(self.members.hosts)),
+                bytes_per_s=self._bytes_per_s,
+                timeout_s=self._timeout_s,
+            )
+            return {"address": self._agent.address}
+
+        told = ranks.agree("starting the checkpoint agents", begin)
+        self.addresses = [
+            (str(told[rank]["address"][0]), int(told[rank]["address"][1]))
+            for rank in self.members.leaders
+        ]
+        if self.members.leads:
+            self.agent.peers(dict(enumerate(self.addresses))).result(self._timeout_s)
+
+    def protect(self, manifest: Manifest) -> Sequence[Item]:
+        """What this node keeps for the others of its set. Raises `CheckpointError`."""
+        if manifest.scheme == "single":
+            return ()
+        made = _answer(self.agent.protect(manifest.name), _PROTECT_S, "encoding")
+        if made.problem:
+            raise CheckpointError(made.problem)
+        return made.redundancy
+
+    def flush(self, name: str, url: str, bytes_per_s: float | None) -> None:
+        """Copy this node's payload of a generation to the persistent level. Raises `CheckpointError`."""
+        copying = self.agent.flush(
+            name,
+            url,
+            [self.members.me],
+            metadata=self.members.me == 0,
+            bytes_per_s=bytes_per_s,
+        )
+        copying.result()  # as long as it takes; if the agent ends, so does this
+
+    def homes(self, nodes: Mapping[int, int]) -> dict[int, Address]:
+        """Addresses by member, from the nodes that answer for them."""
+        return {member: self.addresses[node] for member, node in nodes.items()}
+
+    def close(self) -> None:
+        """End the agent."""
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+        self.addresses = ()
+
+
+def _answer(future: Future[_T], timeout_s: float, what: str) -> _T:
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        raise CheckpointError(f"{what} took longer than {timeout_s:g} s") from None
+
+
+def own_address(nodes: int) -> str:
+    """The address of this host that the other nodes reach it by: the interface toward rank 0, if known."""
+    toward = os.environ.get("MASTER_ADDR", "")
+    if nodes == 1 or toward in ("localhost", "127.0.0.1", "::1"):
+        return "127.0.0.1"
+    # Connecting a datagram socket sends nothing; it only chooses the interface.
+    for target in filter(None, (toward, "192.0.2.1")):  # the second is reserved (RFC 5737)
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards,
+        ):
+            outwards.connect((target, 9))
+            return str(outwards.getsockname()[0])
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"

@@ -1,0 +1,105 @@
+"""Finding out which run a directory holds, and claiming it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.checkpoint.lease import Lease
+from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.run import Run, new_run_id
+from fivefold.checkpoint.store import PersistentStore
+from fivefold.errors import CheckpointError, FivefoldError, UsageError
+from fivefold.launch.environment import locate
+from fivefold.launch.variables import read_seconds
+
+__all__ = ["Opened", "claim", "open_run", "record"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The run of a directory."""
+
+    run: Run
+    """as recorded; without starts where nothing was saved yet"""
+
+    @property
+    def known(self) -> bool:
+        """Whether the run was started before."""
+        return bool(self.run.starts)
+
+    @property
+    def epoch(self) -> int:
+        """The number of this start."""
+        return self.run.epoch + 1
+
+    def started(self, resumed: tuple[int, int] | None) -> Run:
+        """The record with this start, which went on from (step, epoch)."""
+        return self.run.started(resumed, self.epoch)
+
+
+def open_run(ranks: Ranks, store: PersistentStore) -> Opened:
+    """Read the record of the run; a new one gets a name. Collective; nothing is written."""
+
+    def read() -> dict[str, Any]:
+        if ranks.rank != 0:
+            return {}
+        return {"run": (store.read_run() or Run(new_run_id(), ())).to_json()}
+
+    told = ranks.agree(f"reading {store.place.where()}", read)
+    return Opened(Run.parse(told[0]["run"]))
+
+
+def claim(ranks: Ranks, store: PersistentStore, opened: Opened) -> Lease | None:
+    """Make sure that no other job writes to the directory; the first rank keeps the lease. Collective.
+
+    Raises:
+        InUse: another job writes there.
+        UsageError: it cannot be written to.
+    """
+    held: list[Lease] = []
+
+    def take() -> dict[str, Any]:
+        if ranks.rank == 0:
+            held.append(_lease(store))
+            now = store.read_run()
+            if now is not None and now != opened.run:
+                raise CheckpointError(
+                    f"{store.place.where()} was written to by another job since this one began: start again"
+                )
+        return {}
+
+    try:
+        ranks.agree(f"claiming {store.place.where()}", take)
+    except FivefoldError:
+        for lease in held:
+            lease.close()
+        raise
+    return held[0] if held else None
+
+
+def _lease(store: PersistentStore) -> Lease:
+    stale_s = read_seconds("FIVEFOLD_LEASE_S", 60.0)
+    job = ""
+    with contextlib.suppress(UsageError):  # an allocation without srun: nothing is known of the job
+        job = locate().job or ""
+    try:
+        return Lease(
+            store.place,
+            job=job,
+            wait_s=stale_s * 1.2,
+            beat_s=stale_s / 6,
+            stale_s=stale_s,
+        )
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise UsageError(
+            f"cannot write to {store.place.where()}: {reason}; free space, make it writable for you, or "
+            "choose another directory"
+        ) from None
+
+
+def record(store: PersistentStore, opened: Opened, resumed: tuple[int, int] | None) -> None:
+    """Enter this start into the record of the run, before its first save."""
+    store.write_run(opened.started(resumed))

@@ -1,0 +1,319 @@
+"""One save after the other, in a thread beside training.
+
+    staging.copy ── all ranks alike? ── DCP writes ── .metadata, manifest ──► LOCAL      on every node
+                                                      agents encode      ──► PROTECTED  agreed by all nodes
+                                                      agents copy        ──► FLUSHED    every n-th
+
+Every rank makes the same calls to the others in the same order, whatever fails on one of them: what fails is
+told to all, and that save alone is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import platform
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from fivefold.checkpoint import dcp
+from fivefold.checkpoint.files import crash_at
+from fivefold.checkpoint.manifest import METADATA, Item, Manifest, Member
+from fivefold.checkpoint.members import Members
+from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.state import Captured
+from fivefold.checkpoint.store import Generation, LocalStore
+from fivefold.checkpoint.values import fingerprint
+from fivefold.closing import Closing
+from fivefold.errors import CheckpointError, UsageError
+
+__all__ = ["Saved", "Saver", "Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same from save to save."""
+
+    run: str
+    epoch: int
+    layout: Mapping[str, int]
+    scheme: str
+    sets: tuple[tuple[int, ...], ...]
+    begin: Callable[[], None]
+    """called by the first rank before the first save: the record of the run is written"""
+    protect: Callable[[Manifest], Sequence[Item]]
+    """called on the first rank of every node; what this node keeps for the others"""
+    settled: Callable[[Manifest], None]
+    """called on every rank with a save that is protected"""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save went on this rank."""
+
+    step: int
+    bytes: int
+    """staged by this rank"""
+    copied_s: float
+    written_s: float
+    protected_s: float
+    cpu_s: float
+    """processor time of this process for all of it"""
+    problem: str = ""
+    """why the save is not protected, or not even there"""
+    manifest: Manifest | None = None
+    """None: there is no such checkpoint"""
+
+
+@dataclass
+class _Job:
+    """One save under way."""
+
+    step: int
+    captured: Captured | Exception
+    """what to save, or why this rank cannot"""
+    done: Future[Saved]
+    times: list[float] = field(default_factory=list[float])
+    cpu_s: float = 0.0
+    """of the thread, when the save began"""
+
+    def mark(self) -> None:
+        self.times.append(time.perf_counter())
+
+    def lasted(self, index: int) -> float:
+        times = self.times
+        return times[index + 1] - times[index] if index + 1 < len(times) else 0.0
+
+
+class Saver(Closing):
+    """Makes the saves of one rank. Its thread alone uses `ranks`."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        members: Members,
+        store: LocalStore,
+        staging: Staging,
+        setting: Setting,
+    ) -> None:
+        self._ranks, self._members, self._store = ranks, members, store
+        self._staging, self._setting = staging, setting
+        self._planner = dcp.Planner()
+        self._begun = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="fivefold-saves", daemon=True)
+        self._thread.start()
+
+    def start(self, step: int, captured: Captured | Exception) -> Future[Saved]:
+        """Begin a save of what `Staging.begin` returned, or tell the others why there is none here.
+
+        The future never raises.
+        """
+        job = _Job(step, captured, Future())
+        self._jobs.put(job)
+        return job.done
+
+    def close(self) -> None:
+        """End when all saves that were begun have ended."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+            self._planner.forget()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.mark()
+            job.cpu_s = time.thread_time()
+            try:
+                saved = self._save(job)
+            except Exception as problem:  # noqa: BLE001 - a failing save must not stop the run
+                saved = self._told(job, str(problem) or repr(problem), None)
+                self._clear(job.step)
+            job.done.set_result(saved)
+            del job
+
+    def _told(self, job: _Job, problem: str, manifest: Manifest | None) -> Saved:
+        return Saved(
+            job.step,
+            self._staging.bytes,
+            copied_s=job.lasted(0),
+            written_s=job.lasted(1),
+            protected_s=job.lasted(2),
+            cpu_s=time.thread_time() - job.cpu_s,
+            problem=problem,
+            manifest=manifest,
+        )
+
+    def _save(self, job: _Job) -> Saved:
+        captured, differ = self._copied(job)
+        job.mark()
+        items, metadata = self._written(job, captured, differ)
+        generation = self._committed(job.step, items, metadata)
+        job.mark()
+        problem = self._protected(generation)
+        job.mark()
+        return self._told(job, problem, generation.manifest)
+
+    def _clear(self, step: int) -> None:
+        """Give back the room that a save without manifest takes."""
+        generation = self._store.find(self._store.path(step, self._setting.epoch).name)
+        if self._members.leads and generation is not None and generation.manifest is None:
+            with contextlib.suppress(OSError):
+                self._store.files.remove_tree(generation.path)
+
+    # ---- one part after the other; each is collective
+
+    def _copied(self, job: _Job) -> tuple[Captured, frozenset[str]]:
+        """Fill the copies, and find out what differs from rank to rank."""
+        captured = job.captured
+
+        def copy() -> dict[str, Any]:
+            if isinstance(captured, Exception):
+                raise captured
+            self._staging.copy()
+            crash_at("staged")
+            if self._ranks.rank == 0 and not self._begun:
+                self._setting.begin()
+            params = fingerprint(captured.params())
+            return {"step": job.step, "prints": captured.prints(), "params": params}
+
+        told = self._ranks.agree("saving", copy)
+        assert not isinstance(captured, Exception)
+        self._begun = True
+        if len({one["step"] for one in told}) > 1:
+            steps = ", ".join(f"rank {rank}: {one['step']}" for rank, one in enumerate(told[:4]))
+            raise UsageError(
+                f"ranks save different steps ({steps}): save on all ranks after the same step"
+            )
+        if len({one["params"] for one in told}) > 1:
+            captured = captured.with_params(self._ranks.gather(captured.params()))
+        names = told[0]["prints"]
+        return captured, frozenset(
+            name for name in names if len({one["prints"].get(name) for one in told}) > 1
+        )
+
+    def _written(
+        self, job: _Job, captured: Captured, differ: frozenset[str]
+    ) -> tuple[list[Item], bytes]:
+        """Let DCP write this rank's part; its metadata comes from the first rank, byte for byte."""
+        setting = self._setting
+
+        def prepare() -> None:
+            if self._members.leads:
+                self._store.begin(job.step, setting.epoch)
+
+        state, paths = captured.flat(self._ranks.rank, differ | {"rng"})
+        metadata, items = dcp.save(
+            state,
+            paths,
+            self._planner,
+            self._store.path(job.step, setting.epoch),
+            self._store.files,
+            group=self._ranks.group,
+            prepare=prepare,
+        )
+        first = self._ranks.rank == 0
+        return items, self._ranks.from_first(pickle.dumps(metadata) if first else None)
+
+    def _committed(self, step: int, items: list[Item], metadata: bytes) -> Generation:
+        """Let every node have the metadata and a manifest of all nodes."""
+        told = self._ranks.agree(
+            "noting files",
+            lambda: {
+                "items": [[i.name, i.length, i.digest] for i in items],
+                "id": secrets.token_hex(8),
+            },
+        )
+        by_rank = [[Item(*one) for one in rank["items"]] for rank in told]
+        manifest = self._manifest(step, told[0]["id"], by_rank, metadata)
+
+        def commit() -> dict[str, Any]:
+            if self._members.leads:
+                path = self._store.path(step, manifest.epoch)
+                self._store.files.write(path / METADATA, [metadata])
+                self._store.commit(manifest)
+            return {}
+
+        self._ranks.agree("committing", commit)
+        return Generation(self._store.place, step, manifest.epoch, manifest)
+
+    def _manifest(
+        self, step: int, save: str, by_rank: Sequence[Sequence[Item]], metadata: bytes
+    ) -> Manifest:
+        setting, members = self._setting, self._members
+        held = tuple(
+            Member(
+                number,
+                host,
+                ranks,
+                tuple(sorted((i for rank in ranks for i in by_rank[rank]), key=lambda i: i.name)),
+            )
+            for number, (host, ranks) in enumerate(zip(members.hosts, members.ranks, strict=True))
+        )
+        return Manifest(
+            run=setting.run,
+            epoch=setting.epoch,
+            step=step,
+            save=save,
+            layout=setting.layout,
+            world=self._ranks.size,
+            scheme=setting.scheme,
+            sets=setting.sets,
+            members=held,
+            metadata=_item(METADATA, metadata),
+            me=members.me,
+            extra=_for_people(),
+        )
+
+    def _protected(self, generation: Generation) -> str:
+        """Let nodes keep what protects each other; why they could not, or nothing."""
+        manifest = generation.manifest
+        assert manifest is not None
+        redundancy: Sequence[Item] = ()
+        problem = ""
+        if self._members.leads:
+            try:
+                redundancy = self._setting.protect(manifest)
+            except (CheckpointError, OSError) as failed:
+                problem = str(failed) or repr(failed)
+        told = self._ranks.gather({"problem": problem})
+        reasons = [
+            f"node {self._members.hosts[n]}: {told[rank]['problem']}"
+            for n, rank in enumerate(self._members.leaders)
+            if told[rank]["problem"]
+        ]
+        if reasons:
+            return f"step {manifest.step} is saved, but not protected: {'; '.join(reasons[:3])}"
+
+        def settle() -> dict[str, Any]:
+            if self._members.leads:
+                self._store.advance(generation, "protected", redundancy)
+            return {}
+
+        self._ranks.agree("protecting", settle)
+        self._setting.settled(manifest)
+        return ""
+
+
+def _item(name: str, content: bytes) -> Item:
+    return Item(name, len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def _for_people() -> dict[str, str]:
+    return {
+        "program": " ".join(sys.argv[:1]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,151 @@
+"""From the first save of a start to its last: the claim on the directory, the agents, and the threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from fivefold.checkpoint.flushing import Flusher
+from fivefold.checkpoint.lease import Lease
+from fivefold.checkpoint.manifest import Manifest
+from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.opening import Opened, claim, record
+from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.saving import Saved, Saver, Setting
+from fivefold.checkpoint.settings import Settings
+from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.state import Captured
+from fivefold.checkpoint.store import PersistentStore
+from fivefold.closing import Closing
+from fivefold.plan import Layout
+
+__all__ = ["Channels", "Writing"]
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The ranks, over a group for each thread that talks to them."""
+
+    training: Ranks
+    saves: Ranks
+    flushes: Ranks
+    """its timeout is longer than a flush takes"""
+
+
+class Writing(Closing):
+    """All saves of one start of a run. Making it and closing it is collective.
+
+    Args:
+        channels: to the other ranks.
+        node: of this rank; its agent is started.
+        persistent: the directory that all nodes see.
+        opened: the run that it holds.
+        settings: what was decided.
+        staging: where states are copied.
+        layout: of the mesh.
+        scheme: what nodes keep for each other, and in which sets.
+        resumed: (step, epoch) of the save that the run went on from.
+
+    Raises:
+        InUse: another job writes to the directory.
+        UsageError: it cannot be written to.
+        CheckpointError: the agents do not start.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        node: Node,
+        persistent: PersistentStore,
+        *,
+        opened: Opened,
+        settings: Settings,
+        staging: Staging,
+        layout: Layout,
+        scheme: tuple[str, tuple[tuple[int, ...], ...]],
+        resumed: tuple[int, int] | None,
+    ) -> None:
+        self._channels, self._node, self._persistent = channels, node, persistent
+        self._opened, self._settings, self._resumed = opened, settings, resumed
+        self._lock = threading.Lock()
+        self._flushes: list[Future[str]] = []
+        self._count = 0
+        """saves that were protected"""
+        self._settled: Manifest | None = None
+        self._flushed_last: Manifest | None = None
+        self._lease: Lease | None = claim(channels.training, persistent, opened)
+        node.start(channels.training, settings.local)
+        self._flusher = Flusher(
+            channels.flushes,
+            node,
+            settings.directory,
+            bytes_per_s=settings.plan.flush_bytes_per_s or None,
+            allowed=self._still_ours,
+        )
+        setting = Setting(
+            run=opened.run.run,
+            epoch=opened.epoch,
+            layout={axis: int(getattr(layout, axis)) for axis in vars(layout)},
+            scheme=scheme[0],
+            sets=scheme[1],
+            begin=self._record,
+            protect=node.protect,
+            settled=self._protected,
+        )
+        self._saver = Saver(channels.saves, node.members, node.store, staging, setting)
+
+    def start(self, step: int, captured: Captured | Exception) -> Future[Saved]:
+        """Begin a save; see `Saver.start`."""
+        return self._saver.start(step, captured)
+
+    def problems(self) -> Iterator[str]:
+        """What went wrong with copies to the persistent directory that have ended; each is told once."""
+        with self._lock:
+            ended = [flush for flush in self._flushes if flush.done()]
+            self._flushes = [flush for flush in self._flushes if not flush.done()]
+        for flush in ended:
+            if problem := flush.result():
+                yield problem
+
+    def close(self) -> None:
+        """End when all is written, protected and copied that was begun, and the last save copied as well."""
+        self._saver.close()
+        if self._settled is not None and self._settled is not self._flushed_last:
+            self._flush(self._settled, hurry=True)
+        self._flusher.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the directory, and wait for nobody."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    # ---- called in the thread of saves
+
+    def _record(self) -> None:
+        self._still_ours()
+        record(self._persistent, self._opened, self._resumed)
+
+    def _still_ours(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _protected(self, manifest: Manifest) -> None:
+        """On every rank: flush what is due, and drop what is not needed any more."""
+        self._settled = manifest
+        self._count += 1
+        every = self._settings.plan.flush_every
+        if every and self._count % every == 0:
+            self._flush(manifest)
+        if self._node.members.leads:
+            run = self._opened.started(self._resumed)
+            self._node.store.keep(self._settings.plan.keep, run=run, busy=self._flusher.busy)
+
+    def _flush(self, manifest: Manifest, *, hurry: bool = False) -> None:
+        self._flushed_last = manifest
+        flush = self._flusher.start(manifest, hurry=hurry)
+        with self._lock:
+            self._flushes.append(flush)

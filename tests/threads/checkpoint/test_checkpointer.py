@@ -1,0 +1,179 @@
+"""`Checkpointer` with ranks that are threads; nodes are directories here, and agents are real processes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.store import LocalStore, PersistentStore
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from ranks import run_ranks
+
+
+def net() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(40, 400), nn.ReLU(), nn.Linear(400, 10))
+    generator = torch.Generator().manual_seed(1)  # threads share the global one
+    for parameter in made.parameters():
+        nn.init.uniform_(parameter, -0.1, 0.1, generator=generator)
+    return made
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+
+
+class Training:
+    """A model that learns the same on every rank."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 2)
+        self.notes: dict[str, Any] = {}
+
+    def step(self, number: int) -> None:
+        self.model(batch(number)).square().mean().backward()
+        self.optim.step()
+        self.schedule.step()
+        self.optim.zero_grad()
+        self.notes["last"] = number
+
+    def objects(self) -> dict[str, Any]:
+        return vars(self)
+
+    def outcome(self) -> list[Any]:
+        moments = [v for one in self.optim.state.values() for _, v in sorted(one.items())]
+        weights = list(self.model.state_dict().values())
+        return [
+            *map(torch.Tensor.tolist, [*weights, *moments]),
+            self.schedule.last_epoch,
+            self.notes,
+        ]
+
+
+def uninterrupted(steps: int) -> list[Any]:
+    training = Training()
+    for step in range(1, steps + 1):
+        training.step(step)
+    return training.outcome()
+
+
+def train(
+    mesh: Mesh, folder: Path, steps: int, nodes: str = "", resumes: int | None = None, **how: Any
+) -> Any:
+    """Go on until `steps` steps are made; ranks with one letter of `nodes` share a node."""
+    node = nodes[mesh.rank] if nodes else "a"
+    training = Training()
+    given = {"local": folder / node, "every": 2, "node": node, **how}
+    with Checkpointer(folder / "far", mesh, **given, **training.objects()) as ckpt:
+        assert ckpt.load() == resumes
+        for step in range((resumes or 0) + 1, steps + 1):
+            training.step(step)
+            ckpt.maybe_save(step)
+        ckpt.wait()
+        assert ckpt.last is None or not ckpt.last.problem, ckpt.last
+    return training.outcome()
+
+
+def lose(folder: Path, *nodes: str) -> None:
+    for node in nodes:
+        shutil.rmtree(folder / node)
+
+
+def names(folder: Path, node: str) -> list[str]:
+    [run] = (folder / node).iterdir()
+    return [g.name for g in LocalStore(folder / node, run.name).generations() if g.manifest]
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(1, 1), (2, 2), (2, 1), (1, 3)])
+def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, saves: int, loads: int) -> None:
+    run_ranks(saves, train, tmp_path, 5)
+    assert run_ranks(loads, lambda mesh: train(mesh, tmp_path, 9, resumes=4))[0] == uninterrupted(9)
+
+
+def test_the_last_save_is_in_the_persistent_directory(tmp_path: Path) -> None:
+    run_ranks(2, train, tmp_path, 7)
+    lose(tmp_path, "a")
+    assert run_ranks(2, lambda mesh: train(mesh, tmp_path, 9, resumes=6))[0] == uninterrupted(9)
+    store = PersistentStore(tmp_path / "far")
+    assert [g.name for g in store.generations()] == [
+        "step-00000006-epoch-1",
+        "step-00000008-epoch-2",
+    ]
+    assert all(store.verify(g) == [] for g in store.generations())
+
+
+def test_old_saves_are_dropped(tmp_path: Path) -> None:
+    run_ranks(2, lambda mesh: train(mesh, tmp_path, 12, nodes="ab", keep=3))
+    for node in "ab":
+        assert names(tmp_path, node) == [f"step-{n:08}-epoch-1" for n in (8, 10, 12)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost", "scheme"),
+    [("ab", "a", "partner"), ("ab", "b", "partner"), ("abc", "b", "xor"), ("aabbcc", "a", "xor")],
+)
+def test_a_lost_node_is_rebuilt(tmp_path: Path, nodes: str, lost: str, scheme: str) -> None:
+    size = len(nodes)
+    run_ranks(size, lambda mesh: train(mesh, tmp_path, 5, nodes=nodes, scheme=scheme))
+    lose(tmp_path, lost, "far/step-00000004-epoch-1")
+    again = lambda mesh: train(mesh, tmp_path, 9, nodes=nodes, scheme=scheme, resumes=4)  # noqa: E731
+    assert run_ranks(size, again)[0] == uninterrupted(9)
+
+
+def test_fewer_nodes_go_on(tmp_path: Path) -> None:
+    run_ranks(3, lambda mesh: train(mesh, tmp_path, 5, nodes="abc"))
+    lose(tmp_path, "c", "far/step-00000004-epoch-1")
+    again = lambda mesh: train(mesh, tmp_path, 9, nodes="ab", resumes=4)  # noqa: E731
+    assert run_ranks(2, again)[0] == uninterrupted(9)
+
+
+def test_fewer_nodes_than_the_scheme_needs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="scheme xor needs"):
+        run_ranks(2, lambda mesh: train(mesh, tmp_path, 5, nodes="aa", scheme="xor"))
+
+
+def test_nodes_that_share_their_disk_are_refused(tmp_path: Path) -> None:
+    def check(mesh: Mesh) -> None:
+        Checkpointer(
+            tmp_path / "far", mesh, local=tmp_path / "x", node=str(mesh.rank), w=torch.ones(1)
+        )
+
+    with pytest.raises(UsageError, match="storage that other nodes see"):
+        run_ranks(2, check)
+
+
+def test_a_run_in_the_directory_is_not_written_over(tmp_path: Path) -> None:
+    run_ranks(1, train, tmp_path, 5)
+
+    def forgot_to_load(mesh: Mesh) -> None:
+        with Checkpointer(
+            tmp_path / "far", mesh, local=tmp_path / "a", **Training().objects()
+        ) as ckpt:
+            ckpt.save(1)
+
+    with pytest.raises(UsageError, match=r"go on from them with load\(\)"):
+        run_ranks(1, forgot_to_load)
+
+
+def test_another_model_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    run_ranks(2, train, tmp_path, 5)
+
+    def other(mesh: Mesh) -> None:
+        with Checkpointer(
+            tmp_path / "far", mesh, local=tmp_path / "a", model=nn.Linear(2, 2)
+        ) as ckpt:
+            ckpt.load()
+
+    with pytest.raises(
+        UsageError, match=r"lacks model\.bias, model\.weight; it has model\.0\.bias"
+    ):
+        run_ranks(2, other)
+    assert run_ranks(2, lambda mesh: train(mesh, tmp_path, 9, resumes=4))[0] == uninterrupted(9)
