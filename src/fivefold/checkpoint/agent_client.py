@@ -99,7 +99,8 @@ class Agent(Closing):
         self._lock = threading.Lock()
         self._gone = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fivefold.checkpoint.agent", "--parent", str(os.getpid())],
+            # -P: modules of the directory where the user happens to be are not the agent's.
+            [sys.executable, "-P", "-m", "fivefold.checkpoint.agent", "--parent", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

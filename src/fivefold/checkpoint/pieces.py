@@ -27,7 +27,6 @@ from typing import Any, Literal, cast
 
 import xxhash
 
-from fivefold.checkpoint.files import Bytes
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
 
@@ -122,8 +121,9 @@ class Server(Closing):
     Args:
         host: address of the interface that looks toward the other nodes.
         key: of the run.
-        answer: gives the bytes of a request, fewer where they end. Raises `NotHere`, or any error, which is
-            told to who asked; it runs in several threads at once.
+        answer: reads the bytes of a request into the beginning of a buffer and returns what it filled, less
+            where they end. Raises `NotHere`, or an error that is told to who asked. It runs in several
+            threads at once.
         idle_s: how long a connection may be silent.
 
     Raises:
@@ -131,7 +131,12 @@ class Server(Closing):
     """
 
     def __init__(
-        self, host: str, key: bytes, answer: Callable[[Request], Bytes], *, idle_s: float = 600.0
+        self,
+        host: str,
+        key: bytes,
+        answer: Callable[[Request, memoryview], memoryview],
+        *,
+        idle_s: float = 600.0,
     ) -> None:
         self._key = key
         self._answer = answer
@@ -185,8 +190,9 @@ class Server(Closing):
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._greet(line):
                     line.settimeout(self._idle_s)
+                    room = memoryview(b"")
                     while not self._stopping:
-                        self._reply(line)
+                        room = self._reply(line, room)
         finally:
             with self._lock:
                 self._lines.discard(line)
@@ -202,13 +208,16 @@ class Server(Closing):
         line.sendall(_code(self._key, b"server", ours, theirs))
         return True
 
-    def _reply(self, line: socket.socket) -> None:
+    def _reply(self, line: socket.socket, room: memoryview) -> memoryview:
+        """Answer one request. `room` is used again for the next: fresh memory costs more than reading."""
         (length,) = _REQUEST.unpack(_received(line, _REQUEST.size))
         if length > _REQUEST_BYTES:
             raise ValueError("no request is that long")
         request = Request.parse(_received(line, length))
+        if len(room) < request.length:
+            room = memoryview(bytearray(request.length))
         try:
-            status, payload = _OK, memoryview(self._answer(request)).cast("B")
+            status, payload = _OK, self._answer(request, room)
         except NotHere as problem:
             status, payload = _NOT_HERE, _told(problem)
         except (CheckpointError, OSError) as problem:
@@ -216,6 +225,7 @@ class Server(Closing):
         line.sendall(_REPLY.pack(status, len(payload), xxhash.xxh3_128_digest(payload)))
         line.sendall(payload)
         self.sent_bytes += len(payload)
+        return room
 
 
 class Client(Closing):

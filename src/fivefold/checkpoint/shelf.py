@@ -58,11 +58,7 @@ class Shelf:
         self._known[generation] = (mark, manifest)
         return manifest
 
-    def answer(self, request: Request) -> memoryview:
-        """The bytes of a request, in memory of their own."""
-        return self.read(request, memoryview(bytearray(request.length)))
-
-    def read(self, request: Request, into: memoryview) -> memoryview:
+    def answer(self, request: Request, into: memoryview) -> memoryview:
         """Read into the beginning of `into`, which is long enough. Returns what was filled.
 
         Raises:

@@ -117,6 +117,28 @@ def test_all_nodes_flush_and_one_finishes(nodes: AgentNodes, tmp_path: Path) -> 
     assert figures.done["flush"]["bytes"] == 300 + 123
 
 
+def test_an_agent_that_crashes_while_flushing_is_continued_by_the_next(
+    nodes: AgentNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = saved_state([[3 * MIB, 2 * MIB, MIB]], scheme="single")
+    name, where = state.manifest.name, tmp_path / "shared"
+    monkeypatch.setenv("FIVEFOLD_CRASH_AT", "flushing:6")  # in the middle of the second file
+    nodes.start(1)
+    monkeypatch.delenv("FIVEFOLD_CRASH_AT")
+    nodes.save(state)
+    with pytest.raises(AgentGone):
+        nodes.agents[0].flush(name, where, [0], metadata=True).result(WAIT_S)
+    [generation] = PersistentStore(where).generations()
+    assert generation.manifest is None
+    nodes.replace(0)
+    again = nodes.agents[0].flush(name, where, [0], metadata=True).result(WAIT_S)
+    assert again.names == ("__1_0.distcp", "__2_0.distcp", METADATA)
+    nodes.agents[0].finish_flush(name, where).result(WAIT_S)
+    store = PersistentStore(where)
+    assert store.verify(store.generations()[0]) == []
+    assert not list((where / name).glob("*.tmp"))
+
+
 # --- the process itself ---------------------------------------------------------------------------
 
 
@@ -126,6 +148,15 @@ def test_it_has_no_torch() -> None:
         "assert not {'torch', 'fsspec'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_modules_of_the_present_directory_are_not_taken_for_its_own(
+    nodes: AgentNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xxhash.py").write_text("raise SystemExit('the wrong xxhash')")
+    monkeypatch.chdir(tmp_path)
+    [agent] = nodes.start(1)
+    assert agent.figures().result(WAIT_S).sent_bytes == 0
 
 
 def test_signals_that_end_a_run_leave_it_alone(nodes: AgentNodes) -> None:
