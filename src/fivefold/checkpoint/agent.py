@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -273,6 +274,8 @@ def main() -> None:
     # What anything prints goes to the errors; the answers have a line of their own.
     line = _Line(os.fdopen(os.dup(1), "w", encoding="ascii"))
     os.dup2(2, 1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of the run may call
     desk = Desk()
     watch = threading.Thread(target=_end_with, args=(parent, lambda: _leave(desk)), daemon=True)
     watch.start()

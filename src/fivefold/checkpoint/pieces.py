@@ -56,7 +56,6 @@ _REQUEST = struct.Struct("!I")
 _REPLY = struct.Struct("!BQ16s")
 _REQUEST_BYTES = 4096
 _GREETING_S = 10.0
-_CONNECTIONS = 256
 _OK, _NOT_HERE, _REFUSED = range(3)
 _RETRY_S = 0.05
 
@@ -125,6 +124,7 @@ class Server(Closing):
             where they end. Raises `NotHere`, or an error that is told to who asked. It runs in several
             threads at once.
         idle_s: how long a connection may be silent.
+        most: connections at a time; others wait until there is room.
 
     Raises:
         OSError: the address is none of this host.
@@ -137,15 +137,16 @@ class Server(Closing):
         answer: Callable[[Request, memoryview], memoryview],
         *,
         idle_s: float = 600.0,
+        most: int = 1024,
     ) -> None:
         self._key = key
         self._answer = answer
-        self._idle_s = idle_s
+        self._idle_s, self._most = idle_s, most
         self._lines: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._stopping = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._door = socket.create_server((host, 0), family=family, backlog=_CONNECTIONS)
+        self._door = socket.create_server((host, 0), family=family, backlog=most)
         self.address: Address = (host, self._door.getsockname()[1])
         self.sent_bytes = 0
         self._thread = threading.Thread(target=self._serve, name="fivefold-pieces", daemon=True)
@@ -165,21 +166,17 @@ class Server(Closing):
 
     def _serve(self) -> None:
         while not self._stopping:
+            if len(self._lines) >= self._most:
+                time.sleep(_RETRY_S)
+                continue
             try:
                 line, _ = self._door.accept()
-            except OSError:
-                if self._stopping:
-                    return
-                time.sleep(_RETRY_S)  # out of file descriptors, or a caller that is gone already
+            except OSError:  # out of file descriptors, a caller that is gone already, or the end
+                time.sleep(_RETRY_S)
                 continue
             with self._lock:
-                full = len(self._lines) >= _CONNECTIONS
-                if not full:
-                    self._lines.add(line)
-            if full:
-                line.close()
-            else:
-                threading.Thread(target=self._talk, args=(line,), daemon=True).start()
+                self._lines.add(line)
+            threading.Thread(target=self._talk, args=(line,), daemon=True).start()
 
     def _talk(self, line: socket.socket) -> None:
         """One connection; whatever comes, it ends at most itself."""

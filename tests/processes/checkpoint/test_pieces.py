@@ -211,6 +211,20 @@ def test_callers_that_say_nothing_do_not_keep_others_out(server: Server, client:
         assert client.read(data(0, 5)) == STATE.data(0)[:5]
 
 
+def test_callers_wait_where_there_are_too_many(folder: Path) -> None:
+    with (
+        Server("127.0.0.1", KEY, Shelf(folder).answer, most=1) as server,
+        Client(server.address, KEY) as first,
+        Client(server.address, KEY) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first.read(data(0, 5))
+        waiting = pool.submit(second.read, data(0, 5))
+        assert first.read(data(5, 5)) == STATE.data(0)[5:10] and not waiting.done()
+        first.close()
+        assert waiting.result(10) == STATE.data(0)[:5]
+
+
 def test_closing_ends_all_threads(folder: Path) -> None:
     before = threading.active_count()
     server = Server("127.0.0.1", KEY, Shelf(folder).answer)
