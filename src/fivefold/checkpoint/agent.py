@@ -99,8 +99,10 @@ class Desk:
     def protect(self, given: Given) -> Answer:
         """Write this node's redundancy of a generation. What goes wrong is told, not raised."""
         generation = str(given["generation"])
+        told = given["addresses"]
+        addresses = self._addresses if told is None else _addresses(told)
         try:
-            items = protect(self._shelf, generation, self._reach(self._addresses), self._files)
+            items = protect(self._shelf, generation, self._reach(addresses), self._files)
         except (FivefoldError, OSError) as problem:
             why = str(problem) if isinstance(problem, FivefoldError) else _disk(problem)
             return {"redundancy": [], "problem": f"{generation} is not protected: {why}"}

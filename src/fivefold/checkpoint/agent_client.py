@@ -136,13 +136,18 @@ class Agent(Closing):
         """Tell where the members of the present nodes are, itself included."""
         return self._ask("peers", {"addresses": addresses}, lambda _: None)
 
-    def protect(self, generation: str) -> Future[Protection]:
-        """Write this node's redundancy. A peer that is gone, or a full disk, is told in `problem`."""
+    def protect(
+        self, generation: str, addresses: Mapping[int, Address] | None = None
+    ) -> Future[Protection]:
+        """Write this node's redundancy. A peer that is gone, or a full disk, is told in `problem`.
+
+        `addresses` are needed for a generation of another start, whose members have other numbers.
+        """
 
         def made(did: dict[str, Any]) -> Protection:
             return Protection(tuple(Item(**item) for item in did["redundancy"]), did["problem"])
 
-        return self._ask("protect", {"generation": generation}, made)
+        return self._ask("protect", {"generation": generation, "addresses": addresses}, made)
 
     def flush(
         self,

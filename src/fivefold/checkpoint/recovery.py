@@ -10,7 +10,7 @@ The first that passes is chosen; of every newer one it is said why not.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory
 from fivefold.checkpoint.manifest import Manifest, Member, redundancy_name
@@ -45,6 +45,8 @@ class Plan:
     homes: Mapping[int, int]
     """by member: the node that serves its data or redundancy while members are rebuilt"""
     tasks: tuple[Task, ...] = ()
+    bare: Mapping[int, int] = field(default_factory=dict[int, int])
+    """by member without redundancy: the node that can make it again when the tasks are done (`protect`)"""
 
     @property
     def complete(self) -> bool:
@@ -126,7 +128,10 @@ def plan(manifest: Manifest, inventories: Iterable[Inventory]) -> Plan:
         task = _task(places, member, [t.node for t in tasks if t.lost])
         tasks.append(task)
         sources |= {item.name: task.node for item in member.items}
-    return Plan(manifest, sources, places.homes, tuple(tasks))
+    owners = places.owners | {t.member: t.node for t in tasks if t.node in places.unowned()}
+    single = scheme_named(manifest.scheme).least == 1
+    bare = {} if single else {m: owners[m] for m in sorted(places.bare) if m in owners}
+    return Plan(manifest, sources, places.homes, tuple(tasks), bare)
 
 
 class _Places:
@@ -143,11 +148,12 @@ class _Places:
             for holding in inventory.holdings:
                 if holding.manifest.same_save(manifest):
                     self._held[inventory.node] = holding
-        self._owners = {
+        self.owners = {
             holding.owner: node
             for node, holding in self._held.items()
             if holding.owner is not None and node != PERSISTENT
         }
+        """by member: the node whose storage is its own"""
         self._data = {m.number: self._with_all(m) for m in manifest.members}
         self.homes: dict[int, int] = {}
         self.bare: set[int] = set()
@@ -163,21 +169,17 @@ class _Places:
         """Who has a file: the member whose it is, if possible."""
         return next(iter(self._having([name], None)), None)
 
-    def owner(self, member: int) -> int | None:
-        """The node whose storage is the member's."""
-        return self._owners.get(member)
-
     def to_mend(self, needed: Collection[int]) -> list[Task]:
         """For nodes whose files are needed while their manifest cannot be read."""
         return [
             Task(owner, node, (), ())
-            for owner, node in sorted(self._owners.items())
+            for owner, node in sorted(self.owners.items())
             if not self._held[node].readable and (node in needed or node in self.homes.values())
         ]
 
     def unowned(self) -> list[int]:
         """Nodes that came without storage of this save."""
-        taken = set(self._owners.values())
+        taken = set(self.owners.values())
         return [node for node in self.nodes if node not in taken]
 
     def _with_all(self, member: Member) -> int | None:
@@ -197,7 +199,7 @@ class _Places:
     def _having(self, names: Collection[str], member: int | None) -> list[int]:
         """Nodes with all these files: the member's own first, the persistent level last."""
         nodes = [node for node, holding in self._held.items() if holding.good.issuperset(names)]
-        own = self._owners.get(member) if member is not None else None
+        own = self.owners.get(member) if member is not None else None
         return sorted(nodes, key=lambda node: node != own)
 
 
@@ -220,7 +222,7 @@ def _task(places: _Places, member: Member, busy: Sequence[int]) -> Task:
 
 def _host(places: _Places, member: int, busy: Sequence[int]) -> int:
     """Where to rebuild a member: on its own node, on a node that is new, or where least is rebuilt."""
-    own = places.owner(member)
+    own = places.owners.get(member)
     if own is not None:
         return own
     if not places.nodes:

@@ -98,6 +98,23 @@ def test_a_surviving_node_takes_a_lost_member_in_and_serves_it(nodes: AgentNodes
     assert plan_of(again).complete and plan_of(again).sources["__3_0.distcp"] == 0
 
 
+def test_nodes_with_other_numbers_protect_an_old_save_again(nodes: AgentNodes) -> None:
+    state = saved_state(THREE)
+    nodes.start(3)
+    nodes.save(state)
+    nodes.protect(state)
+    before = content(nodes.folder(2, state))["redundancy-2.bin"]
+    (nodes.folder(2, state) / "redundancy-2.bin").unlink()
+    nodes.agents.reverse()
+    nodes.meet()
+    plan = plan_of(nodes.choice())
+    assert plan.bare == {2: 0} and plan.homes == {0: 2, 1: 1, 2: 0}
+    homes = {member: nodes.agents[node].address for member, node in plan.homes.items()}
+    made = nodes.agents[0].protect(state.manifest.name, homes).result(WAIT_S)
+    assert not made.problem
+    assert content(nodes.folder(2, state))["redundancy-2.bin"] == before
+
+
 def test_redundancy_that_is_damaged_makes_nothing_wrong(nodes: AgentNodes) -> None:
     """Not listed in a manifest, so nobody knows its digest: what comes out is compared."""
     state = saved_state(THREE)

@@ -69,6 +69,7 @@ def test_a_new_node_takes_the_place_of_a_lost_one(scheme: str, gone: int) -> Non
     found = chosen(choose(world(*nodes)))
     assert found.tasks == (Task(gone, gone, (gone,), (gone,)),)
     assert {found.sources[item.name] for item in state.manifest.members[gone].items} == {gone}
+    assert found.bare == {gone: gone}
 
 
 def test_fewer_nodes_share_what_has_to_be_rebuilt() -> None:
@@ -76,6 +77,7 @@ def test_fewer_nodes_share_what_has_to_be_rebuilt() -> None:
     found = chosen(choose(world(*everything(state)[2:])))
     assert [(t.member, t.node) for t in found.tasks] == [(0, 0), (1, 1)]
     assert found.homes == {2: 0, 3: 1}  # nodes are numbered anew
+    assert found.bare == {}  # whoever takes a member in keeps its own redundancy only
 
 
 def test_more_nodes_than_before() -> None:
@@ -120,6 +122,7 @@ def test_a_save_that_was_not_protected_in_time_is_passed_over() -> None:
         [*a, *b] for a, b in zip(everything(old), everything(new, protected=False), strict=True)
     ]
     assert order(choose(world(*nodes))) == (120, 1)
+    assert chosen(choose(world(*nodes))).bare == {0: 0, 1: 1, 2: 2, 3: 3}
     nodes[2] = []
     choice = choose(world(*nodes))
     assert order(choice) == (100, 1)
@@ -129,6 +132,7 @@ def test_a_save_that_was_not_protected_in_time_is_passed_over() -> None:
 def test_single_survives_no_loss_of_a_node_but_has_the_persistent_level() -> None:
     flushed, new = saved_state(FOUR, step=100, scheme="single"), saved_state(FOUR, scheme="single")
     nodes = everything(new, protected=False)
+    assert chosen(choose(world(*nodes))).bare == {}
     nodes[0] = []
     choice = choose(world(*nodes, kept=[persistent(flushed)]))
     assert order(choice) == (100, 1) and set(chosen(choice).sources.values()) == {PERSISTENT}
