@@ -185,8 +185,9 @@ class Saver(Closing):
             crash_at("staged")
             if self._ranks.rank == 0 and not self._begun:
                 self._setting.begin()
-            params = fingerprint(captured.params())
-            return {"step": job.step, "prints": captured.prints(), "params": params}
+            params, buffers = fingerprint(captured.params()), fingerprint(captured.buffers())
+            prints = captured.prints()
+            return {"step": job.step, "prints": prints, "params": params, "buffers": buffers}
 
         told = self._ranks.agree("saving", copy)
         assert not isinstance(captured, Exception)
@@ -198,10 +199,23 @@ class Saver(Closing):
             )
         if len({one["params"] for one in told}) > 1:
             captured = captured.with_params(self._ranks.gather(captured.params()))
+        captured = self._own_buffers(captured, alike=len({one["buffers"] for one in told}) == 1)
         names = told[0]["prints"]
         return captured, frozenset(
             name for name in names if len({one["prints"].get(name) for one in told}) > 1
         )
+
+    def _own_buffers(self, captured: Captured, *, alike: bool) -> Captured:
+        """Leave out the buffers that a rank before this one has: replicas differ in them.
+
+        DistributedDataParallel gives every rank those of the first before a step; DCP would save each
+        buffer from whatever rank has least to write.
+        """
+        if alike:
+            return captured.without(captured.buffers() if self._ranks.rank else ())
+        told = self._ranks.gather({"buffers": captured.buffers()})
+        before = [key for one in told[: self._ranks.rank] for key in one["buffers"]]
+        return captured.without(set(before))
 
     def _written(
         self, job: _Job, captured: Captured, differ: frozenset[str]

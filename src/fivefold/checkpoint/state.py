@@ -12,7 +12,7 @@ rank. So ranks compare what should be equal, and what is not equal is stored for
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint.kept import Entry, Kept, Path, Saved
 from fivefold.checkpoint.objects import kept
@@ -50,6 +51,25 @@ class Captured:
             for name, entries in self.parts.items()
             if name not in self.shared
         }
+
+    def buffers(self) -> list[str]:
+        """Keys of tensors that no optimiser keeps alike on all ranks, such as statistics of batch norm."""
+        return [
+            _key((name, *entry.path))
+            for name, entries in self.parts.items()
+            for entry in entries
+            if name in self.shared and _is_buffer(entry)
+        ]
+
+    def without(self, keys: Collection[str]) -> Captured:
+        """The same without these buffers: another rank saves its own."""
+        parts = {
+            name: [
+                e for e in entries if not (_is_buffer(e) and _key((name, *e.path)) in keys)
+            ]
+            for name, entries in self.parts.items()
+        }  # fmt: skip
+        return replace(self, parts=parts)
 
     def params(self) -> dict[str, list[str]]:
         """The parameter names of each group of each optimiser."""
@@ -83,13 +103,22 @@ class Captured:
             start: Path = (_PER_RANK, str(rank), name) if name in differ else (name,)
             for entry in entries:
                 path = (*start, *entry.path)
-                key = ".".join(map(str, path))
+                key = _key(path)
                 if key in found:
                     raise UsageError(
                         f"two values of the state are both called {key!r}: rename one of them"
                     )
                 found[key], paths[key] = entry.value, path
         return found, paths
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _is_buffer(entry: Entry) -> bool:
+    value = entry.value
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not entry.rests
 
 
 def _names_params(entry: Entry) -> bool:
