@@ -98,6 +98,10 @@ class Stream(io.BufferedIOBase):
         """Bytes written so far."""
         return self._length
 
+    def digest(self) -> str:
+        """Of the bytes written so far."""
+        return self._hash.hexdigest()
+
     def flush(self) -> None:
         """Hand what is buffered to the operating system; durable it is after `commit`."""
         if self._open:

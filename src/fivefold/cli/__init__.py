@@ -48,6 +48,9 @@ COMMANDS = {
     "verify": _Entry("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
     "plan": _Entry("fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"),
     "bench": _Entry("fivefold.cli.bench:Bench", "Measure how fast processes communicate"),
+    "checkpoint": _Entry(
+        "fivefold.cli.checkpoint:Checkpoint", "List, check and repair checkpoints"
+    ),
 }
 
 _HELP = """\

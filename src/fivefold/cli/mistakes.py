@@ -39,6 +39,6 @@ def _told(head: str, text: str) -> str:
         return f"{kind} {word}" + (f"; did you mean {near[1]}?" if near else "")
     if found := re.match(r"Missing value for argument '(.*?)'", head):
         return f"{found[1]} is missing"
-    if found := re.match(r"Missing from fivefold \w+:\s+(\S+)", head):
+    if found := re.match(r"Missing from fivefold [\w ]+:\s+(\S+)", head):
         return f"{found[1]} is missing"
     return head.rstrip(".") or "these options cannot be read"

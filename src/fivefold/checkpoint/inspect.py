@@ -1,0 +1,263 @@
+"""Looking at directories of checkpoints, whichever they are: for the command line and for people."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from fivefold.checkpoint.files import FileOps
+from fivefold.checkpoint.manifest import MANIFEST, RUN, Item, Manifest, parse_generation_name
+from fivefold.checkpoint.place import LocalPlace, Place, place_at
+from fivefold.checkpoint.run import check_run_id
+from fivefold.checkpoint.schemes import SCHEMES
+from fivefold.checkpoint.stock import Checked, is_stock, read_contents, verify_stock
+from fivefold.checkpoint.store import Generation, Store
+from fivefold.errors import UsageError
+
+__all__ = [
+    "HEADINGS",
+    "Copy",
+    "age_text",
+    "copies_at",
+    "rows",
+    "size_text",
+    "stores_at",
+    "survives",
+]
+
+Level = Literal["node", "persistent", "DCP", "-"]
+
+HEADINGS = ("generation", "level", "state", "node", "size", "age", "survives the loss of")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A generation in one place, or a directory that plain DCP has written."""
+
+    place: Place
+    folder: str
+    """within the place; empty: the place itself"""
+    generation: Generation | None = None
+    """None: of plain DCP"""
+
+    @property
+    def where(self) -> str:
+        """Path or URL."""
+        return self.place.where(self.folder)
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """None where there is none that can be read."""
+        return None if self.generation is None else self.generation.manifest
+
+    @property
+    def level(self) -> Level:
+        """Whose storage it is on, as far as that can be told."""
+        if self.generation is None:
+            return "DCP"
+        if self.manifest is None:
+            return "-"
+        return "persistent" if self.manifest.me is None else "node"
+
+    def verify(self, *, deep: bool = True) -> Checked:
+        """What is wrong with its files. Raises `OSError`."""
+        if self.generation is None:
+            return verify_stock(self.place, self.folder, deep=deep)
+        problems = tuple(Store(self.place).verify(self.generation, deep))
+        files = len(self.manifest.items()) if self.manifest else 0
+        return Checked(problems, files, 0 if deep else files)
+
+
+def stores_at(url: str) -> list[Store]:
+    """The stores that a path or URL means: the directory itself, or in a node's storage each run in it.
+
+    Raises:
+        UsageError: there is nothing like that, or its package is missing. `OSError`: it cannot be read.
+    """
+    place = _existing(url)
+    store = Store(place)
+    names = place.list()
+    if RUN in names or any(parse_generation_name(name) for name in names):
+        return [store]
+    return [
+        Store(place_at(place.where(name)), name)
+        for name in names
+        if _is_run_id(name) and any(map(parse_generation_name, place.list(name)))
+    ]
+
+
+def copies_at(url: str) -> list[Copy]:
+    """The checkpoints that a path or URL means: one, those of a directory, or of a node's storage.
+
+    Raises:
+        UsageError: there are none, or a package is missing. `OSError`: it cannot be read.
+    """
+    place = _existing(url)
+    above, _, name = place.where().rstrip("/").rpartition("/")
+    if parse_generation_name(name) is not None:
+        parent = place_at(above or "/")
+        return [Copy(parent, name, Store(parent).find(name))]
+    stores = stores_at(url)
+    copies = [Copy(s.place, g.name, g) for s in stores for g in s.generations()]
+    if not copies and not stores:
+        if is_stock(place):
+            return [Copy(place, "")]
+        raise UsageError(
+            f"there are no checkpoints in {url}: expected a directory that a run saves to, a node's local "
+            "storage, one checkpoint in them, or a directory of torch.distributed.checkpoint"
+        )
+    return copies
+
+
+def _existing(url: str) -> Place:
+    place = place_at(url)
+    there = place.root.is_dir() if isinstance(place, LocalPlace) else bool(place.list())
+    if not there:
+        raise UsageError(f"there is no directory {url}")
+    return place
+
+
+def _is_run_id(name: str) -> bool:
+    try:
+        check_run_id(name)
+    except UsageError:
+        return False
+    return True
+
+
+def is_persistent(url: str) -> bool:
+    """Whether it is a directory that a run flushes to, and not the storage of a node. Raises `OSError`."""
+    place = place_at(url)
+    if not isinstance(place, LocalPlace) or place.exists(RUN):
+        return True
+    found = [g.manifest for g in Store(place).generations() if g.manifest is not None]
+    return bool(found) and found[0].me is None
+
+
+def described(copy: Copy) -> list[str]:
+    """What a checkpoint consists of, line by line. Raises `OSError` or `Damaged`."""
+    manifest = copy.manifest
+    if copy.generation is None:
+        contents = read_contents(copy.place, copy.folder)
+        files = len({part.file for part in contents.parts})
+        return [
+            f"{copy.where}, written by torch.distributed.checkpoint",
+            f"{len(contents.entries)} tensors and values in {files} files",
+        ]
+    if manifest is None:
+        return [f"{copy.where} is no checkpoint: {copy.generation.problem}"]
+    layout = ", ".join(f"{axis}={size}" for axis, size in manifest.layout.items())
+    owner = "all nodes" if manifest.me is None else f"node {_node(manifest, manifest.me)}"
+    lines = [
+        f"{copy.where}",
+        f"step {manifest.step}, start {manifest.epoch} of run {manifest.run}, save {manifest.save}",
+        f"saved by {manifest.world} ranks on {len(manifest.members)} nodes, layout {layout or 'unknown'}",
+        f"state {manifest.state}, scheme {manifest.scheme}, survives the loss of: {survives(manifest)}",
+        f"payload {size_text(manifest.length)}; the files here are those of {owner}",
+        *(f"{name}: {value}" for name, value in sorted(manifest.extra.items())),
+    ]
+    for member in manifest.members:
+        ranks = ", ".join(map(str, member.ranks))
+        lines.append(
+            f"  node {member.number} ({member.host}): ranks {ranks}, {size_text(member.length)}"
+        )
+        lines += [f"    {_line(item)}" for item in member.items]
+    return [*lines, *(f"  {_line(item)}" for item in (manifest.metadata, *manifest.redundancy))]
+
+
+def _line(item: Item) -> str:
+    return f"{item.name}  {item.length} bytes  xxh3 {item.digest}"
+
+
+def survives(manifest: Manifest) -> str:
+    """Which failures this copy survives together with those on the other nodes.
+
+    "nothing" means: no loss of a node.
+    """
+    if manifest.state == "flushed":
+        return "all nodes"
+    sets = manifest.sets or tuple((member.number,) for member in manifest.members)
+    scheme = SCHEMES.get(manifest.scheme)
+    lost = min((scheme.tolerates(len(group)) if scheme else 0 for group in sets), default=0)
+    if manifest.state == "local" or not lost:
+        return "nothing"
+    of = f"{len(manifest.members)} nodes" if len(sets) == 1 else "each set"
+    sizes = sorted({len(group) for group in sets})
+    return f"{lost} of {of}" + (f" of {'/'.join(map(str, sizes))}" if len(sets) > 1 else "")
+
+
+def rows(copies: Sequence[Copy], now: float | None = None) -> list[tuple[str, ...]]:
+    """The cells of a table under `HEADINGS`."""
+    return [_row(copy, time.time() if now is None else now) for copy in copies]
+
+
+def _row(copy: Copy, now: float) -> tuple[str, ...]:
+    manifest = copy.manifest
+    if manifest is None:
+        name = copy.folder or copy.where
+        problem = copy.generation.problem if copy.generation else "written by DCP itself"
+        return (name, copy.level, problem, "", "", age_text(_saved_s(copy), now), "")
+    owner = "all" if manifest.me is None else _node(manifest, manifest.me)
+    size = sum(item.length for item in manifest.items())
+    age = age_text(_saved_s(copy), now)
+    return (
+        manifest.name,
+        copy.level,
+        manifest.state,
+        owner,
+        size_text(size),
+        age,
+        survives(manifest),
+    )
+
+
+def _node(manifest: Manifest, number: int) -> str:
+    return f"{number} ({manifest.members[number].host})"
+
+
+def _saved_s(copy: Copy) -> float | None:
+    """When it was saved, in seconds since 1970, by the clock of whoever wrote it."""
+    told = copy.manifest.extra.get("time", "") if copy.manifest else ""
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(told).timestamp()
+    with contextlib.suppress(OSError):
+        if isinstance(copy.place, LocalPlace):
+            return _modified_s(copy.place.path(copy.folder))
+    return None
+
+
+def _modified_s(folder: Path) -> float:
+    manifest = folder / MANIFEST
+    return (manifest if FileOps().list(folder).count(MANIFEST) else folder).stat().st_mtime
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes for people.
+
+    >>> size_text(512), size_text(1536), size_text(5 << 30)
+    ('512 B', '1.5 KiB', '5.0 GiB')
+    """
+    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << shift:
+            return f"{size_bytes / (1 << shift):.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def age_text(then: float | None, now: float) -> str:
+    """How long ago something was, for people.
+
+    >>> age_text(0.0, 30.0), age_text(0.0, 7200.0), age_text(0.0, 200000.0), age_text(None, 5.0)
+    ('30 s', '2 h', '2 d', '')
+    """
+    if then is None:
+        return ""
+    age = max(0.0, now - then)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age >= 2 * length:
+            return f"{age / length:.0f} {unit}"
+    return f"{age:.0f} s"

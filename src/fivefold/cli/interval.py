@@ -1,0 +1,105 @@
+"""`fivefold checkpoint interval`: how often to save."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from fivefold.errors import UsageError
+
+if TYPE_CHECKING:
+    from fivefold.checkpoint.interval import Interval as Found
+
+__all__ = ["Interval"]
+
+_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _option(metavar: str, hint: str | None = "") -> object:
+    if hint is None:
+        return tyro.conf.arg(metavar=metavar)
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Compute how often to save: so that saving and repeated work together take least time.
+
+    The costs are by how much one save, and one flush, lengthen training. Times are 2.5s, 10min, 4h or 7d.
+
+    Example: fivefold checkpoint interval --save 0.5s --mtbf 1d --flush 20s --flush-mtbf 14d --step 0.8s
+    """
+
+    save: Annotated[str, _option("TIME", None)]
+    """what a save costs"""
+    mtbf: Annotated[str, _option("TIME", None)]
+    """mean time between failures of the whole run that the nodes' own storage survives"""
+    flush: Annotated[str, _option("TIME", None)] = "0s"
+    """what a flush costs in addition"""
+    flush_mtbf: Annotated[str, _option("TIME")] = ""
+    """mean time between failures that only a flushed copy survives; default: never"""
+    step: Annotated[str, _option("TIME")] = ""
+    """how long a training step takes: tells the interval in steps too"""
+    max_overhead: Annotated[float, _option("SHARE", None)] = 0.035
+    """share of the time that saving may add; 0: no limit"""
+
+    def run(self) -> int:
+        """Compute and print."""
+        from fivefold.checkpoint.interval import Level, daly, two_level
+
+        cost, mtbf = _seconds("--save", self.save), _seconds("--mtbf", self.mtbf)
+        far = _seconds("--flush-mtbf", self.flush_mtbf) if self.flush_mtbf else math.inf
+        found = two_level(
+            Level(cost, mtbf), Level(_seconds("--flush", self.flush), far), self.max_overhead
+        )
+        for line in _advice(found, _seconds("--step", self.step) if self.step else 0.0):
+            print(line)
+        print(f"for comparison, one level by Daly's formula: every {_time(daly(cost, mtbf))}")
+        return 0
+
+
+def _seconds(option: str, text: str) -> float:
+    """`10min` as seconds. Raises `UsageError`.
+
+    >>> _seconds("--save", "10min"), _seconds("--save", "2.5s"), _seconds("--mtbf", "1d")
+    (600.0, 2.5, 86400.0)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) ?(ms|s|min|h|d|)", text.strip(), re.ASCII)
+    if found is None:
+        raise UsageError(f"{option} {text!r} is no time; write 0.5s, 10min, 4h or 7d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _time(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> _time(0.25), _time(90.0), _time(1000.0), _time(20000.0), _time(math.inf)
+    ('0.25 s', '90 s', '17 min', '5.6 h', 'never')
+    >>> _time(7000.0), _time(4e6)
+    ('117 min', '46 d')
+    """
+    if math.isinf(seconds):
+        return "never"
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            count = seconds / length
+            return f"{count:.1f} {unit}" if count < 10 else f"{count:.0f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _advice(found: Found, step_s: float) -> list[str]:
+    if math.isinf(found.every_s):
+        return ["nothing fails: there is no need to save"]
+    steps = f", every {found.every_steps(step_s)} steps" if step_s else ""
+    lines = [f"save every {_time(found.every_s)}{steps}"]
+    if found.flush_every:
+        often = _time(found.every_s * found.flush_every)
+        lines.append(f"flush one save in {found.flush_every}, every {often}")
+    lines.append(
+        f"saving adds {found.overhead:.2%}; with what is repeated after failures, {found.waste:.2%} is lost"
+    )
+    return lines
