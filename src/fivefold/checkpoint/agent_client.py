@@ -216,8 +216,14 @@ class Agent(Closing):
     def close(self) -> None:
         """End the process; commands under way fail with `AgentGone`."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with self._lock, contextlib.suppress(OSError):
-            self._process.stdin.close()
+        if not self._lock.acquire(timeout=_END_S):
+            self._process.kill()  # it reads nothing any more, and a thread of ours waits for it
+            self._lock.acquire()
+        try:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        finally:
+            self._lock.release()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

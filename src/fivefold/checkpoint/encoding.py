@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import xxhash
-
 from fivefold.checkpoint.ahead import DEPTH, Ahead, Reader
 from fivefold.checkpoint.files import Bytes, FileOps, Stream, Written, crash_at, is_temporary
 from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
@@ -21,7 +19,7 @@ from fivefold.checkpoint.schemes import Piece, Term, carry_out, clip, scheme_nam
 from fivefold.checkpoint.shelf import Shelf
 from fivefold.errors import CheckpointError, Damaged
 
-__all__ = ["Peers", "fetch", "protect", "rebuild", "repair_manifest"]
+__all__ = ["Peers", "protect", "rebuild", "repair_manifest"]
 
 BLOCK_BYTES = 1 << 20
 """what a request to a peer asks for"""
@@ -85,7 +83,7 @@ def protect(shelf: Shelf, generation: str, peers: Peers, files: FileOps) -> tupl
     _sweep(work, name)
     with files.create(work.folder / name) as stream:
         crash_at("encoding")
-        _carry_out(work, group, recipe, _Sink(stream, "encoding", known=False))
+        _carry_out(work, group, recipe, stream, "encoding")
         written = stream.commit()
     return (Item(name, written.length, written.digest),)
 
@@ -135,20 +133,6 @@ def rebuild(
     return made
 
 
-def fetch(shelf: Shelf, manifest: Manifest, item: Item, peers: Peers, files: FileOps) -> bool:
-    """Copy a file from whichever peer has it, unless it is whole here. Returns whether it was copied.
-
-    Raises:
-        PeerError: no peer has it, or none has it undamaged.
-        OSError: writing failed.
-    """
-    work = _Work(shelf, manifest, peers, files)
-    if _whole(work, item):
-        return False
-    _fetch(work, item)
-    return True
-
-
 def repair_manifest(shelf: Shelf, manifest: Manifest, member: int, files: FileOps) -> bool:
     """Write the manifest of `member` where the directory has none that can be read."""
     try:
@@ -187,9 +171,8 @@ def _rebuild_payload(
 def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[Piece]) -> None:
     _sweep(work, item.name)
     with work.files.create(work.folder / item.name) as stream:
-        sink = _Sink(stream, "rebuilding", known=True)
-        _carry_out(work, group, pieces, sink)
-        if sink.written != Written(item.length, item.digest):
+        _carry_out(work, group, pieces, stream, "rebuilding")
+        if not _is(stream, item):
             raise Damaged(
                 "what was rebuilt of a file", work.folder / item.name,
                 "a member of the set, or its redundancy, has changed since the save",
@@ -208,15 +191,14 @@ def _fetch(work: _Work, item: Item) -> None:
             Client(address, work.peers.key, timeout_s=work.peers.timeout_s) as client,
             work.files.create(work.folder / item.name) as stream,
         ):
-            sink = _Sink(stream, "rebuilding", known=True)
             try:
                 for block in client.blocks(request, BLOCK_BYTES):
                     work.peers.rate.take(len(block))
-                    sink.write(block)
+                    stream.write(block)
             except (PeerError, NotHere) as problem:
                 told.append(str(problem))
                 continue
-            if sink.written == Written(item.length, item.digest):
+            if _is(stream, item):
                 stream.commit()
                 return
             told.append(f"{address[0]}:{address[1]} has {item.name} damaged")
@@ -225,34 +207,26 @@ def _fetch(work: _Work, item: Item) -> None:
     )
 
 
-class _Sink:
-    """Writes to a file; where what comes out is known before, hashing. Tests let the process die here."""
-
-    def __init__(self, stream: Stream, point: str, *, known: bool) -> None:
-        self._stream, self._point, self._known = stream, point, known
-        self._hash = xxhash.xxh3_128()
-        self._length = 0
-
-    def write(self, block: Bytes) -> None:
-        if self._known:
-            self._hash.update(block)
-        self._length += self._stream.write(block)
-        crash_at(self._point)
-
-    @property
-    def written(self) -> Written:
-        return Written(self._length, self._hash.hexdigest())
+def _is(stream: Stream, item: Item) -> bool:
+    return (stream.tell(), stream.digest()) == (item.length, item.digest)
 
 
-def _carry_out(work: _Work, group: Sequence[int], pieces: Sequence[Piece], sink: _Sink) -> None:
+def _carry_out(
+    work: _Work, group: Sequence[int], pieces: Sequence[Piece], stream: Stream, point: str
+) -> None:
     """`schemes.carry_out` over the network; positions in pieces are those in `group`."""
+
+    def write(block: Bytes) -> None:
+        stream.write(block)
+        crash_at(point)
+
     positions = {term.member for piece in pieces for term in piece.terms}
     with ExitStack() as stack:
         readers = {at: _reader(work, group[at], stack) for at in positions}
         ahead = Ahead(pieces, readers, BLOCK_BYTES, timeout_s=_block_s(work.peers, len(readers)))
         stack.callback(ahead.close)  # before the clients hang up, after which its threads end
         try:
-            carry_out(pieces, ahead.read, sink.write, BLOCK_BYTES)
+            carry_out(pieces, ahead.read, write, BLOCK_BYTES)
         finally:
             stack.close()
             ahead.join()

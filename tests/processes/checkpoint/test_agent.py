@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from agents import MIB, WAIT_S, AgentNodes, content, gone, plan_of, wait_until
+from fivefold.checkpoint import agent_client
 from fivefold.checkpoint.agent_client import Agent, AgentGone
 from fivefold.checkpoint.inventory import PERSISTENT, Inventory, stocktaking
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
@@ -208,6 +210,23 @@ def test_closing_ends_it_in_the_middle_of_work(nodes: AgentNodes, tmp_path: Path
     with pytest.raises(CheckpointError):
         slow.result(WAIT_S)
     assert list((tmp_path / "p" / state.manifest.name).iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [10, 10**6])
+def test_an_agent_that_stands_still_is_ended(
+    nodes: AgentNodes, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(agent_client, "_END_S", 0.3)
+    [agent] = nodes.start(1)
+    os.kill(agent.pid, signal.SIGSTOP)
+    # The longer request does not fit into the pipe: who asks has to wait.
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(agent._ask, "look", {"manifest": "x" * length}, lambda did: did)
+        time.sleep(0.1)
+        agent.close()
+        with pytest.raises(AgentGone):
+            asked.result(WAIT_S).result(WAIT_S)
+    assert gone(agent.pid)
 
 
 PARENT = """
