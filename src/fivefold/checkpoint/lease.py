@@ -30,7 +30,7 @@ class Lease(Closing):
 
     Taken over at once where its owner is known to have ended: a process of this host that is gone, or an
     earlier start of the same job. Else after `stale_s` without a beat; the clock is the file system's own, so
-    those of the nodes may differ.
+    those of the nodes may differ. Where the owner beats meanwhile, waiting ends: it is alive.
 
     Args:
         place: the directory; it is made if it is missing.
@@ -61,16 +61,22 @@ class Lease(Closing):
         self._ended = threading.Event()
         self._lost = ""
         place.make_dir()
-        end = time.monotonic() + wait_s
-        while (other := self._rival()) is not None:
-            if time.monotonic() >= end:
-                raise self._refusal(other)
-            time.sleep(min(1.0, beat_s, max(0.0, end - time.monotonic())))
+        self._wait(wait_s)
         self._write()
         if (now := self._read()) and now.get("token") != self._mine["token"]:
             raise self._refusal(now)  # both found it free, and the other wrote last
         self._thread = threading.Thread(target=self._beat, name="fivefold-lease", daemon=True)
         self._thread.start()
+
+    def _wait(self, wait_s: float) -> None:
+        """Until nobody holds the directory. Raises `InUse`."""
+        end = time.monotonic() + wait_s
+        first: Mapping[str, Any] | None = None
+        while (other := self._rival()) is not None:
+            first = first or other
+            if other.get("beats") != first.get("beats") or time.monotonic() >= end:
+                raise self._refusal(other)
+            time.sleep(min(1.0, self._beat_s, max(0.0, end - time.monotonic())))
 
     def check(self) -> None:
         """Raise `CheckpointError` if the lease was lost: another job took it over. Asked before a write."""
