@@ -45,9 +45,6 @@ from fivefold.trace import Phase, span
 
 __all__ = ["Checkpointer"]
 
-_FLUSH_S = 86400.0
-"""how long ranks wait for each other's part of a flush"""
-
 _Batch = TypeVar("_Batch")
 
 
@@ -116,9 +113,8 @@ class Checkpointer(Closing):
         }  # fmt: skip
         plan = None if mesh is None else mesh.plan
         self._settings = settings = settings_of(directory, plan, node, given)
-        talk, saves = cpu_groups(process_group, 2, settings.timeout_s)
-        [flushes] = cpu_groups(process_group, 1, _FLUSH_S)
-        self._channels = Channels(Ranks(talk), Ranks(saves), Ranks(flushes))
+        groups = cpu_groups(process_group, 3, settings.timeout_s)
+        self._channels = Channels(*map(Ranks, groups))
         self._layout = Layout(data=self._channels.training.size) if mesh is None else mesh.layout
         self._open(objects)
         self._hook(objects, signals=signals)
@@ -169,6 +165,7 @@ class Checkpointer(Closing):
             UsageError: the saves are of another model, or of a number of ranks that will not do.
         """
         self._asked = True
+        notes: list[str] = []
         with span(Phase.CHECKPOINT):
             found = load(
                 self._channels.training,
@@ -177,8 +174,10 @@ class Checkpointer(Closing):
                 opened=self._opened,
                 state=self._state,
                 local=self._settings.local,
-                warn=self._warn,
+                warn=notes.append,
             )
+        for note in notes:  # now that no rank waits for another
+            self._warn(note)
         if found is None:
             return None
         self._resumed = found.step, found.epoch
@@ -243,7 +242,7 @@ class Checkpointer(Closing):
         """
         begun = time.perf_counter()
         with span(Phase.CHECKPOINT):
-            self.wait()
+            self._finish_save()
             writing = self._prepare()
             if step == self._saved_step:
                 return
@@ -259,9 +258,10 @@ class Checkpointer(Closing):
         self._stall_s = time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Return when the save under way is protected, or has failed."""
-        if self._under_way is not None:
-            self._under_way.result()
+        """Return when the save under way is protected and copies under way are complete, or have failed."""
+        self._finish_save()
+        if self._writing is not None:
+            self._writing.wait()
         self._look_after()
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Checkpointer(Closing):
             return
         self._closed = True
         try:
-            self.wait()
+            self._finish_save()
             if self._writing is not None:
                 self._writing.close()
             self._comparing.close()
@@ -292,6 +292,11 @@ class Checkpointer(Closing):
             self._let_go()
 
     # ---- parts
+
+    def _finish_save(self) -> None:
+        if self._under_way is not None:
+            self._under_way.result()
+        self._look_after()
 
     def _prepare(self) -> Writing:
         """Before the first save: claim the directory, start agents and threads. Collective."""

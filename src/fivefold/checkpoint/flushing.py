@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.node import Node
 from fivefold.checkpoint.ranks import Ranks
@@ -25,7 +26,7 @@ class Flusher(Closing):
     """Flushes of one rank; all ranks ask for the same, in the same order. Its thread alone uses `ranks`.
 
     Args:
-        ranks: over a group whose timeout is longer than a flush takes.
+        ranks: over a group of its own.
         node: of this rank.
         url: the persistent level.
         bytes_per_s: limit of each node; None: no limit.
@@ -80,17 +81,13 @@ class Flusher(Closing):
     def _flush(self, manifest: Manifest, bytes_per_s: float | None) -> None:
         leads, first = self._node.members.leads, self._ranks.rank == 0
 
-        def copy() -> Mapping[str, Any]:
+        def copy() -> Future[Copied] | None:
             if first:
                 self._allowed()
-            if leads:
-                self._node.flush(manifest.name, self._url, bytes_per_s)
-            return {}
+            return self._node.flush(manifest.name, self._url, bytes_per_s)
 
-        def finish() -> Mapping[str, Any]:
-            if first:
-                self._node.agent.finish_flush(manifest.name, self._url).result()
-            return {}
+        def finish() -> Future[None] | None:
+            return self._node.agent.finish_flush(manifest.name, self._url) if first else None
 
         def advance() -> Mapping[str, Any]:
             if leads:
@@ -103,6 +100,6 @@ class Flusher(Closing):
                 )
             return {}
 
-        self._ranks.agree("copying", copy)
-        self._ranks.agree("completing the copy", finish)
+        self._ranks.agree_later("copying", copy)
+        self._ranks.agree_later("completing the copy", finish)
         self._ranks.agree("noting the copy", advance)

@@ -15,7 +15,7 @@ from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.recovering import Pieces, Recovery
 from fivefold.checkpoint.recovery import Choice, Plan
-from fivefold.checkpoint.state import State, saved_in
+from fivefold.checkpoint.state import Request, State, saved_in
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import CheckpointError, Unrecoverable, UsageError
 
@@ -83,13 +83,14 @@ def load(
         manifest = choice.plan.manifest
         try:
             rebuilt = recovery.rebuild(choice.plan)
-            _fill(loading, choice.plan)
+            request, read = _read(loading, choice.plan)
         except UsageError:
             raise
         except CheckpointError as problem:
             failed[manifest.name] = str(problem)
-        else:
-            return Loaded(manifest.step, manifest.epoch, rebuilt)
+            continue
+        _restore(loading, request, read)
+        return Loaded(manifest.step, manifest.epoch, rebuilt)
 
 
 def _any_left(ranks: Ranks, node: Node, persistent: PersistentStore) -> bool:
@@ -109,21 +110,21 @@ def _nothing(persistent: PersistentStore, choice: Choice) -> Unrecoverable:
     )
 
 
-def _fill(loading: _Loading, plan: Plan) -> None:
-    """Read a save into the objects."""
+def _read(loading: _Loading, plan: Plan) -> tuple[Request, dict[str, Any]]:
+    """Read a save: tensors of the objects where they lie, and values."""
     ranks, state, manifest = loading.ranks, loading.state, plan.manifest
     with Pieces(loading.node, loading.persistent, plan) as pieces:
         held: list[Any] = []
 
-        def request() -> dict[str, Any]:
+        def look() -> dict[str, Any]:
             held.append(metadata_of(pieces.whole(manifest.metadata), manifest.name))
             saved = saved_in(held[0])
             return {"missing": state.missing(saved), "strange": state.strange(saved)}
 
-        told = ranks.agree("reading metadata", request)
+        told = ranks.agree("reading metadata", look)
         strange = set.intersection(*(set(one["strange"]) for one in told))
         _check_names(manifest.name, {n for one in told for n in one["missing"]}, strange)
-        wanted: list[Any] = []
+        wanted: list[Request] = []
 
         def ask() -> dict[str, Any]:
             wanted.append(state.request(saved_in(held[0]), ranks.size, manifest.world))
@@ -132,14 +133,19 @@ def _fill(loading: _Loading, plan: Plan) -> None:
         ranks.agree("comparing the state", ask)
         targets = dict(wanted[0].targets)
         dcp.load(targets, held[0], pieces, ranks.group)
+    return wanted[0], targets
 
-        def restore() -> dict[str, Any]:
-            state.restore(wanted[0], targets)
-            return {}
 
-        ranks.agree("restoring the state", restore)
-        for note in wanted[0].notes:
-            loading.warn(note)
+def _restore(loading: _Loading, request: Request, read: dict[str, Any]) -> None:
+    """Hand the objects what was read."""
+
+    def hand_out() -> dict[str, Any]:
+        loading.state.restore(request, read)
+        return {}
+
+    loading.ranks.agree("restoring the state", hand_out)
+    for note in request.notes:
+        loading.warn(note)
 
 
 def _check_names(name: str, missing: set[str], strange: set[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.checkpoint.kept import Entry, Path, Saved, check_size
@@ -98,20 +99,27 @@ class KeptModule:
         """Take what was read."""
         state = {str(path[0]): value for path, value in read.items()}
         steps = state.pop(_STEPS, None)
-        real = self._module.state_dict()
-        named = {key.replace(_CHECKPOINTED, ""): key for key in real}
-        # Tensors were filled where they lie; this is for extra state, and for hooks of the module. On a
-        # `pipe` axis a rank has some of the names only.
-        self._module.load_state_dict(
-            {
-                named[key]: value if isinstance(value, Tensor) else decoded(value)
-                for key, value in state.items()
-            },
-            strict=False,
-        )
+        own = self._module.state_dict()
+        named = {key.replace(_CHECKPOINTED, ""): key for key in own}
+        # Tensors were filled where they lie. What is left is extra state, and modules whose state_dict
+        # gives copies; on a `pipe` axis a rank has some of the names only.
+        left = {
+            named[key]: value if isinstance(value, Tensor) else decoded(value)
+            for key, value in state.items()
+            if not _same_memory(own[named[key]], value)
+        }
+        if left:
+            self._module.load_state_dict(left, strict=False)
         if isinstance(self._module, _Counting) and steps is not None:
             self._module.steps = int(steps)
 
 
 _STEPS = "_steps"
 """where the steps of a counting module are stored"""
+
+
+def _same_memory(one: object, other: object) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (one, other))
+    return here.data_ptr() == there.data_ptr()

@@ -8,22 +8,17 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
-from fivefold.checkpoint.agent_client import Agent
-from fivefold.checkpoint.manifest import Item, Manifest
+from fivefold.checkpoint.agent_client import Agent, Protection
+from fivefold.checkpoint.flush import Copied
+from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.members import Members
 from fivefold.checkpoint.pieces import Address, new_key
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import LocalStore
 from fivefold.closing import Closing
-from fivefold.errors import CheckpointError
 
 __all__ = ["Node", "own_address"]
-
-_T = TypeVar("_T")
-_PROTECT_S = 3600.0
-"""how long encoding one generation may take"""
 
 
 class Node(Closing):
@@ -93,25 +88,23 @@ class Node(Closing):
         if self.members.leads:
             self.agent.peers(dict(enumerate(self.addresses))).result(self._timeout_s)
 
-    def protect(self, manifest: Manifest) -> Sequence[Item]:
-        """What this node keeps for the others of its set. Raises `CheckpointError`."""
-        if manifest.scheme == "single":
-            return ()
-        made = _answer(self.agent.protect(manifest.name), _PROTECT_S, "encoding")
-        if made.problem:
-            raise CheckpointError(made.problem)
-        return made.redundancy
+    def protect(self, manifest: Manifest) -> Future[Protection] | None:
+        """Begin to make what this node keeps for the others of its set; None where that is nothing."""
+        if not self.members.leads or manifest.scheme == "single":
+            return None
+        return self.agent.protect(manifest.name)
 
-    def flush(self, name: str, url: str, bytes_per_s: float | None) -> None:
-        """Copy this node's payload of a generation to the persistent level. Raises `CheckpointError`."""
-        copying = self.agent.flush(
+    def flush(self, name: str, url: str, bytes_per_s: float | None) -> Future[Copied] | None:
+        """Begin to copy this node's payload of a generation to the persistent level."""
+        if not self.members.leads:
+            return None
+        return self.agent.flush(
             name,
             url,
             [self.members.me],
             metadata=self.members.me == 0,
             bytes_per_s=bytes_per_s,
         )
-        copying.result()  # as long as it takes; if the agent ends, so does this
 
     def homes(self, nodes: Mapping[int, int]) -> dict[int, Address]:
         """Addresses by member, from the nodes that answer for them."""
@@ -123,13 +116,6 @@ class Node(Closing):
             self._agent.close()
             self._agent = None
         self.addresses = ()
-
-
-def _answer(future: Future[_T], timeout_s: float, what: str) -> _T:
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        raise CheckpointError(f"{what} took longer than {timeout_s:g} s") from None
 
 
 def own_address(nodes: int) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ from fivefold.errors import CheckpointError, UsageError
 from fivefold.trace import Tag
 
 __all__ = ["Comparison", "Ranks"]
+
+
+_ROUND_S = 2.0
+_T = TypeVar("_T")
 
 
 class Ranks:
@@ -58,6 +63,34 @@ class Ranks:
         if reasons:
             raise CheckpointError(f"{what} failed on {_listed(reasons)}") from problem
         return [one["told"] for one in every]
+
+    def agree_later(self, what: str, begin: Callable[[], Future[_T] | None]) -> _T | None:
+        """As `agree`, for what may take longer than ranks wait for one another; the own part's result.
+
+        Ranks whose part is done, or that have none, tell the others again and again that they are there.
+        """
+        own: list[Future[_T] | None] = []
+
+        def start() -> dict[str, Any]:
+            own.append(begin())
+            return {}
+
+        self.agree(what, start)
+        mine, results = own[0], list[_T]()
+        while True:
+            if mine is not None:
+                wait([mine], _ROUND_S)
+            busy = mine is not None and not mine.done()
+            if not any(one["busy"] for one in self.gather({"busy": busy})):
+                break
+
+        def end() -> dict[str, Any]:
+            if mine is not None:
+                results.append(mine.result())
+            return {}
+
+        self.agree(what, end)
+        return results[0] if results else None
 
     def from_first(self, data: bytes | None) -> bytes:
         """The first rank's bytes. Collective."""

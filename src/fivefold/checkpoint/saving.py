@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from fivefold.checkpoint import dcp
+from fivefold.checkpoint.agent_client import Protection
 from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.manifest import METADATA, Item, Manifest, Member
 from fivefold.checkpoint.members import Members
@@ -52,8 +53,8 @@ class Setting:
     sets: tuple[tuple[int, ...], ...]
     begin: Callable[[], None]
     """called by the first rank before the first save: the record of the run is written"""
-    protect: Callable[[Manifest], Sequence[Item]]
-    """called on the first rank of every node; what this node keeps for the others"""
+    protect: Callable[[Manifest], Future[Protection] | None]
+    """begins to make what this node keeps for the others; None on all but its first rank"""
     settled: Callable[[Manifest], None]
     """called on every rank with a save that is protected"""
 
@@ -290,25 +291,34 @@ class Saver(Closing):
             extra=_for_people(),
         )
 
+    def _encoding(self, manifest: Manifest) -> Future[Protection] | None:
+        """What the agent is asked to keep; a problem that it tells becomes an exception."""
+        asked = self._setting.protect(manifest)
+        if asked is None:
+            return None
+        made: Future[Protection] = Future()
+
+        def judge(answer: Future[Protection]) -> None:
+            problem = answer.exception()
+            if problem is None and answer.result().problem:
+                problem = CheckpointError(answer.result().problem)
+            if problem is None:
+                made.set_result(answer.result())
+            else:
+                made.set_exception(problem)
+
+        asked.add_done_callback(judge)
+        return made
+
     def _protected(self, generation: Generation) -> str:
         """Let nodes keep what protects each other; why they could not, or nothing."""
         manifest = generation.manifest
         assert manifest is not None
-        redundancy: Sequence[Item] = ()
-        problem = ""
-        if self._members.leads:
-            try:
-                redundancy = self._setting.protect(manifest)
-            except (CheckpointError, OSError) as failed:
-                problem = str(failed) or repr(failed)
-        told = self._ranks.gather({"problem": problem})
-        reasons = [
-            f"node {self._members.hosts[n]}: {told[rank]['problem']}"
-            for n, rank in enumerate(self._members.leaders)
-            if told[rank]["problem"]
-        ]
-        if reasons:
-            return f"step {manifest.step} is saved, but not protected: {'; '.join(reasons[:3])}"
+        try:
+            made = self._ranks.agree_later("encoding", lambda: self._encoding(manifest))
+        except CheckpointError as problem:
+            return f"step {manifest.step} is saved, but not protected: {problem}"
+        redundancy = () if made is None else made.redundancy
 
         def settle() -> dict[str, Any]:
             if self._members.leads:

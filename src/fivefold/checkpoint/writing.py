@@ -31,7 +31,6 @@ class Channels:
     training: Ranks
     saves: Ranks
     flushes: Ranks
-    """its timeout is longer than a flush takes"""
 
 
 class Writing(Closing):
@@ -108,6 +107,13 @@ class Writing(Closing):
         for flush in ended:
             if problem := flush.result():
                 yield problem
+
+    def wait(self) -> None:
+        """Return when all copies that were begun have ended."""
+        with self._lock:
+            under_way = list(self._flushes)
+        for flush in under_way:
+            flush.result()
 
     def close(self) -> None:
         """End when all is written, protected and copied that was begun, and the last save copied as well."""
