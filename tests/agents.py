@@ -39,7 +39,7 @@ class AgentNodes:
         first = len(self.agents)
 
         def begin(node: int) -> Agent:
-            return Agent(self.disk(node), "r", self.key, **{"timeout_s": 5.0, **options})  # type: ignore[arg-type]
+            return Agent(self.disk(node), "r", self.key, **{"timeout_s": 20.0, **options})  # type: ignore[arg-type]
 
         with ThreadPoolExecutor(count) as pool:
             new = list(pool.map(begin, range(first, first + count)))

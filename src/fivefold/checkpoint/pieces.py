@@ -172,7 +172,8 @@ class Server(Closing):
             try:
                 line, _ = self._door.accept()
             except OSError:  # out of file descriptors, a caller that is gone already, or the end
-                time.sleep(_RETRY_S)
+                if not self._stopping:
+                    time.sleep(_RETRY_S)
                 continue
             with self._lock:
                 self._lines.add(line)

@@ -15,10 +15,13 @@ from agents import MIB, THREE, WAIT_S, AgentNodes, content, plan_of
 from fivefold.checkpoint.agent_client import AgentGone, Protection
 from fivefold.checkpoint.encoding import Peers, protect, rebuild
 from fivefold.checkpoint.files import FileOps
+from fivefold.checkpoint.inventory import stocktaking
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
 from fivefold.checkpoint.pieces import Server, new_key
+from fivefold.checkpoint.recovery import choose
 from fivefold.checkpoint.shelf import Shelf
-from fivefold.errors import CheckpointError, Unrecoverable
+from fivefold.checkpoint.store import LocalStore
+from fivefold.errors import CheckpointError, Damaged, Unrecoverable
 from generations import saved_state
 
 
@@ -212,3 +215,85 @@ def test_random_saves_survive_a_loss_in_every_set(tmp_path: Path, scheme: str, s
                 made = (shelf.path(manifest.name) / item.name).read_bytes()
                 assert made == state.payload[item.name]
             assert shelf.manifest(manifest.name).me == member
+
+
+def restarted(stores: list[LocalStore], key: bytes) -> None:
+    """What a restart does on all nodes: look, choose, rebuild, protect again."""
+    files = FileOps()
+    shallow = [stocktaking(store, node, deep=False) for node, store in enumerate(stores)]
+    known = [held.manifest for one in shallow for held in one.holdings]
+    plan = plan_of(
+        choose(
+            [
+                stocktaking(store, node, deep=True, elsewhere=known)
+                for node, store in enumerate(stores)
+            ]
+        )
+    )
+    with served([store.root for store in stores], key) as servers:
+        peers = Peers({m: servers[node].address for m, node in plan.homes.items()}, key)
+        for task in plan.tasks:
+            shelf = Shelf(stores[task.node].root)
+            rebuild(shelf, plan.manifest, task.member, peers, files, lost=task.lost, bare=task.bare)
+        for node in plan.bare.values():
+            made = protect(Shelf(stores[node].root), plan.manifest.name, peers, files)
+            found = stores[node].find(plan.manifest.name)
+            assert found is not None
+            stores[node].advance(found, "protected", made)
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor"])
+def test_any_flipped_bit_of_a_node_is_noticed_and_repaired(tmp_path: Path, scheme: str) -> None:
+    draw, key = random.Random(scheme), new_key()
+    state = saved_state([[90, 40], [70], [33]], scheme=scheme)
+    stores = [LocalStore(tmp_path / str(node), "r") for node in range(3)]
+    for member, store in enumerate(stores):
+        state.put(store.root, member)
+    restarted(stores, key)  # protects
+    whole = [content(store.root / state.manifest.name) for store in stores]
+    assert all(len(files) == number for files, number in zip(whole, (5, 4, 4), strict=True))
+    for _ in range(30):
+        node = draw.randrange(3)
+        name = draw.choice(sorted(whole[node]))
+        damaged = bytearray(whole[node][name])
+        bit = draw.randrange(8 * len(damaged))
+        damaged[bit // 8] ^= 1 << bit % 8
+        (stores[node].root / state.manifest.name / name).write_bytes(damaged)
+        restarted(stores, key)
+        if name == METADATA:  # others have it: a restart reads theirs, `repair` makes it whole
+            (stores[node].root / state.manifest.name / name).write_bytes(whole[node][name])
+        if name == MANIFEST:  # a new one does not know the redundancy beside it
+            found = stores[node].find(state.manifest.name)
+            assert found is not None and found.manifest is not None
+            (stores[node].root / state.manifest.name / name).write_bytes(whole[node][name])
+        assert content(stores[node].root / state.manifest.name) == whole[node]
+
+
+def test_damage_among_the_sources_never_passes_for_data(tmp_path: Path) -> None:
+    draw, key, files = random.Random(5), new_key(), FileOps()
+    state = saved_state([[90, 40], [70], [33], [120]])
+    folders = [tmp_path / str(member) for member in range(4)]
+    for member, folder in enumerate(folders):
+        state.put(folder, member)
+    with served(folders, key) as servers:
+        peers = Peers({member: server.address for member, server in enumerate(servers)}, key)
+        for folder in folders:
+            protect(Shelf(folder), state.manifest.name, peers, files)
+        refused = 0
+        for attempt in range(60):
+            source = folders[draw.randrange(1, 4)] / state.manifest.name
+            path = source / draw.choice([n for n in content(source) if n != MANIFEST])
+            before = path.read_bytes()
+            damaged = bytearray(before)
+            damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+            path.write_bytes(damaged)
+            shelf = Shelf(tmp_path / f"new{attempt}")
+            try:
+                rebuild(shelf, state.manifest, 0, peers, files, lost={0})
+            except Damaged:
+                refused += 1
+            for item in state.manifest.members[0].items:
+                made = shelf.path(state.manifest.name) / item.name
+                assert not made.exists() or made.read_bytes() == state.payload[item.name]
+            path.write_bytes(before)
+        assert refused > 20
