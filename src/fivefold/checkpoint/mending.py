@@ -89,11 +89,12 @@ class Bench:
         First all data, then what protects it: made from damaged data, it would pass the damage on.
         """
         work = _Repair()
-        with self._served(manifest) as (shelves, peers):
-            for number in peers.addresses:
-                work.attempt(self._mend_data, manifest, number, shelves[number], peers)
-            for number in peers.addresses:
-                work.attempt(self._mend_redundancy, manifest, number, shelves[number], peers)
+        if not self._whole_on_nodes(manifest):
+            with self._served(manifest) as (shelves, peers):
+                for number in peers.addresses:
+                    work.attempt(self._mend_data, manifest, number, shelves[number], peers)
+                for number in peers.addresses:
+                    work.attempt(self._mend_redundancy, manifest, number, shelves[number], peers)
         if self._lies_far(manifest):
             work.attempt(self._mend_persistent, manifest)
         return Mended(manifest.name, tuple(work.made), "; ".join(dict.fromkeys(work.problems)))
@@ -153,6 +154,25 @@ class Bench:
         missing = [m.number for m in manifest.members if m.number not in owners]
         return owners | dict(zip(missing, free, strict=False))
 
+    def _whole_on_nodes(self, manifest: Manifest) -> bool:
+        """Whether nothing is left to do for the members that lie here."""
+        holdings, places = self._holdings(manifest), self._places(manifest)
+        return not _lost(manifest, holdings) & places.keys() and all(
+            holdings[node].readable
+            and manifest.metadata.name in holdings[node].good
+            and self._keeps_its_part(manifest, number, self.stores[node])
+            for number, node in places.items()
+        )
+
+    def _keeps_its_part(self, manifest: Manifest, number: int, store: LocalStore) -> bool:
+        """Whether the redundancy of a member is there and whole."""
+        if scheme_named(manifest.scheme).least == 1:
+            return True
+        now = store.find(manifest.name)
+        # A manifest that was made anew lists none: nobody knows whether the file there is whole.
+        listed = now is not None and now.manifest is not None and bool(now.manifest.redundancy)
+        return listed and number not in _bare(manifest, self._holdings(manifest))
+
     @contextmanager
     def _served(self, manifest: Manifest) -> Generator[tuple[dict[int, Shelf], Peers]]:
         """Every directory as a node that others can read from; all by member."""
@@ -184,15 +204,11 @@ class Bench:
         self, manifest: Manifest, number: int, shelf: Shelf, peers: Peers
     ) -> Iterator[str]:
         """What a member keeps for the others of its set."""
-        holdings = self._holdings(manifest)
         store = self._store_of(shelf)
         now = store.find(manifest.name)
-        if now is None or now.manifest is None or scheme_named(manifest.scheme).least == 1:
+        if now is None or now.manifest is None or self._keeps_its_part(manifest, number, store):
             return
-        # A manifest that was made anew lists none: nobody knows whether the file there is whole.
-        if now.manifest.redundancy and number not in _bare(manifest, holdings):
-            return
-        if unread := _lost(manifest, holdings) & set(manifest.set_of(number)):
+        if unread := _lost(manifest, self._holdings(manifest)) & set(manifest.set_of(number)):
             raise CheckpointError(
                 f"{redundancy_name(number)} needs the data of members {_listed(unread)}, which is not "
                 "whole in these directories"

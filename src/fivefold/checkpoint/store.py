@@ -274,11 +274,11 @@ class PersistentStore(Store):
         try:
             copy = self._run(_RUN_COPY)
         except (FileNotFoundError, Damaged):
-            if isinstance(first, Damaged):
-                raise first from None
-            if any(g.manifest is not None for g in self.generations()):
+            saved = any(g.manifest is not None for g in self.generations())
+            if saved or isinstance(first, Damaged):
+                state = "damaged, and so is its copy" if isinstance(first, Damaged) else "missing"
                 raise Damaged(
-                    "the record of the run", self.place.where(RUN), "it is missing beside checkpoints",
+                    "the record of the run", self.place.where(RUN), f"it is {state}",
                     remedy="restore the file, or use another directory for a new run",
                 ) from None  # fmt: skip
             return None

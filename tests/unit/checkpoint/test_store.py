@@ -246,13 +246,13 @@ def test_the_record_of_a_run_survives_its_damage(kind: str, tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="its copy is used instead"):
         assert store.read_run() == run
     store.place.write("run-copy.json", [b"{"])
-    with pytest.raises(Damaged, match="the run in"):
+    with pytest.raises(Damaged, match="the record of the run in .* and so is its copy; restore"):
         store.read_run()
 
 
 def test_a_record_that_is_missing_beside_checkpoints_is_told(tmp_path: Path) -> None:
     save_flushed(tmp_path, 120)
-    with pytest.raises(Damaged, match="it is missing beside checkpoints"):
+    with pytest.raises(Damaged, match="it is missing; restore the file"):
         PersistentStore(tmp_path).read_run()
 
 
