@@ -246,7 +246,7 @@ def test_the_record_of_a_run_survives_its_damage(kind: str, tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="its copy is used instead"):
         assert store.read_run() == run
     store.place.write("run-copy.json", [b"{"])
-    with pytest.raises(Damaged, match="the record of the run in .* and so is its copy; restore"):
+    with pytest.raises(Damaged, match=r"the record of the run in .* and so is its copy; restore"):
         store.read_run()
 
 
