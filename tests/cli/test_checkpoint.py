@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.files import FileOps
-from fivefold.checkpoint.inspect import copies_at, rows, survives
+from fivefold.checkpoint.inspect import can_lose, copies_at, rows
 from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.checkpoint.run import Run
 from fivefold.checkpoint.store import PersistentStore
@@ -26,7 +26,7 @@ NAME = "step-00000120-epoch-1"
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """node0 and node1 with two saves each, and `far` with one of them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     for me in (0, 1):
         save_local(tmp_path / f"node{me}", 100, me=me, redundancy=False)
         save_local(tmp_path / f"node{me}", 120, me=me, redundancy=False)
@@ -80,8 +80,8 @@ def test_one_checkpoint_one_run_or_all_of_a_node_can_be_named(places: Path) -> N
 
 def test_show_tells_everything(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "show", f"node1/{RUN_ID}/{NAME}")
-    for part in ("step 120, start 1 of run run-1", "2 ranks on 2 nodes, layout data=2", "scheme xor",
-                 "survives the loss of: 1 of 2 nodes", "those of node 1 (node1)", "redundancy-1.bin",
+    for part in ("step 120, start 1 of run run-1", "ranks 2, nodes 2, layout data=2", "scheme xor",
+                 "can lose 1 of 2 nodes", "those of node 1 (node1)", "redundancy-1.bin",
                  "node 0 (node0): ranks 0, 300 B", "__1_0.distcp  200 bytes  xxh3"):  # fmt: skip
         assert part in text
     assert "name one of them, such as step-00000100-epoch-1" in told(
@@ -91,19 +91,19 @@ def test_show_tells_everything(places: Path, capsys: pytest.CaptureFixture[str])
     assert "is no checkpoint: the manifest in" in told(capsys, "show", f"far/{NAME}", code=1)
 
 
-def test_what_is_survived_depends_on_state_scheme_and_sets() -> None:
+def test_how_much_may_be_lost_depends_on_state_scheme_and_sets() -> None:
     def of(scheme: str, nodes: int, *sets: tuple[int, ...], state: str = "protected") -> str:
         from dataclasses import replace
 
         made = manifest_of(1, me=0, lengths=[10] * nodes, scheme=scheme)
-        return survives(replace(made, sets=sets, state=state))  # type: ignore[arg-type]
+        return can_lose(replace(made, sets=sets, state=state))  # type: ignore[arg-type]
 
     assert of("xor", 4, (0, 1, 2, 3)) == "1 of 4 nodes"
-    assert of("xor", 4, (0, 1, 2, 3), state="local") == "nothing"
+    assert of("xor", 4, (0, 1, 2, 3), state="local") == "no node"
     assert of("xor", 4, (0, 1, 2, 3), state="flushed") == "all nodes"
     assert of("partner", 4, (0, 2), (1, 3)) == "1 of each set of 2"
     assert of("xor", 5, (0, 2, 4), (1, 3)) == "1 of each set of 2/3"
-    assert of("single", 2) == of("single", 2, (0,), (1,)) == of("unheard", 2, (0, 1)) == "nothing"
+    assert of("single", 2) == of("single", 2, (0,), (1,)) == of("unheard", 2, (0, 1)) == "no node"
 
 
 # ---- verify
@@ -167,7 +167,16 @@ def test_repair_says_what_is_lost(places: Path, capsys: pytest.CaptureFixture[st
     text = told(capsys, "repair", "node0", "node1", code=1)
     assert f"{NAME}: not whole:" in text and "step-00000100-epoch-1: whole" in text
     text = told(capsys, "repair", "node0", "node1", "far")
-    assert f"{NAME}: whole" in text
+    assert f"{NAME}: whole" in text and "left alone" not in text
+
+
+def test_repair_leaves_alone_what_it_does_not_know(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (places / "far" / "step-00000130-epoch-1").mkdir()
+    (places / "far" / "step-00000130-epoch-1" / "__0_0.distcp").write_bytes(b"torn")
+    text = told(capsys, "repair", "node0", "far")
+    assert f"{places}/far/step-00000130-epoch-1: left alone" in text
 
 
 def test_fetch_brings_a_checkpoint_to_a_node(

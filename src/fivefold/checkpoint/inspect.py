@@ -23,16 +23,16 @@ __all__ = [
     "HEADINGS",
     "Copy",
     "age_text",
+    "can_lose",
     "copies_at",
     "rows",
     "size_text",
     "stores_at",
-    "survives",
 ]
 
 Level = Literal["node", "persistent", "DCP", "-"]
 
-HEADINGS = ("generation", "level", "state", "node", "size", "age", "survives the loss of")
+HEADINGS = ("generation", "level", "state", "node", "size", "age", "can lose")
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def described(copy: Copy) -> list[str]:
     lines = [
         f"{copy.where}",
         f"step {manifest.step}, start {manifest.epoch} of run {manifest.run}, save {manifest.save}",
-        f"saved by {manifest.world} ranks on {len(manifest.members)} nodes, layout {layout or 'unknown'}",
-        f"state {manifest.state}, scheme {manifest.scheme}, survives the loss of: {survives(manifest)}",
+        f"ranks {manifest.world}, nodes {len(manifest.members)}, layout {layout or 'unknown'}",
+        f"state {manifest.state}, scheme {manifest.scheme}, can lose {can_lose(manifest)}",
         f"payload {size_text(manifest.length)}; the files here are those of {owner}",
         *(f"{name}: {value}" for name, value in sorted(manifest.extra.items())),
     ]
@@ -174,18 +174,15 @@ def _line(item: Item) -> str:
     return f"{item.name}  {item.length} bytes  xxh3 {item.digest}"
 
 
-def survives(manifest: Manifest) -> str:
-    """Which failures this copy survives together with those on the other nodes.
-
-    "nothing" means: no loss of a node.
-    """
+def can_lose(manifest: Manifest) -> str:
+    """How many nodes may be lost, with what they store, before this save is: `1 of 4 nodes`."""
     if manifest.state == "flushed":
         return "all nodes"
     sets = manifest.sets or tuple((member.number,) for member in manifest.members)
     scheme = SCHEMES.get(manifest.scheme)
     lost = min((scheme.tolerates(len(group)) if scheme else 0 for group in sets), default=0)
     if manifest.state == "local" or not lost:
-        return "nothing"
+        return "no node"
     of = f"{len(manifest.members)} nodes" if len(sets) == 1 else "each set"
     sizes = sorted({len(group) for group in sets})
     return f"{lost} of {of}" + (f" of {'/'.join(map(str, sizes))}" if len(sets) > 1 else "")
@@ -212,7 +209,7 @@ def _row(copy: Copy, now: float) -> tuple[str, ...]:
         owner,
         size_text(size),
         age,
-        survives(manifest),
+        can_lose(manifest),
     )
 
 
@@ -239,12 +236,13 @@ def _modified_s(folder: Path) -> float:
 def size_text(size_bytes: int) -> str:
     """Bytes for people.
 
-    >>> size_text(512), size_text(1536), size_text(5 << 30)
-    ('512 B', '1.5 KiB', '5.0 GiB')
+    >>> size_text(512), size_text(1536), size_text(500 << 30)
+    ('512 B', '1.5 KiB', '500 GiB')
     """
     for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 1 << shift:
-            return f"{size_bytes / (1 << shift):.1f} {unit}"
+            count = size_bytes / (1 << shift)
+            return f"{count:.1f} {unit}" if count < 100 else f"{count:.0f} {unit}"
     return f"{size_bytes} B"
 
 

@@ -83,6 +83,12 @@ class Bench:
         found = [g.manifest for store in stores for g in store.generations()]
         return candidates(m for m in found if m is not None and m.run == self.run)
 
+    def without_manifest(self) -> list[str]:
+        """Directories of which nobody here knows what they should hold: saves that did not end."""
+        known = {save.name for save in self.saves()}
+        stores: list[Store] = [*self.stores, *([self.persistent] if self.persistent else [])]
+        return [g.where for store in stores for g in store.generations() if g.name not in known]
+
     def repair(self, manifest: Manifest) -> Mended:
         """Make every copy of a save whole that lies here, and members that lie nowhere, in empty places.
 

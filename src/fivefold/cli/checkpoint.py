@@ -49,21 +49,25 @@ class List:
 
     def run(self) -> int:
         """Print a table."""
-        from rich import box
         from rich.console import Console
         from rich.table import Table
 
         from fivefold.checkpoint.inspect import HEADINGS, rows
 
         copies = _copies(self.paths)
-        console = Console()
-        table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+        if not copies:
+            print("no checkpoints")
+            return 0
+        table = Table(box=None, pad_edge=False)
         for name in HEADINGS:
             right = name in ("size", "age")
+            # A problem is told where the state would be, and may be long.
             table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
         for row in rows(copies):
             table.add_row(*row)
-        console.print(table, markup=False) if copies else print("no checkpoints")
+        console = Console()
+        console.width = max(console.width, 160)  # whole lines: for grep, and for wide host names
+        console.print(table, markup=False)
         return 0
 
 
@@ -145,7 +149,10 @@ class Repair:
     def run(self) -> int:
         """Repair, newest first."""
         bench = _bench(self.paths)
-        return _tell([bench.repair(save) for save in _selected(bench, self.only)])
+        code = _tell([bench.repair(save) for save in _selected(bench, self.only)])
+        for path in bench.without_manifest():
+            print(f"{path}: left alone, for no manifest of it can be read")
+        return code
 
 
 @dataclass(frozen=True)
