@@ -234,11 +234,15 @@ class Checkpoint:
     mtbf_s: float = 86400.0
     """mean time between failures of the whole job, in seconds"""
     max_overhead: float = 0.02
-    """the most that saving may lengthen training, as a fraction, where `every_steps` is 0"""
+    """the most that saving may lengthen training, as a fraction, where `every_steps` is 0; 0: no bound"""
 
     def __post_init__(self) -> None:
         _at_least("checkpoint", self, set_size=2, keep=2, flush_every=0, flush_bytes_per_s=0)
         _at_least("checkpoint", self, every_steps=0, mtbf_s=1, max_overhead=0)
+        if self.max_overhead >= 1:
+            raise PlanError(
+                f"checkpoint.max_overhead = {self.max_overhead}: a fraction below 1, such as 0.02"
+            )
 
 
 def _at_least(section: str, values: object, **least: float) -> None:

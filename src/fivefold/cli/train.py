@@ -65,6 +65,8 @@ class Train:
     """any value of the plan, such as train.learning_rate=0.05"""
     out: Annotated[Path | None, _option("DIR")] = None
     """where runs are written; default: FIVEFOLD_RUN_DIR, or runs"""
+    checkpoint: Annotated[str | None, _option("DIR")] = None
+    """where the state is saved now and then; a run that was saved there goes on"""
     words: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -84,7 +86,10 @@ class Train:
             from fivefold.recipes.train import train
 
             out = self.out or Path(os.environ.get("FIVEFOLD_RUN_DIR") or "runs")
-            train(recipe, plan, directory=self.data, size=self.size, out=out)
+            train(
+                recipe, plan,
+                directory=self.data, size=self.size, out=out, checkpoints=self.checkpoint or "",
+            )  # fmt: skip
         else:
             _launch(self.words, plan.layout.size)
         return 0

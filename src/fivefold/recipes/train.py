@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from fivefold.checkpoint import Checkpointer
 from fivefold.data import Loader, loader
 from fivefold.launch import locate
 from fivefold.mesh import Mesh, start
@@ -28,6 +30,7 @@ def train(
     directory: Path | None = None,
     size: int | None = None,
     out: Path = Path("runs"),
+    checkpoints: str = "",
     console: Console | None = None,
 ) -> Summary:
     """Train `recipe` as `plan` says, on the processes that were started with this one. Collective.
@@ -38,6 +41,8 @@ def train(
         directory: where the images lie, if the recipe needs to know.
         size: height and width of the images, where the recipe leaves the choice.
         out: a new directory for this run is made in it, once data and plan have proved to be good.
+        checkpoints: directory, or URL, where the state is saved as the plan's section `[checkpoint]` says;
+            a run that was saved there goes on.
         console: where rank 0 tells how it goes; standard output by default.
 
     Raises `UsageError`, of which `DataError` and `PlanError` are kinds, for what cannot be done as asked.
@@ -59,7 +64,10 @@ def train(
             run = Run.create(out, recipe.name, mesh)
             run.write("plan.toml", plan.to_toml())
             _say(console, _heading(plan, len(train_images), len(test_images), mesh))
-            summary = _fit(model, batches, tests, plan, task, mesh=mesh, run=run, console=console)
+            summary = _fit(
+                model, batches, tests, plan, task,
+                mesh=mesh, run=run, console=console, checkpoints=checkpoints,
+            )  # fmt: skip
         for line in summary.lines():
             _say(console, line)
         if recipe.baseline is not None and mesh.rank == 0:
@@ -91,25 +99,36 @@ def _fit(
     mesh: Mesh,
     run: Run,
     console: Console,
+    checkpoints: str,
 ) -> Summary:
     t = plan.train
     optimizer = _optimizer(model, t)
     schedule = warmup_cosine(
         optimizer, steps=t.epochs * len(batches), warmup=round(t.warmup_epochs * len(batches))
     )
-    return fit(
-        model,
-        optimizer,
-        schedule,
-        batches,
-        tests,
-        mesh=mesh,
-        epochs=t.epochs,
-        task=task,
-        numerics=plan.numerics,
-        run=run,
-        progress=suited(console, locate().launcher) if mesh.rank == 0 else None,
-    )
+    with contextlib.ExitStack() as held:
+        saved = None
+        if checkpoints:
+            saved = Checkpointer(
+                checkpoints, mesh, model=model, optim=optimizer, schedule=schedule, data=batches
+            )
+            held.enter_context(saved)
+            if (step := saved.load()) is not None:
+                _say(console, f"going on after step {step}, saved in {checkpoints}")
+        return fit(
+            model,
+            optimizer,
+            schedule,
+            batches,
+            tests,
+            mesh=mesh,
+            epochs=t.epochs,
+            task=task,
+            numerics=plan.numerics,
+            run=run,
+            progress=suited(console, locate().launcher) if mesh.rank == 0 else None,
+            checkpoints=saved,
+        )
 
 
 def _optimizer(model: ParallelModel, t: Train) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fivefold.checkpoint import Checkpointer
 from fivefold.data import Loader
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, part_of
@@ -46,6 +47,7 @@ def fit(
     numerics: Numerics | None = None,
     run: Run | None = None,
     progress: Progress | None = None,
+    checkpoints: Checkpointer | None = None,
 ) -> Summary:
     """Train a model from where `train` stands until `epochs` are complete. Collective.
 
@@ -61,6 +63,7 @@ def fit(
         numerics: precision and memory format; the plan's by default.
         run: where the metrics go and, at the end, the weights.
         progress: who is told how far we are; on one rank, usually.
+        checkpoints: asked to save after every step, and made to at the end.
 
     Raises:
         UsageError: `train` is at its end already.
@@ -71,7 +74,9 @@ def fit(
     arithmetic = Arithmetic(numerics or mesh.plan.numerics, mesh.device)
     reports: list[EpochReport] = []
     with recording() as recorder, progress or Silent() as shown:
-        loop = _Loop(model, optimizer, schedule, train, test, mesh, task, arithmetic, shown)
+        loop = _Loop(
+            model, optimizer, schedule, train, test, mesh, task, arithmetic, shown, checkpoints
+        )
         shown.begin(train.cursor.step, epochs * len(train), epochs)
         for epoch in range(train.upcoming.epoch, epochs):
             report = _epoch(loop, epoch, recorder)
@@ -80,6 +85,8 @@ def fit(
             shown.epoch(report)
             if run is not None:
                 run.log(report.figures())
+    if checkpoints is not None:
+        checkpoints.save(train.cursor.step)
     weights = model.full_state_dict()
     if run is not None:
         run.save_weights(weights)
@@ -99,6 +106,7 @@ class _Loop:
     task: Task
     arithmetic: Arithmetic
     shown: Progress
+    checkpoints: Checkpointer | None
 
 
 def _epoch(loop: _Loop, epoch: int, recorder: Recorder) -> EpochReport:
@@ -108,7 +116,10 @@ def _epoch(loop: _Loop, epoch: int, recorder: Recorder) -> EpochReport:
     _train(loop, losses)
     trained = time.perf_counter()
     task = loop.task
-    test_loss, metric = validate(loop.model, loop.test, loop.mesh, loop.arithmetic, task)
+    ask = None if loop.checkpoints is None else loop.checkpoints.poll
+    test_loss, metric = validate(
+        loop.model, loop.test, loop.mesh, loop.arithmetic, task, between=ask
+    )
     report = EpochReport(
         epoch=epoch + 1,
         step=loop.train.cursor.step,
@@ -135,6 +146,8 @@ def _train(loop: _Loop, losses: _Losses) -> None:
             loop.optimizer.zero_grad()
             loop.schedule.step()
         losses.add(loss, _of_all_ranks(targets))
+        if loop.checkpoints is not None:
+            loop.checkpoints.maybe_save(loop.train.cursor.step)
         if loop.shown.due():
             rate = losses.samples / (time.perf_counter() - begun)
             loop.shown.step(loop.train.cursor, losses.mean(), rate)

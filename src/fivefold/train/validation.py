@@ -8,6 +8,7 @@ there are tiles, which may differ between batches, so every batch is scaled to t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,8 +33,13 @@ def validate(
     mesh: Mesh,
     arithmetic: Arithmetic,
     task: Task = CLASSES,
+    *,
+    between: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
-    """Mean loss and metric of a task, of a classifier by default, over one epoch of `test`. Collective."""
+    """Mean loss and metric of a task, of a classifier by default, over one epoch of `test`. Collective.
+
+    `between` is called after every batch.
+    """
     model.eval()
     batches: list[Tensor] = []
     wanted: list[int] = []
@@ -47,6 +53,8 @@ def validate(
             wanted.append(math.prod(part.shape))
             whole = model.whole(targets)
             batches.append(task.sums(outputs, _seen(whole, outputs, part.origin[0])))
+            if between is not None:
+                between()
         sums = torch.stack(batches)
         comm.all_reduce(sums, mesh.group(*_AXES), Tag.LOSS)
     scale = torch.tensor(wanted, dtype=torch.float64) / sums[:, 2].cpu()
