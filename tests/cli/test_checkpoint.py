@@ -118,6 +118,14 @@ def test_verify_finds_a_flipped_bit(places: Path, capsys: pytest.CaptureFixture[
     assert f"{NAME}: damaged" in text and "  __1_0.distcp: xxh3" in text
 
 
+def test_what_is_under_way_is_no_damage(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (places / "far" / "step-00000130-epoch-1").mkdir()
+    assert "step-00000130-epoch-1: no checkpoint" in told(capsys, "verify", "far")
+    told(capsys, "verify", "far/step-00000130-epoch-1", code=1)
+    (places / "far" / NAME / MANIFEST).write_text("")
+    assert "damaged" in told(capsys, "verify", "far", code=1)
+
+
 def test_verify_reads_directories_of_plain_dcp(tmp_path: Path) -> None:
     """In a process of its own: it must do without torch, and say what was wrong in one line each."""
     script = (

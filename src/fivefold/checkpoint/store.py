@@ -53,6 +53,8 @@ class Generation:
     epoch: int
     manifest: Manifest | None
     problem: str = ""
+    ended: bool = True
+    """False where there is no manifest: the save is under way, or did not end"""
 
     @property
     def name(self) -> str:
@@ -143,16 +145,16 @@ class Store:
         step, epoch = parsed
         try:
             manifest = self._manifest(name)
+        except FileNotFoundError:
+            told = "no manifest: the save did not end"
+            return Generation(self.place, step, epoch, None, told, ended=False)
         except (CheckpointError, OSError) as problem:
             return Generation(self.place, step, epoch, None, str(problem))
         return Generation(self.place, step, epoch, manifest)
 
     def _manifest(self, name: str) -> Manifest:
         where = self.place.where(f"{name}/{MANIFEST}")
-        try:
-            manifest = Manifest.parse(self.place.read(f"{name}/{MANIFEST}"), where)
-        except FileNotFoundError:
-            raise CheckpointError("no manifest: the save did not end") from None
+        manifest = Manifest.parse(self.place.read(f"{name}/{MANIFEST}"), where)
         if manifest.name != name:
             raise Foreign(
                 f"{where} is of {manifest.name}: it was copied or renamed; name it so again"

@@ -118,17 +118,27 @@ class Verify:
     def run(self) -> int:
         """Read everything, and print a line for each checkpoint and each problem."""
         wrong = 0
-        for copy in _copies(self.paths):
-            checked = copy.verify(deep=not self.quick)
-            wrong += bool(checked.problems)
-            kind = "parts" if copy.generation is None else "files"
-            state = "damaged" if checked.problems else f"{checked.parts} {kind} are whole"
-            if checked.unchecked and not checked.problems:
-                state += f" ({checked.unchecked} looked at by length only)"
-            print(f"{copy.where}: {state}")
-            for problem in checked.problems:
-                print(f"  {problem}")
+        _check_paths(self.paths)
+        for path in self.paths:
+            found = _copies([path])
+            for copy in found:
+                under_way = copy.generation is not None and not copy.generation.ended
+                if under_way and len(found) > 1:
+                    print(f"{copy.where}: no checkpoint: its save is under way, or did not end")
+                else:
+                    wrong += self._wrong(copy)
         return 1 if wrong else 0
+
+    def _wrong(self, copy: Copy) -> bool:
+        checked = copy.verify(deep=not self.quick)
+        kind = "parts" if copy.generation is None else "files"
+        state = "damaged" if checked.problems else f"{checked.parts} {kind} are whole"
+        if checked.unchecked and not checked.problems:
+            state += f" ({checked.unchecked} looked at by length only)"
+        print(f"{copy.where}: {state}")
+        for problem in checked.problems:
+            print(f"  {problem}")
+        return bool(checked.problems)
 
 
 @dataclass(frozen=True)
