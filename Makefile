@@ -21,7 +21,7 @@ NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 INSTALL := $(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs native sanitize torch-distributed clean
+.PHONY: help demo test soak check format docs native sanitize torch-distributed clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -31,6 +31,9 @@ demo: .venv/.run  ## train ResNet-20 on handwritten digits in two processes
 
 test: .venv/.develop  ## run the test suite, the code in README and docs included
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
+
+soak: .venv/.develop  ## lose nodes at every moment of a save, and at random, for an hour or so
+	$(BIN)/python -m pytest -m slow tests/unit/checkpoint tests/processes/checkpoint $(PYTEST_FLAGS)
 
 check: .venv/.develop  ## format, lint, types, layers, spelling and the documentation build
 	$(BIN)/ruff format --check .

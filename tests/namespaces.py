@@ -117,6 +117,17 @@ class Job:
         assert not any(codes), f"exit codes {codes}\n{self.told()}"
         return [rank.text for rank in self.ranks]
 
+    def fail(self, timeout_s: float = 60.0, grace_s: float = 5.0) -> None:
+        """Wait until a rank has failed, leave the others a moment, and end them, as a launcher does."""
+        end = time.monotonic() + timeout_s
+        while not any(rank.code for rank in self.ranks):
+            assert time.monotonic() < end and None in [r.code for r in self.ranks], self.told()
+            time.sleep(0.01)
+        end = time.monotonic() + grace_s
+        while None in [rank.code for rank in self.ranks] and time.monotonic() < end:
+            time.sleep(0.01)
+        self.end()
+
     def told(self) -> str:
         """The last words of all ranks."""
         return "\n".join(

@@ -33,7 +33,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -231,9 +231,13 @@ class Nodes:
         *,
         on: Sequence[int] | None = None,
         ranks_per_node: int = 1,
-        env: Mapping[str, str] | None = None,
+        env: Callable[[int], Mapping[str, str]] = lambda _: {},
+        before: Mapping[int, Sequence[str]] | None = None,
     ) -> Job:
-        """Start ranks on these nodes (on all), with torchrun's variables; ranks of a node are neighbours."""
+        """Start ranks on these nodes (on all), with torchrun's variables; ranks of a node are neighbours.
+
+        `env(node)` gives more variables, `before[node]` stands before the command: a tracer, say.
+        """
         nodes = list(range(len(self))) if on is None else list(on)
         self._jobs += 1
         ranks: list[Process] = []
@@ -248,7 +252,8 @@ class Nodes:
             for local_rank in range(ranks_per_node):
                 place = {"RANK": str(len(ranks)), "LOCAL_RANK": str(local_rank)}
                 own = {"LOCAL": str(self.local(node)), "SHARED": str(self.shared)}
-                ranks.append(self.start(node, argv, {**shared, **place, **own, **(env or {})}))
+                whole = [*(before or {}).get(node, ()), *argv]
+                ranks.append(self.start(node, whole, {**shared, **place, **own, **env(node)}))
         return Job(ranks)
 
     # --- faults ----------------------------------------------------------------------------------

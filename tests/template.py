@@ -9,6 +9,7 @@ test ──a line──► template ──fork──► watcher: enters the node
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -17,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -27,12 +29,8 @@ from typing import Self
 
 __all__ = ["Forked", "Order", "Template"]
 
-PRELOAD = (
-    "torch.distributed.checkpoint",
-    "torch.nn.parallel",
-    "torch.optim",
-    "fivefold.checkpoint",
-)
+# DistributedDataParallel imports the compiler when it is made.
+PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim", "fivefold.checkpoint.checkpointer")
 SPACES = ("user", "net", "mnt", "uts", "pid")
 END_LIMIT_S = 10.0
 
@@ -130,12 +128,7 @@ def main() -> None:
             if os.fork() == 0:
                 order = Order(**json.loads(line))
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if _watch(order):
-                    break  # out of the loop, to end as every script ends
-                os._exit(0)
-        else:
-            return
-    sys.exit(_run(order))
+                os._exit(_run(order) if _watch(order) else 0)
 
 
 def _watch(order: Order) -> bool:
@@ -182,7 +175,16 @@ def _enter(node: int) -> None:
         os.close(space)
 
 
-def _run(order: Order) -> int | str | None:
+def _run(order: Order) -> int:
+    """What the interpreter does with a script, but for taking itself apart, which lasts after torch."""
+    code = _ran(order)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    sys.stdout.flush()
+    return code
+
+
+def _ran(order: Order) -> int:
     os.setpgid(0, 0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -195,8 +197,10 @@ def _run(order: Order) -> int | str | None:
     try:
         runpy.run_path(order.argv[0], run_name="__main__")
     except SystemExit as ended:
-        code: int | str | None = ended.code
-        return code
+        if isinstance(ended.code, int) or ended.code is None:
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
     except BaseException:  # noqa: BLE001 - as the interpreter does
         traceback.print_exc()
         return 1

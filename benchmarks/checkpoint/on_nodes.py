@@ -49,7 +49,7 @@ def main() -> int:
         Nodes(asked.nodes, size, shared_bytes=size) as nodes,
     ):
         slow = Throttle(Path(build), asked.throttle).variables(nodes.shared)
-        return ended(nodes.job([sys.executable, *script], env=slow))
+        return ended(nodes.job([sys.executable, *script], env=lambda _: slow))
 
 
 def ended(job: Job) -> int:

@@ -1,0 +1,163 @@
+"""Nodes are lost at every moment of a save and of a recovery; the run ends as if they had not been.
+
+Four nodes, a rank and an agent on each (tests/nodes.py). The oracle is the same run without faults; all
+bits of what training depends on are compared.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fault_checks import (
+    BEFORE,
+    CRASH_POINTS,
+    Told,
+    apart,
+    broken,
+    cluster,
+    crash_of,
+    ended,
+    run,
+    same,
+    says,
+)  # fmt: skip
+from nodes import Nodes
+from template import Template
+
+
+# Node 0 is lost elsewhere: a job on another host has to wait until its hold on the directory has expired.
+@apart
+@pytest.mark.parametrize(("point", "victim"), [(p, 1 + n % 3) for n, p in enumerate(BEFORE)])
+def test_a_node_may_die_at_any_moment_of_a_save(
+    point: str, victim: int, nodes: Nodes, oracle: list[Told]
+) -> None:
+    broken(run(nodes, "--flush-every=1", crash=crash_of(point), victim=victim), victim, nodes)
+    found = ended(run(nodes, "--flush-every=1"))
+    assert {one.start for one in found} <= {3, 6}
+    same(found, oracle)
+
+
+@apart
+def test_a_run_whose_first_save_fails_begins_again(nodes: Nodes, oracle: list[Told]) -> None:
+    broken(run(nodes, crash="writing:60@pid1", victim=2), 2, nodes)
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {0}
+    assert "it begins again" in found[0].text
+    same(found, oracle)
+
+
+@apart
+@pytest.mark.parametrize("point", CRASH_POINTS[7:])
+def test_a_node_may_die_at_any_moment_of_a_recovery(
+    point: str, nodes: Nodes, oracle: list[Told]
+) -> None:
+    broken(run(nodes, crash="staged:3@pid1", victim=1), 1, nodes)
+    broken(run(nodes, crash=crash_of(point), victim=1), 1, nodes)
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {6}
+    same(found, oracle)
+
+
+def test_a_node_is_killed_from_outside(nodes: Nodes, oracle: list[Told]) -> None:
+    job = run(nodes, "--pause=0.2")
+    says(job, "saving 6")
+    nodes.kill(2)
+    job.fail(60.0)
+    nodes.replace(2)
+    found = ended(run(nodes))
+    assert {one.start for one in found} <= {3, 6, 9}
+    same(found, oracle)
+
+
+def test_a_run_goes_on_from_where_it_was_stopped(nodes: Nodes, oracle: list[Told]) -> None:
+    ended(run(nodes, steps=6))
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {6}
+    same(found, oracle)
+
+
+def test_two_lost_nodes_leave_what_was_flushed(nodes: Nodes, oracle: list[Told]) -> None:
+    ended(run(nodes, "--lockstep", steps=7))  # the last save, of step 6, is flushed at the end
+    job = run(nodes, "--lockstep")
+    says(job, "saved 9")
+    for node in (1, 3):
+        nodes.kill(node)
+    job.fail(60.0)
+    for node in (1, 3):
+        nodes.replace(node)
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {6}
+    assert "step 9" in found[0].text
+    same(found, oracle)
+
+
+@pytest.mark.parametrize(
+    ("lost", "after"),
+    [
+        ((), [0, 1, 2]),
+        ((2,), [0, 1, 3]),
+        ((1,), [3, 2]),
+        ((), [0, 1, 2, 3, 4]),
+        ((0,), [4, 1, 2, 3, 0]),
+    ],
+    ids=["three", "three-of-four-left", "two", "five", "five-in-another-order"],
+)
+def test_other_numbers_of_nodes_go_on(
+    lost: Sequence[int], after: Sequence[int], template: Template
+) -> None:
+    with cluster(5, template) as nodes:
+        [before, *_] = ended(run(nodes, on=[0, 1, 2, 3], steps=6))
+        for node in lost:
+            nodes.replace(node)
+        found = ended(run(nodes, on=after, steps=7))
+    assert {one.start for one in found} == {6}
+    assert {one.loaded for one in found} == {before.steps[6].split()[-1]}
+
+
+# --- damage ----------------------------------------------------------------------------------------
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    """Turn one bit of a file."""
+    data = bytearray(path.read_bytes())
+    at = draw.randrange(8 * len(data))
+    data[at // 8] ^= 1 << at % 8
+    path.write_bytes(data)
+
+
+def latest(disk: Path) -> Path:
+    """The newest generation on a node."""
+    return max(disk.glob("*/step-*"))
+
+
+@pytest.mark.parametrize("kind", ["__*.distcp", ".metadata", "manifest.json", "redundancy-*.bin"])
+def test_a_flipped_bit_is_repaired(kind: str, nodes: Nodes, oracle: list[Told]) -> None:
+    ended(run(nodes, steps=6))
+    flip(next(latest(nodes.disk(1)).glob(kind)), random.Random(kind))
+    remove_flushed(nodes)
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {6}
+    same(found, oracle)
+
+
+def test_more_damage_than_parity_repairs_costs_a_save(nodes: Nodes, oracle: list[Told]) -> None:
+    ended(run(nodes, steps=6))
+    draw = random.Random(0)
+    for node in (0, 2):
+        flip(next(latest(nodes.disk(node)).glob("__*.distcp")), draw)
+    remove_flushed(nodes)
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {3}
+    assert "step 6" in found[0].text, "what was passed over is told"
+    same(found, oracle)
+
+
+def remove_flushed(nodes: Nodes) -> None:
+    """Leave only what is on the nodes."""
+    for path in (nodes.shared / "run").glob("step-*"):
+        shutil.rmtree(path)
