@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,14 @@ def _check_apart(ranks: Ranks, members: Members, local: Path, files: FileOps) ->
     def leave() -> dict[str, str]:
         if not members.leads:
             return {}
-        files.make_dir(local)
-        (local / mark).touch()
+        try:
+            files.make_dir(local)
+            (local / mark).touch()
+        except OSError as problem:
+            raise UsageError(
+                f"cannot write to {local} on {members.hosts[members.me]}: {problem.strerror or problem}; name a "
+                "directory on each node's own disk or memory with local=... or checkpoint.local"
+            ) from None
         return {"mark": mark}
 
     marks = ranks.agree(f"using {local}", leave)
@@ -94,7 +101,8 @@ def _check_apart(ranks: Ranks, members: Members, local: Path, files: FileOps) ->
 
         ranks.agree("using local storage", tell)
     finally:
-        (local / mark).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it was never there
+            (local / mark).unlink()
 
 
 def resolved_scheme(

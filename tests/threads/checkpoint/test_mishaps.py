@@ -1,0 +1,188 @@
+"""What goes wrong with a save is told, and the run goes on; what is damaged is repaired or passed over."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.files import FileOps
+from fivefold.checkpoint.store import LocalStore
+from fivefold.errors import CheckpointWarning, Unrecoverable, UsageError
+from fivefold.mesh import Mesh
+from ranks import run_ranks
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What was warned of in the block; filters are those of all threads."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", CheckpointWarning)
+        yield texts
+    texts += [str(one.message) for one in seen if one.category is CheckpointWarning]
+
+
+def run(
+    mesh: Mesh,
+    folder: Path,
+    steps: range,
+    between: Callable[[Checkpointer, int], None] | None = None,
+    **how: Any,
+) -> tuple[int | None, int]:
+    """Count steps, and save after each; from where it went on, and the count at the end."""
+    node = f"node-{mesh.rank}"
+    weight = nn.Linear(64, 64)
+    count = {"steps": 0, "of rank": mesh.rank} if how.pop("apart", False) else {"steps": 0}
+    given: dict[str, Any] = {"local": folder / node, "node": node, "flush_every": 0, **how}
+    with Checkpointer(folder / "far", mesh, **given, weight=weight, count=count) as ckpt:
+        begun = ckpt.load()
+        with torch.no_grad():
+            assert begun is None or torch.equal(weight.weight, torch.full((64, 64), float(begun)))
+            assert begun == (count["steps"] or None)
+            for step in steps:
+                weight.weight.fill_(step)
+                count["steps"] = step
+                if between is not None:
+                    between(ckpt, step)
+                ckpt.save(step)
+                ckpt.wait()
+    assert count.get("of rank", mesh.rank) == mesh.rank
+    return begun, count["steps"]
+
+
+def generation(folder: Path, node: str, step: int) -> Path:
+    [found] = (folder / node).glob(f"*/step-{step:08}-epoch-1")
+    return found
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_disk_that_fails_costs_that_save_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = FileOps.sync
+
+    def fails(self: FileOps, fd: int, path: Path) -> None:
+        if "node-1" in str(path) and "step-00000002" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync(self, fd, path)
+
+    monkeypatch.setattr(FileOps, "sync", fails)
+    with told() as warned:
+        assert run_ranks(3, run, tmp_path, range(1, 4)) == [(None, 3)] * 3
+    [text] = warned
+    assert "writing failed on rank 1" in text and "Input/output error" in text
+    store = LocalStore(tmp_path / "node-0", generation(tmp_path, "node-0", 3).parent.name)
+    assert [(g.step, g.manifest is not None) for g in store.generations()] == [(1, True), (3, True)]
+    assert run_ranks(3, run, tmp_path, range(4, 5)) == [(3, 4)] * 3
+
+
+def test_a_full_disk_costs_redundancy_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding happens in another process; here a directory stands where its file should."""
+
+    def full(ckpt: Checkpointer, step: int) -> None:
+        path = tmp_path / "node-1" / ckpt._opened.run.run / f"step-{step:08}-epoch-1"
+        if step == 2 and ckpt._channels.training.rank == 0:
+            real = LocalStore.commit
+
+            def commit(self: LocalStore, manifest: Any) -> Any:
+                if manifest.step == 2 and not path.joinpath("redundancy-1.bin").exists():
+                    path.joinpath("redundancy-1.bin").mkdir()
+                return real(self, manifest)
+
+            monkeypatch.setattr(LocalStore, "commit", commit)
+
+    with told() as warned:
+        run_ranks(3, lambda mesh: run(mesh, tmp_path, range(1, 4), full))
+    [text] = warned
+    assert "step 2 is saved, but not protected" in text and "rank 1" in text
+    states = LocalStore(
+        tmp_path / "node-0", generation(tmp_path, "node-0", 3).parent.name
+    ).generations()
+    assert [(g.step, g.manifest.state) for g in states if g.manifest][-1] == (3, "flushed")
+
+
+@pytest.mark.parametrize("what", ["__1_0.distcp", "redundancy-1.bin", "manifest.json", ".metadata"])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, what: str) -> None:
+    run_ranks(3, run, tmp_path, range(1, 3))
+    for path in (tmp_path / "far").glob("step-*/*"):
+        path.unlink()
+    flip(generation(tmp_path, "node-1", 2) / what)
+    with told() as warned:
+        assert run_ranks(3, run, tmp_path, range(3, 4)) == [(2, 3)] * 3
+    assert warned == []
+
+
+def test_more_damage_than_the_scheme_can_mend_leads_to_an_older_save(tmp_path: Path) -> None:
+    run_ranks(3, run, tmp_path, range(1, 4))
+    for path in (tmp_path / "far").glob("step-*/*"):
+        path.unlink()
+    for rank in (0, 2):
+        flip(generation(tmp_path, f"node-{rank}", 3) / f"__{rank}_0.distcp")
+    with told() as warned:
+        assert run_ranks(3, run, tmp_path, range(3, 4)) == [(2, 3)] * 3
+    assert "a newer save is passed over: step-00000003-epoch-1" in warned[0]
+    for rank in (0, 2):
+        for path in (tmp_path / f"node-{rank}").glob("*/step-*/__*"):
+            flip(path)
+    for path in (tmp_path / "far").glob("step-*/__*"):
+        flip(path)
+    with told(), pytest.raises(Unrecoverable, match="none of the saves"):
+        run_ranks(3, run, tmp_path, range(4, 5))
+
+
+def test_without_its_agent_a_node_saves_for_itself(tmp_path: Path) -> None:
+    def kill(ckpt: Checkpointer, step: int) -> None:
+        if step == 2 and ckpt._channels.training.rank == 1:
+            os.kill(ckpt._node.agent.pid, signal.SIGKILL)
+
+    with told() as warned:
+        assert run_ranks(3, lambda mesh: run(mesh, tmp_path, range(1, 4), kill)) == [(None, 3)] * 3
+    assert any("step 2 is saved, but not protected" in text and "agent" in text for text in warned)
+    assert run_ranks(3, run, tmp_path, range(4, 5)) == [(3, 4)] * 3
+
+
+def test_what_differs_from_rank_to_rank_needs_as_many_ranks(tmp_path: Path) -> None:
+    run_ranks(2, lambda mesh: run(mesh, tmp_path, range(1, 3), apart=True))
+    assert run_ranks(2, lambda mesh: run(mesh, tmp_path, range(3, 4), apart=True)) == [(2, 3)] * 2
+    with pytest.raises(UsageError, match="count differed from rank to rank, so 2 ranks are needed"):
+        run_ranks(1, lambda mesh: run(mesh, tmp_path, range(4, 5), apart=True))
+
+
+def test_different_steps_are_refused(tmp_path: Path) -> None:
+    def check(mesh: Mesh) -> None:
+        how: dict[str, Any] = {"local": tmp_path / "local", "w": torch.ones(1)}
+        with Checkpointer(tmp_path / "far", mesh, **how) as ckpt:
+            ckpt.save(mesh.rank)
+            ckpt.wait()
+
+    with told() as warned:
+        run_ranks(2, check)
+    assert "ranks save different steps (rank 0: 0, rank 1: 1)" in warned[0]
+
+
+def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "far").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        run_ranks(2, run, tmp_path, range(1, 2))
+    (tmp_path / "far").unlink()
+    (tmp_path / "node-1").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write to .*node-1.*name a directory"):
+        run_ranks(2, run, tmp_path, range(1, 2))
