@@ -120,38 +120,102 @@ static void put_slices(struct run *run, const struct slices *of, size_t chunk)
     }
 }
 
+/* Where `rank` has put the part of its chunk that this rank adds. */
+static char *part_of(const struct run *run, const struct slices *of, uint32_t round, int rank)
+{
+    return ff_staging(run->group, rank, round) + (size_t)run->group->rank * of->slice;
+}
+
 /* Add this rank's slice of a chunk out of everybody's staging of `round`. */
 static void add_slice(struct run *run, const struct slices *of, size_t chunk, uint32_t round, void *out)
 {
     ff_group *group = run->group;
     const void *sources[FF_MAX_RANKS];
     for (int q = 0; q < group->ranks; q++)
-        sources[q] = ff_staging(group, q, round) + (size_t)group->rank * of->slice;
+        sources[q] = part_of(run, of, round, q);
     sources[group->rank] = slice_in(run, of, chunk, group->rank);
     reduction(run)(out, sources, group->ranks, slice_bytes(of, group, chunk, group->rank) / run->size);
 }
 
+/* What is claimed ahead, and stays in the first-level cache from there on. */
+static const size_t PIECE_BYTES = 4096;
+
+/* Ask for memory that is going to be written: of what lies `at`, the piece from `begin` on. */
+static void claim(const char *at, size_t begin, size_t bytes)
+{
+    for (size_t i = begin; i < least(begin + PIECE_BYTES, bytes); i += 64)
+#if defined(__x86_64__)
+        __asm__ volatile("prefetchw %0" : : "m"(at[i]));    /* the compiler would ask to read it */
+#else
+        __builtin_prefetch(at + i, 1);
+#endif
+}
+
+/* Add the piece from `at` on of this rank's slice, and put the sum in the place of what was added: into the
+ * stagings of those who want it. */
+static void replace_piece(struct run *run, char *const *parts, size_t at, size_t bytes)
+{
+    ff_group *group = run->group;
+    bool all = run->call->kind == FF_ALLREDUCE;
+    char *sum = parts[group->ranks] + at;
+    const void *sources[FF_MAX_RANKS];
+    for (int q = 0; q < group->ranks; q++)
+        sources[q] = parts[q] + at;
+    reduction(run)(sum, sources, group->ranks, bytes / run->size);
+    for (int q = 0; all && q < group->ranks; q++)
+        if (q != group->rank)
+            memcpy(parts[q] + at, sum, bytes);
+}
+
+/* Add this rank's slice of a chunk. Whoever claims what it reads moves a line between two processors' caches once,
+ * for reading it and for the sum; so does the owner, who will fill it again. */
+static void replace_slice(struct run *run, const struct slices *of, size_t chunk, uint32_t round)
+{
+    ff_group *group = run->group;
+    size_t bytes = slice_bytes(of, group, chunk, group->rank);
+    char *parts[FF_MAX_RANKS + 1];      /* the last: where the result goes */
+    for (int q = 0; q < group->ranks; q++)
+        parts[q] = part_of(run, of, round, q);
+    parts[group->rank] = (char *)slice_in(run, of, chunk, group->rank);
+    parts[group->ranks] = wants_result(run)
+                              ? (char *)run->call->out + slice_at(of, group, chunk, group->rank)
+                              : parts[run->call->root];
+    for (size_t ahead = 0; ahead < bytes + PIECE_BYTES; ahead += PIECE_BYTES) {
+        for (int q = 0; q < group->ranks; q++)
+            if (q != group->rank)
+                claim(parts[q], ahead, bytes);
+        if (ahead)
+            replace_piece(run, parts, ahead - PIECE_BYTES, least(PIECE_BYTES, bytes - (ahead - PIECE_BYTES)));
+    }
+}
+
+/* Take the sums of the others' slices, which they have put into this rank's staging of `round`. */
 static void get_slices(struct run *run, const struct slices *of, size_t chunk, uint32_t round)
 {
     ff_group *group = run->group;
     for (int i = 1; i < group->ranks; i++) {
         int q = (group->rank + i) % group->ranks;
-        memcpy((char *)run->call->out + slice_at(of, group, chunk, q),
-               ff_staging(group, q, round) + (size_t)q * of->slice, slice_bytes(of, group, chunk, q));
+        size_t bytes = slice_bytes(of, group, chunk, q);
+        const char *sums = ff_staging(group, group->rank, round) + (size_t)q * of->slice;
+        char *out = (char *)run->call->out + slice_at(of, group, chunk, q);
+        claim(sums, 0, bytes);
+        for (size_t at = 0; at < bytes; at += PIECE_BYTES) {
+            claim(sums, at + PIECE_BYTES, bytes);
+            memcpy(out + at, sums + at, least(PIECE_BYTES, bytes - at));
+        }
     }
 }
 
-/* Rank r adds slice r of every chunk. Its staging holds the others' slices of chunk k, and in the place of
- * its own the sum of chunk k - 1, so that one round serves both:
+/* Rank r adds slice r of every chunk. Its staging holds the others' slices of chunk k, which they replace by the
+ * sums; one round serves both:
  *
- *     round k    put the others' slices of chunk k; turn; add own slice of k; get the sums of k - 1
+ *     round k    put the others' slices of chunk k; turn; replace own slice of k; get the sums of k - 1
  *
  * `begun`: round 0 has been posted already.
  */
 static int reduce_slices(struct run *run, const struct slices *of, bool begun)
 {
     ff_group *group = run->group;
-    char *out = run->call->out;
     for (size_t k = 0; k <= of->chunks; k++) {
         uint32_t round = begun && k == 0 ? group->round - 1 : group->round;
         if (round == group->round) {
@@ -161,19 +225,10 @@ static int reduce_slices(struct run *run, const struct slices *of, bool begun)
             if (status)
                 return status;
         }
-        if (k < of->chunks) {
-            char *next = ff_staging(group, group->rank, round + 1) + (size_t)group->rank * of->slice;
-            size_t own = slice_bytes(of, group, k, group->rank);
-            if (wants_result(run)) {
-                char *to = out + slice_at(of, group, k, group->rank);
-                add_slice(run, of, k, round, to);
-                memcpy(next, to, own);
-            } else {
-                add_slice(run, of, k, round, next);
-            }
-        }
+        if (k < of->chunks)
+            replace_slice(run, of, k, round);
         if (k > 0 && wants_result(run))
-            get_slices(run, of, k - 1, round);
+            get_slices(run, of, k - 1, round - 1);
     }
     return FF_OK;
 }
@@ -202,13 +257,9 @@ static int reduce_large(struct run *run, size_t bytes)
     int status = ff_turn(run);
     if (status)
         return status;
-    int seen = ff_look(run, round, views), mapped = 0;
-    for (int q = 0; q < group->ranks; q++)
-        mapped += ff_posted(group, q, round)->place > 0;
-    if (mapped == group->ranks)
+    int seen = ff_look(run, round, views);
+    if (seen == group->ranks)
         return ff_sum_in_place(run, bytes, views);
-    if (seen == group->ranks && run->call->kind == FF_ALLREDUCE)
-        return ff_sum_reached(run, bytes, views);
     return reduce_slices(run, &of, !seen);
 }
 

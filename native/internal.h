@@ -86,7 +86,8 @@ struct ff_group {
 struct patience {
     uint64_t deadline_ns;
     uint64_t spin_ns, spun_ns;              /* how long to spin at all, and until when */
-    int spins, yields;
+    uint64_t yield_ns, yielded_ns;          /* the same for yielding the core, afterwards */
+    int spins;
 };
 
 /* One collective as it runs. */
@@ -141,7 +142,6 @@ int ff_part(struct run *run);
 
 /* sums.c */
 int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views);
-int ff_sum_reached(struct run *run, size_t bytes, const struct view *views);
 int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views);
 
 /* collectives.c, transfers.c */

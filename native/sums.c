@@ -66,28 +66,6 @@ static int add(struct run *run, const struct view *views, size_t at, size_t byte
     return FF_OK;
 }
 
-/* Rank r adds slice r into its own tensor; then all take the sums from each other. */
-int ff_sum_reached(struct run *run, size_t bytes, const struct view *views)
-{
-    ff_group *group = run->group;
-    struct view sums[FF_MAX_RANKS];
-    char *out = run->call->out;
-    size_t own = slice_begin(run, bytes, group->rank), end = slice_begin(run, bytes, group->rank + 1);
-    int status = add(run, views, own, end - own, out + own);
-    uint32_t round = group->round;
-    ff_offer(run, out, bytes);
-    if (status || (status = ff_turn(run)))
-        return status;
-    ff_look(run, round, sums);
-    for (int i = 1; i < group->ranks; i++) {
-        int q = (group->rank + i) % group->ranks;
-        size_t begin = slice_begin(run, bytes, q), past = slice_begin(run, bytes, q + 1);
-        if ((status = ff_fetch(run, &sums[q], begin, NULL, out + begin, past - begin)))
-            return status;
-    }
-    return ff_part(run);
-}
-
 /* Reduce-scatter: rank r adds block r, which has so many bytes. */
 int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views)
 {

@@ -11,7 +11,10 @@
 
 /* A rank that is about to arrive does so within microseconds; waking a core that sleeps costs tens. */
 static const uint64_t SPIN_NS = 20 * 1000, BACKGROUND_SPIN_NS = 10 * 1000;
-enum { YIELDS = 400, YIELDS_CROWDED = 5, BACKGROUND_YIELDS = 4, SPINS_PER_LOOK = 64 };
+/* By time, not by number: while another process computes on this core, one yield takes milliseconds, after which
+ * only sleep is right, because who sleeps is woken at once. */
+static const uint64_t YIELD_NS = 100 * 1000, BACKGROUND_YIELD_NS = 2 * 1000;
+enum { SPINS_PER_LOOK = 64 };
 
 uint64_t ff_now_ns(void)
 {
@@ -30,12 +33,9 @@ uint64_t ff_deadline_ns(double timeout_s)
 struct patience ff_patience(const ff_group *group, double timeout_s, bool background)
 {
     struct patience patience = {.deadline_ns = ff_deadline_ns(timeout_s)};
-    if (group->crowded) {
-        patience.yields = YIELDS_CROWDED;
-    } else {
+    if (!group->crowded)
         patience.spin_ns = background ? BACKGROUND_SPIN_NS : SPIN_NS;
-        patience.yields = background ? BACKGROUND_YIELDS : YIELDS;
-    }
+    patience.yield_ns = background ? BACKGROUND_YIELD_NS : YIELD_NS;
     return patience;
 }
 
@@ -63,9 +63,11 @@ bool ff_bide(struct patience *patience)
         }
         return true;
     }
-    if (patience->yields <= 0)
+    uint64_t now_ns = ff_now_ns();
+    if (!patience->yielded_ns)
+        patience->yielded_ns = now_ns + patience->yield_ns;
+    if (now_ns >= patience->yielded_ns)
         return false;
-    patience->yields--;
     sched_yield();
     return true;
 }
