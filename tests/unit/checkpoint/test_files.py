@@ -147,7 +147,7 @@ def test_only_files_of_generations_are_crash_points(tmp_path: Path) -> None:
 
 
 def test_a_point_that_does_not_exist_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told in ("writting", "writing:x", "writing@moon"):
+    for told in ("writings", "writing:x", "writing@moon"):
         monkeypatch.setenv("FIVEFOLD_CRASH_AT", told)
         with pytest.raises(UsageError, match="FIVEFOLD_CRASH_AT"):
             crash_at("writing")
