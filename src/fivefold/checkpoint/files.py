@@ -157,6 +157,21 @@ class FileOps:
                 stream.write(chunk)
             return stream.commit()
 
+    def claim(self, path: Path, data: bytes) -> bool:
+        """Write a file unless there is one of that name: of several that try, one gets True.
+
+        Holds on network file systems too. Raises `OSError`, also where there are no hard links.
+        """
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+        self.write(temporary, [data])
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            return False
+        finally:
+            self.remove(temporary)
+        return True
+
     def open(self, path: Path) -> BinaryIO:
         """A committed file for reading; it can be sought in."""
         return path.open("rb")

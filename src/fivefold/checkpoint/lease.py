@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.place import LocalPlace, Place
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, InUse
@@ -23,6 +26,16 @@ LEASE = "lease.json"
 STALE_S = 60.0
 """without a beat for so long, the job that wrote it counts as gone"""
 BEAT_S = 10.0
+
+
+_SETTLE_S = 1.0
+"""how long others may be busy writing theirs, where nothing is atomic"""
+_TURN_S = 10.0
+"""how long others may take over a directory before this one does not wait for them"""
+
+
+class _NoLinks(Exception):
+    """The file system has no hard links."""
 
 
 class Lease(Closing):
@@ -62,9 +75,7 @@ class Lease(Closing):
         self._lost = ""
         place.make_dir()
         self._wait(wait_s)
-        self._write()
-        if (now := self._read()) and now.get("token") != self._mine["token"]:
-            raise self._refusal(now)  # both found it free, and the other wrote last
+        self._take()
         self._thread = threading.Thread(target=self._beat, name="fivefold-lease", daemon=True)
         self._thread.start()
 
@@ -77,6 +88,32 @@ class Lease(Closing):
             if other.get("beats") != first.get("beats") or time.monotonic() >= end:
                 raise self._refusal(other)
             time.sleep(min(1.0, self._beat_s, max(0.0, end - time.monotonic())))
+
+    def _take(self) -> None:
+        """Of several that find it free, one gets it; the others raise `InUse`."""
+        if isinstance(self._place, LocalPlace):
+            with contextlib.suppress(_NoLinks), _alone(self._place.root):
+                self._take_file(self._place.path(LEASE), self._place.files)
+                return
+        # Who writes last has it; by then the others have written.
+        self._write()
+        time.sleep(_SETTLE_S)
+        if (now := self._read()) and now.get("token") != self._mine["token"]:
+            raise self._refusal(now)
+
+    def _take_file(self, path: Path, files: FileOps) -> None:
+        if (other := self._rival()) is not None:  # another one was quicker
+            raise self._refusal(other)
+        files.remove(path)
+        self._beats += 1
+        try:
+            won = files.claim(path, self._content())
+        except OSError as problem:
+            if problem.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise _NoLinks from None
+            raise
+        if not won:
+            raise self._refusal(self._read() or {})
 
     def check(self) -> None:
         """Raise `CheckpointError` if the lease was lost: another job took it over. Asked before a write."""
@@ -101,10 +138,9 @@ class Lease(Closing):
 
     def _read(self) -> Mapping[str, Any] | None:
         try:
-            read = json.loads(self._place.read(LEASE))
-        except (FileNotFoundError, ValueError):  # a torn one on an object store: nobody's
+            return _parsed(self._place.read(LEASE))
+        except FileNotFoundError:
             return None
-        return cast("dict[str, Any]", read) if isinstance(read, dict) else None
 
     def _age_s(self, lease: Mapping[str, Any]) -> float:
         """Seconds since the last beat."""
@@ -121,10 +157,13 @@ class Lease(Closing):
         finally:
             probe.unlink(missing_ok=True)
 
+    def _content(self) -> bytes:
+        content = {**self._mine, "beats": self._beats, "time_s": time.time()}
+        return json.dumps(content, indent=1).encode()
+
     def _write(self) -> None:
         self._beats += 1
-        content = {**self._mine, "beats": self._beats, "time_s": time.time()}
-        self._place.write(LEASE, [json.dumps(content, indent=1).encode()])
+        self._place.write(LEASE, [self._content()])
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
@@ -149,6 +188,34 @@ class Lease(Closing):
         job = f", job {other['job']}" if other.get("job") else ""
         who = f"process {other.get('pid')} on {other.get('host')}{job}"
         return f"{self._place.where()} is written to by {who}"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """One at a time, where the file system can lock a directory; elsewhere a moment is left to chance."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        end = time.monotonic() + _TURN_S
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)  # and with it the lock
+
+
+def _parsed(data: bytes) -> Mapping[str, Any] | None:
+    """A lease, or None of what was torn on an object store: that is nobody's."""
+    try:
+        read = json.loads(data)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", read) if isinstance(read, dict) else None
 
 
 def this_process() -> dict[str, Any]:

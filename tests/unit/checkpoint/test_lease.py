@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,11 @@ import pytest
 from fivefold.checkpoint.lease import LEASE, Lease, this_process
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.errors import CheckpointError, InUse, UsageError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.checkpoint.lease._SETTLE_S", 0.3)
 
 
 @pytest.fixture(params=["path", "memory"])
@@ -131,3 +139,34 @@ def test_a_directory_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> No
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
         Lease(LocalPlace(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("links", [True, False])
+def test_of_jobs_that_start_at_once_one_gets_it(
+    stale: bool, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    jobs = 6
+    start = threading.Barrier(jobs)
+
+    def attempt(place: LocalPlace) -> Lease | None:
+        start.wait(timeout=20)
+        try:
+            return Lease(place)
+        except InUse:
+            return None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for number in range(10 if links else 2):
+            place = LocalPlace(tmp_path / str(number))
+            if stale:
+                left(place, host="elsewhere", age_s=100)
+            leases = [lease for lease in pool.map(attempt, [place] * jobs) if lease is not None]
+            assert len(leases) == 1
+            leases[0].close()
+            assert place.list() == []
