@@ -60,12 +60,7 @@ def load(
         UsageError: the save is of another model, or of a number of ranks that will not do.
     """
     if not _any_left(ranks, node, persistent):
-        if opened.known:
-            warn(
-                f"{persistent.place.where()} is of a run that was started {opened.run.epoch} time(s), but "
-                "no save of it is left: it begins again"
-            )
-        return None
+        return _again(persistent, opened, warn)
     node.start(ranks, local)
     crash_at("restarting")
     recovery = Recovery(ranks, node, persistent, opened.run)
@@ -78,6 +73,8 @@ def load(
             if passed.name not in told:
                 told.add(passed.name)
                 warn(f"a newer save is passed over: {passed}")
+        if choice.plan is None and not choice.passed:
+            return _again(persistent, opened, warn)
         if choice.plan is None:
             raise _nothing(persistent, choice)
         manifest = choice.plan.manifest
@@ -102,8 +99,17 @@ def _any_left(ranks: Ranks, node: Node, persistent: PersistentStore) -> bool:
     return any(one["any"] for one in ranks.agree("looking for checkpoints", look))
 
 
+def _again(persistent: PersistentStore, opened: Opened, warn: Callable[[str], None]) -> None:
+    """No save was ever completed, or none is left of any: the run begins."""
+    if opened.known:
+        warn(
+            f"{persistent.place.where()} is of a run that was started {opened.run.epoch} time(s), but no "
+            "complete save of it is left: it begins again"
+        )
+
+
 def _nothing(persistent: PersistentStore, choice: Choice) -> Unrecoverable:
-    reasons = "; ".join(map(str, choice.passed)) or "no directory holds a whole save"
+    reasons = "; ".join(map(str, choice.passed))
     return Unrecoverable(
         f"none of the saves of the run in {persistent.place.where()} can be loaded: {reasons}. Bring back "
         "the nodes that have the missing files, or begin a new run in another directory"

@@ -76,8 +76,8 @@ def _check_apart(ranks: Ranks, members: Members, local: Path, files: FileOps) ->
             (local / mark).touch()
         except OSError as problem:
             raise UsageError(
-                f"cannot write to {local} on {members.hosts[members.me]}: {problem.strerror or problem}; name a "
-                "directory on each node's own disk or memory with local=... or checkpoint.local"
+                f"cannot write to {local} on {members.hosts[members.me]}: {problem.strerror or problem}; "
+                "name a directory on each node's own disk or memory with local=... or checkpoint.local"
             ) from None
         return {"mark": mark}
 

@@ -92,7 +92,8 @@ class KeptOptimizer:
         there = own.get(str(path[2]))
         if isinstance(there, Tensor) and (there.size(), there.dtype) == (saved.size, saved.dtype):
             return there.detach()
-        if saved.size == parameter.size():
+        # Counts of steps lie on the CPU, also where the parameter is a single number on a GPU.
+        if saved.size == parameter.size() and path[2] != "step":
             return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False).detach()
         if isinstance(parameter, DTensor) and saved.size.numel() > 1:
             raise UsageError(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.store import LocalStore, PersistentStore
@@ -177,3 +179,49 @@ def test_another_model_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     ):
         run_ranks(2, other)
     assert run_ranks(2, lambda mesh: train(mesh, tmp_path, 9, resumes=4))[0] == uninterrupted(9)
+
+
+def test_some_of_the_ranks_save_on_their_own(tmp_path: Path) -> None:
+    """Without a mesh: a group of the script's own."""
+
+    def check(mesh: Mesh, resumes: int | None) -> list[Any]:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3, 4])]
+        which = int(mesh.rank > 1)
+        group, folder = groups[which], tmp_path / f"job-{which}"
+        training, node = Training(), f"node-{mesh.rank}"
+        how: dict[str, Any] = {"process_group": group, "local": folder / node, "node": node}
+        with Checkpointer(folder / "far", **how, every=1, **training.objects()) as ckpt:
+            assert ckpt.load() == resumes
+            for step in range((resumes or 0) + 1, (resumes or 0) + 4):
+                training.step(step)
+                ckpt.maybe_save(step)
+        return training.outcome()
+
+    run_ranks(5, lambda mesh: check(mesh, None))
+    assert run_ranks(5, lambda mesh: check(mesh, 3)) == [uninterrupted(6)] * 5
+
+
+def test_parameters_that_ranks_divide_go_on_in_a_plain_script(tmp_path: Path) -> None:
+    def check(mesh: Mesh, steps: range) -> list[list[float]]:
+        model = net()
+        fully_shard(model, mesh=mesh.device_mesh["data"]).set_force_sum_reduction_for_comms(True)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        how: dict[str, Any] = {"local": tmp_path / str(mesh.rank), "node": str(mesh.rank)}
+        with Checkpointer(tmp_path / "far", **how, every=2, model=model, optim=optim) as ckpt:
+            assert (ckpt.load() or 0) == steps.start - 1
+            for step in steps:
+                model(batch(step)).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                ckpt.maybe_save(step)
+        return [value.full_tensor().tolist() for value in model.state_dict().values()]
+
+    run_ranks(3, lambda mesh: check(mesh, range(1, 5)))
+    again = run_ranks(2, lambda mesh: check(mesh, range(5, 7)))[0]
+    training = Training()
+    for step in range(1, 7):
+        training.model(batch(step)).square().mean().backward()
+        training.optim.step()
+        training.optim.zero_grad()
+    for got, expected in zip(again, training.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-4, atol=1e-5)

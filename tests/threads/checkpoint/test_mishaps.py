@@ -148,6 +148,16 @@ def test_more_damage_than_the_scheme_can_mend_leads_to_an_older_save(tmp_path: P
         run_ranks(3, run, tmp_path, range(4, 5))
 
 
+def test_a_run_that_never_completed_a_save_begins_again(tmp_path: Path) -> None:
+    run_ranks(2, run, tmp_path, range(1, 2))
+    for path in tmp_path.rglob("manifest.json"):
+        path.unlink()
+    with told() as warned:
+        assert run_ranks(2, run, tmp_path, range(1, 3)) == [(None, 2)] * 2
+    assert "no complete save of it is left: it begins again" in warned[0]
+    assert run_ranks(2, run, tmp_path, range(3, 4)) == [(2, 3)] * 2
+
+
 def test_without_its_agent_a_node_saves_for_itself(tmp_path: Path) -> None:
     def kill(ckpt: Checkpointer, step: int) -> None:
         if step == 2 and ckpt._channels.training.rank == 1:
