@@ -23,9 +23,9 @@ from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.state import Captured
 from fivefold.errors import CheckpointError
 
-__all__ = ["Staging", "wait_before_steps"]
+__all__ = ["SMALL_BYTES", "Staging", "wait_before_steps"]
 
-_SMALL_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10
 """What is smaller is copied at once: 20 microseconds at the most"""
 
 
@@ -108,7 +108,7 @@ class Staging:
         source = whole.to_local() if isinstance(whole, DTensor) else whole
         self.bytes += source.nbytes
         target = self._memory((name, *entry.path), source)
-        later = entry.rests and not self._at_once and source.nbytes >= _SMALL_BYTES
+        later = entry.rests and not self._at_once and source.nbytes >= SMALL_BYTES
         if later:
             label = ".".join(map(str, (name, *entry.path)))
             self._later.append(_Later(source, target, label, source._version))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

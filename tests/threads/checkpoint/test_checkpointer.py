@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from fivefold.checkpoint import staging
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.rhythm import Rhythm
 from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
@@ -181,6 +183,29 @@ def test_another_model_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     assert run_ranks(2, lambda mesh: train(mesh, tmp_path, 9, resumes=4))[0] == uninterrupted(9)
 
 
+def test_ranks_agree_when_it_is_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rhythm, "interval_s", property(lambda _: 0.05))
+
+    def check(mesh: Mesh) -> list[int]:
+        training, node = Training(), str(mesh.rank)
+        how: dict[str, Any] = {"local": tmp_path / node, "node": node}
+        saved: list[int] = []
+        with Checkpointer(tmp_path / "far", mesh, **how, **training.objects()) as ckpt:
+            for step in range(1, 200):
+                training.step(step)
+                if ckpt.maybe_save(step):
+                    saved.append(step)
+                if len(saved) == 2:
+                    break
+        return saved
+
+    first, *others = run_ranks(3, check)
+    assert len(first) == 2
+    assert others == [first] * 2
+
+
 def test_some_of_the_ranks_save_on_their_own(tmp_path: Path) -> None:
     """Without a mesh: a group of the script's own."""
 
@@ -201,7 +226,11 @@ def test_some_of_the_ranks_save_on_their_own(tmp_path: Path) -> None:
     assert run_ranks(5, lambda mesh: check(mesh, 3)) == [uninterrupted(6)] * 5
 
 
-def test_parameters_that_ranks_divide_go_on_in_a_plain_script(tmp_path: Path) -> None:
+def test_parameters_that_ranks_divide_go_on_in_a_plain_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)  # all are copied beside the next step
+
     def check(mesh: Mesh, steps: range) -> list[list[float]]:
         model = net()
         fully_shard(model, mesh=mesh.device_mesh["data"]).set_force_sum_reduction_for_comms(True)
