@@ -42,13 +42,23 @@ def create(options: Any, _given: Any) -> Any:
     _note_version()
     if isinstance(met, Apart):
         if rank == 0:
-            _log.warning("group %s of %d ranks uses gloo: %s", name, size, met.reason)
+            _note_gloo(met.reason, name, size)
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
     def elsewhere(device: torch.device) -> Any:
         return _torchs_own(device, store, rank, size, timeout)
 
     return SharedGroup(Operations(met, timeout.total_seconds()), elsewhere, name)
+
+
+_noted: set[str] = set()
+
+
+def _note_gloo(reason: str, name: str, size: int) -> None:
+    """One line per reason: a mesh of several nodes has many groups between them."""
+    if reason not in _noted:
+        _noted.add(reason)
+        _log.warning("group %s of %d ranks uses gloo: %s", name, size, reason)
 
 
 @functools.cache

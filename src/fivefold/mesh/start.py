@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fivefold.comm import register
+from fivefold.comm import BACKEND, register
 from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
@@ -100,7 +100,7 @@ def _backend(
     if plan.comm.backend != "auto":
         return plan.comm.backend
     if device.type != "cuda":
-        return "gloo"
+        return BACKEND if place.world_size > 1 else "gloo"
     own = str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType]
     alone = nobody_else_has(own, store, place.world_size, timeout)
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
@@ -120,7 +120,7 @@ def nobody_else_has(thing: str, store: dist.Store, ranks: int, timeout: timedelt
 
 
 def _join(place: Place, plan: Plan, device: torch.device) -> None:
-    register()  # comm.backend may be "fivefold"
+    register()
     timeout = timedelta(seconds=read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s))
     try:
         store = _store(place, timeout)

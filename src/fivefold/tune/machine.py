@@ -1,7 +1,7 @@
 """This machine as a cluster, measured in about a second.
 
 Its devices are the cores that were granted, each with its share of the memory. All of them compute at once
-while one is measured, as in a run; messages go between two threads over gloo and the loopback device.
+while one is measured, as in a run; messages go between two threads, through shared memory as those of ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fivefold.cluster import granted_cores
 from fivefold.cluster.description import Cluster, Device, Link
+from fivefold.comm.registration import create
 
 __all__ = ["this_machine"]
 
@@ -83,7 +85,14 @@ def _link() -> Link:
     found: dict[tuple[str, int], float] = {}
 
     def rank(number: int) -> None:
-        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
+        options = SimpleNamespace(
+            store=store,
+            group_rank=number,
+            group_size=2,
+            group_id="link",
+            timeout=timedelta(seconds=30),
+        )
+        group: Any = create(options, None)
 
         def swap(tensor: Tensor, into: Tensor) -> None:
             sent = group.send([tensor], 1 - number, 0)
@@ -99,6 +108,7 @@ def _link() -> Link:
             group.allreduce([few]).wait()
 
         found["sum", _SMALL] = min(_seconds(total, 9))
+        group.shutdown()
 
     _threads([lambda: rank(0), lambda: rank(1)])
     # On a busy machine a small message may seem to take as long as a large one: most of the large one's time
