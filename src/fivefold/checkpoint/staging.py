@@ -52,14 +52,13 @@ class Staging:
         self._copied.set()
         self._stream: torch.cuda.Stream | None = None
         self._on_device: torch.cuda.Event | None = None
-        self._problem: BaseException | None = None
         self.bytes = 0
         """bytes of the tensors that were staged last"""
 
     def begin(self, captured: Captured) -> Captured:
         """Copy what may change soon, and note the rest for `copy`. Returns the copies, not all filled yet."""
         assert self._copied.is_set(), "one state at a time"
-        self._later, self._problem, self.bytes = [], None, 0
+        self._later, self.bytes = [], 0
         parts = {
             name: [self._staged(name, entry) for entry in entries]
             for name, entries in captured.parts.items()
@@ -78,9 +77,6 @@ class Staging:
             if self._on_device is not None:
                 self._on_device.synchronize()
             self._check()
-        except BaseException as problem:
-            self._problem = problem
-            raise
         finally:
             self._later = []
             self._copied.set()
