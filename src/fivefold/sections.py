@@ -204,8 +204,8 @@ class Comm:
     """How processes talk."""
 
     backend: str = "auto"
-    """a torch.distributed backend, or auto: fivefold on CPUs (gloo between nodes), on GPUs nccl, or gloo where
-    ranks share one"""
+    """a torch.distributed backend, or auto: fivefold on CPUs (gloo between nodes), nccl on GPUs (gloo where
+    ranks share one)"""
     timeout_s: float = 600.0
     """how long a collective may wait for a missing rank, in seconds"""
 
