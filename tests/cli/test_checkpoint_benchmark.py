@@ -58,6 +58,21 @@ def test_a_part_is_measured_and_kept(tmp_path: Path) -> None:
 
 
 @NEEDS_CC
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(refusal()), reason=f"no nodes of their own: {refusal()}")
+def test_ways_back_are_measured(tmp_path: Path) -> None:
+    small = ["--rounds=1", "--layers=1", f"--results={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "recovery.py"), *small],
+        capture_output=True, text=True, check=False, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "### recovery: 4 nodes, 50 MB of state" in done.stdout
+    assert "not kept" in done.stdout
+
+
+@NEEDS_CC
 @pytest.mark.parametrize("way", ["torch.save", "copy", "buffered", "direct"])
 def test_what_passes_is_counted_and_takes_its_time(
     way: str, modules: dict[str, ModuleType], tmp_path: Path
