@@ -1,7 +1,7 @@
 """Values beside tensors: copied when a checkpoint begins, and stored so that reading them executes nothing.
 
 What is read back passes torch's allow-list (`weights_only=True`): numbers, text, bytes, tensors, and
-containers of them. Arrays of numpy travel as tensors.
+containers of them. Arrays of numpy and bytes travel as tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["decoded", "encoded", "fingerprint", "from_bytes", "leaves", "to_byte
 
 Path = tuple[str | int, ...]
 
-_ARRAY = "__numpy_array__"
-_AS_THEY_ARE = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+_ARRAY, _BYTES = "__numpy_array__", "__bytes__"
+_AS_THEY_ARE = (bool, int, float, complex, str, torch.dtype, torch.Size, torch.device)
 
 
 def encoded(value: object, where: str) -> Any:
@@ -33,6 +33,8 @@ def encoded(value: object, where: str) -> Any:
     """
     if value is None or type(value) in _AS_THEY_ARE:
         return value
+    if isinstance(value, bytes):
+        return {_BYTES: torch.from_numpy(np.frombuffer(value, np.uint8).copy())}
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray) and cast(Any, value).dtype.kind in "biufc":
@@ -41,29 +43,45 @@ def encoded(value: object, where: str) -> Any:
         return encoded(value.item(), where)
     made = _container(value, where)
     if made is None:
-        raise UsageError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored: a "
-            "checkpoint holds numbers, text, bytes, tensors, numpy arrays, and dicts, lists, tuples and sets "
-            "of them; let state_dict of that object return such values"
-        )
+        raise _refused(value, where)
     return made
 
 
 def _container(value: object, where: str) -> Any:
     if type(value) in (dict, OrderedDict, Counter):
         items = cast("Mapping[Any, Any]", value).items()
-        made = {encoded(k, where): encoded(v, f"{where}[{k!r}]") for k, v in items}
+        made = {_key(k, where): encoded(v, f"{where}[{k!r}]") for k, v in items}
         return made if type(value) is dict else cast(Any, type(value))(made)
-    if type(value) in (list, tuple, set):
+    if type(value) is set:
+        return {_key(member, where) for member in cast("set[Any]", value)}
+    if type(value) in (list, tuple):
         members = cast("list[Any]", value)
         return cast(Any, type(value))(encoded(v, f"{where}[{i}]") for i, v in enumerate(members))
     return None
 
 
+def _key(key: Any, where: str) -> Any:
+    """A key of a dict, or a member of a set: these stay as they are."""
+    if key is None or type(key) in (bool, int, float, str):
+        return key
+    if type(key) is tuple:
+        return tuple(_key(part, where) for part in cast("tuple[Any, ...]", key))
+    raise _refused(key, f"a key of {where}")
+
+
+def _refused(value: object, where: str) -> UsageError:
+    return UsageError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored: a "
+        "checkpoint holds numbers, text, bytes, tensors, numpy arrays, and dicts, lists, tuples and sets "
+        "of them; let state_dict of that object return such values"
+    )
+
+
 def decoded(value: Any) -> Any:
     """The inverse of `encoded`."""
-    if type(value) is dict and set(cast("dict[Any, Any]", value)) == {_ARRAY}:
-        return cast("dict[str, Tensor]", value)[_ARRAY].numpy()
+    if _is_marked(value):
+        [(mark, tensor)] = cast("dict[str, Tensor]", value).items()
+        return tensor.numpy() if mark == _ARRAY else tensor.numpy().tobytes()
     if type(value) in (dict, OrderedDict, Counter):
         items = cast("Mapping[Any, Any]", value).items()
         made = {key: decoded(member) for key, member in items}
@@ -71,6 +89,10 @@ def decoded(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return cast(Any, type(value))(map(decoded, cast("list[Any]", value)))
     return value
+
+
+def _is_marked(value: object) -> bool:
+    return type(value) is dict and list(cast("dict[Any, Any]", value)) in ([_ARRAY], [_BYTES])
 
 
 def to_bytes(value: object) -> io.BytesIO:
@@ -93,7 +115,7 @@ def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any
     """The paths and values of nested dicts. What is keyed by anything but text is a leaf itself."""
     for key, value in tree.items():
         inner = cast("dict[Any, Any]", value) if type(value) in (dict, OrderedDict) else {}
-        if inner and all(type(name) is str for name in inner) and set(inner) != {_ARRAY}:
+        if inner and all(type(name) is str for name in inner) and not _is_marked(inner):
             yield from leaves(inner, (*path, key))
         else:
             yield (*path, key), value
