@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -341,6 +342,19 @@ def dropped_works() -> list[float]:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def kept_messages() -> list[bool]:
+    """Exchange messages; whether the group still holds on to what each received, once the next has begun."""
+    rank = dist.get_rank()
+    received: list[weakref.ref[Tensor]] = []
+    for _ in range(3):
+        into = torch.zeros(1000)
+        for work in (dist.isend(torch.ones(1000), 1 - rank), dist.irecv(into, 1 - rank)):
+            done(work)
+        received.append(weakref.ref(into))
+        del into, work
+    return [ref() is not None for ref in received[:2]]
 
 
 def on_two_nodes() -> tuple[list[str], float, list[str]]:

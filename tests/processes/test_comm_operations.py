@@ -73,6 +73,10 @@ def test_works_that_nobody_waits_for_do_no_harm(pool: Pool) -> None:
     assert pool.run("fivefold", comm_checks.dropped_works, size=2) == [[2.0, 2.0]] * 2
 
 
+def test_tensors_of_messages_that_have_ended_are_let_go(pool: Pool) -> None:
+    assert pool.run("fivefold", comm_checks.kept_messages, size=2) == [[False, False]] * 2
+
+
 def test_futures_hold_the_sums(pool: Pool) -> None:
     found = pool.run("fivefold", comm_checks.futures, size=2)
     assert found == [[2.0 * number for number in range(200)]] * 2

@@ -264,6 +264,8 @@ class Operations:
     ) -> MessageWork:
         work = MessageWork(self.group, tensor, peer=peer, tag=tag, timeout_s=self.timeout_s, sends=sends,
                            completer=self._message_completer, after=after)  # fmt: skip
+        # At once, or their tensors stay: memory that could be used again would be new at every message.
+        self._messages = [other for other in self._messages if not other.ended]
         if len(self._messages) >= _MANY:
             self._messages = [other for other in self._messages if not other.is_completed()]
         self._messages.append(work)

@@ -156,6 +156,11 @@ class _Pending(_Work):
         self._ending = threading.Lock()
         self._ended = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether somebody has waited for it, or asked, and found it done: an attribute, which costs nothing."""
+        return self._ended
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until done; a `timeout` above 0 bounds this wait alone. Raises `RuntimeError`."""
         if not self._ended:
