@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import comm_checks
+import comm_messages
 from fivefold.arena.native import problem
 from pool import Pool
 
@@ -41,13 +42,13 @@ def test_every_operation_does_what_gloo_does(pool: Pool, dtype: str, later: bool
 def test_nothing_is_sent_where_nothing_is_given(pool: Pool) -> None:
     found = pool.run("fivefold", comm_checks.every_operation, "float32", 0, False, size=2)
     assert all(isinstance(result, list) for ranks in found for result in ranks.values()), found
-    assert pool.run("fivefold", comm_checks.every_message, 0, size=2) == [[b""] * 4, [b""] * 3]
+    assert pool.run("fivefold", comm_messages.every_message, 0, size=2) == [[b""] * 4, [b""] * 3]
 
 
 @pytest.mark.parametrize("count", [1, 100, 200_000])
 def test_messages_arrive_as_over_gloo(pool: Pool, count: int) -> None:
-    ours = pool.run("fivefold", comm_checks.every_message, count, size=3)
-    assert ours == pool.run("gloo", comm_checks.every_message, count, size=3)
+    ours = pool.run("fivefold", comm_messages.every_message, count, size=3)
+    assert ours == pool.run("gloo", comm_messages.every_message, count, size=3)
 
 
 def test_objects_travel_as_over_gloo(pool: Pool) -> None:
@@ -74,7 +75,7 @@ def test_works_that_nobody_waits_for_do_no_harm(pool: Pool) -> None:
 
 
 def test_tensors_of_messages_that_have_ended_are_let_go(pool: Pool) -> None:
-    assert pool.run("fivefold", comm_checks.kept_messages, size=2) == [[False, False]] * 2
+    assert pool.run("fivefold", comm_messages.kept_messages, size=2) == [[False, False]] * 2
 
 
 def test_futures_hold_the_sums(pool: Pool) -> None:

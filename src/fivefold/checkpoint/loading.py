@@ -87,6 +87,10 @@ def load(
             failed[manifest.name] = str(problem)
             continue
         _restore(loading, request, read)
+        try:
+            recovery.protect(choice.plan)
+        except CheckpointError as problem:
+            warn(f"{manifest.name} is loaded, and not protected: {problem}")
         return Loaded(manifest.step, manifest.epoch, rebuilt)
 
 

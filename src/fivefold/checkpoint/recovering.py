@@ -9,9 +9,11 @@ missing members are rebuilt ──► files are read here, from other nodes, or 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, BinaryIO
 
+from fivefold.checkpoint.agent_client import Protection
 from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory, stocktaking
 from fivefold.checkpoint.manifest import Item, Manifest
 from fivefold.checkpoint.node import Node
@@ -74,6 +76,32 @@ class Recovery:
         self._ranks.agree("rebuilding", mend)
         self._inventories, self._looked = [], set()  # nodes have more than they told
         return len(plan.tasks)
+
+    def protect(self, plan: Plan) -> None:
+        """Let nodes that came without it keep again what protects the others, once `rebuild` is done.
+
+        Raises `CheckpointError`: some could not; all that was loaded stays good.
+        """
+        if not plan.bare:
+            return
+        members, store = self._node.members, self._node.store
+        homes = self._node.homes({**plan.homes, **{t.member: t.node for t in plan.tasks}})
+
+        def begin() -> Future[Protection] | None:
+            mine = members.leads and members.me in plan.bare.values()
+            return self._node.agent.protect(plan.manifest.name, homes) if mine else None
+
+        made = self._ranks.agree_later("protecting again", begin)
+
+        def settle() -> dict[str, Any]:
+            if made is not None and made.problem:
+                raise CheckpointError(made.problem)
+            generation = store.find(plan.manifest.name)
+            if made is not None and generation is not None:
+                store.advance(generation, "protected", made.redundancy)
+            return {}
+
+        self._ranks.agree("protecting again", settle)
 
     def _stock(self) -> list[Inventory]:
         """What every node and the persistent level have, by presence and length."""

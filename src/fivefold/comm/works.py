@@ -158,7 +158,7 @@ class _Pending(_Work):
 
     @property
     def ended(self) -> bool:
-        """Whether somebody has waited for it, or asked, and found it done: an attribute, which costs nothing."""
+        """Whether somebody has found it done, by waiting or asking. Costs nothing."""
         return self._ended
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

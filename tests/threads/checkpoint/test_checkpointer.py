@@ -88,7 +88,7 @@ def train(
 
 def lose(folder: Path, *nodes: str) -> None:
     for node in nodes:
-        shutil.rmtree(folder / node)
+        shutil.rmtree(folder / node, ignore_errors=node.startswith("far"))
 
 
 def names(folder: Path, node: str) -> list[str]:
@@ -130,6 +130,23 @@ def test_a_lost_node_is_rebuilt(tmp_path: Path, nodes: str, lost: str, scheme: s
     lose(tmp_path, lost, "far/step-00000004-epoch-1")
     again = lambda mesh: train(mesh, tmp_path, 9, nodes=nodes, scheme=scheme, resumes=4)  # noqa: E731
     assert run_ranks(size, again)[0] == uninterrupted(9)
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor"])
+def test_another_node_is_lost_before_the_next_save(tmp_path: Path, scheme: str) -> None:
+    """What was rebuilt is protected again at once."""
+    steps, resumes = 5, None
+    for lost in "abc":
+        run_ranks(
+            3,
+            lambda mesh, *how: train(mesh, tmp_path, how[0], "abc", how[1], scheme=scheme),
+            steps,
+            resumes,
+        )
+        steps, resumes = 4, 4
+        lose(tmp_path, lost, "far/step-00000004-epoch-1")
+    again = lambda mesh: train(mesh, tmp_path, 9, "abc", 4, scheme=scheme)  # noqa: E731
+    assert run_ranks(3, again)[0] == uninterrupted(9)
 
 
 def test_fewer_nodes_go_on(tmp_path: Path) -> None:
