@@ -39,6 +39,8 @@ def section(result: dict[str, Any]) -> str:
     for operation, by_contender in result["seconds"].items():
         if operation != "stream":
             lines += [_table(result, operation, by_contender), ""]
+    if result["part"] == "steps":
+        lines += [_shares(result), ""]
     for goal in _judged(result):
         lines += [goal, ""]
     where = result["environment"]
@@ -60,6 +62,18 @@ def _table(result: dict[str, Any], operation: str, seconds: dict[str, Any]) -> s
         ratios = [str(ratio(seconds[name][at], seconds[first][at])) for name in others]
         rows.append([size if isinstance(size, str) else size_text(size), *times, *ratios])
     return table(header, rows)
+
+
+def _shares(result: dict[str, Any]) -> str:
+    """How much of a step is communication: what it takes beyond the same step without."""
+    seconds = result["seconds"]["step"]
+    names = [name for name in seconds if name != "alone"]
+    rows: list[list[str]] = []
+    for at, model in enumerate(result["sizes"]):
+        alone = seconds["alone"][at]
+        shares = [1 - ratio(alone, seconds[name][at]).value for name in names]
+        rows.append([str(model), *(f"{100 * share:.0f} %" for share in shares)])
+    return table(["communication, share of a step", *names], rows)
 
 
 def _judged(result: dict[str, Any]) -> Iterator[str]:
