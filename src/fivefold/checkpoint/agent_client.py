@@ -132,6 +132,11 @@ class Agent(Closing):
         """Of the process."""
         return self._process.pid
 
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._gone) or self._process.poll() is not None
+
     def peers(self, addresses: Mapping[int, Address]) -> Future[None]:
         """Tell where the members of the present nodes are, itself included."""
         return self._ask("peers", {"addresses": addresses}, lambda _: None)

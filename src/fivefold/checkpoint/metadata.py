@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import EnumMeta
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -125,14 +126,39 @@ def _is_dtype(module: str, name: str) -> bool:
     return module == "torch" and _DTYPES.fullmatch(name) is not None
 
 
+_GETATTR = ("builtins", "getattr")
+"""how Python 3.11.0 to 3.11.3 write members of an enumeration: the class, and the name to ask it for"""
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """What may be asked of `getattr`: members of an enumeration that is allowed."""
+    if not isinstance(owner, EnumMeta) or name not in owner.__members__:
+        raise _Refused(
+            f"it asks for {name!r:.40} of {owner!r:.40}, which is not part of any metadata"
+        )
+    return owner.__members__[name]
+
+
+def _member_of_stand_in(owner: Any, name: Any) -> Any:
+    if owner is not _Thing or not isinstance(name, str):
+        raise _Refused(
+            f"it asks for {name!r:.40} of {owner!r:.40}, which is not part of any metadata"
+        )
+    return _Thing(name)
+
+
 class _Allowed(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == _GETATTR:
+            return _member
         _allowed(module, name)
         return getattr(import_module(module), name)
 
 
 class _StandIns(pickle._Unpickler):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return _member_of_stand_in
         _allowed(module, name)
         if _is_dtype(module, name):
             return name

@@ -65,19 +65,21 @@ class Node(Closing):
         if self.addresses:
             return
         self.key = ranks.from_first(new_key() if ranks.rank == 0 else None)
+        self._meet(ranks, root)
 
+    def revive(self, ranks: Ranks, root: Path) -> None:
+        """Start agents again that have ended. Collective; `CheckpointError` as from `start`."""
+        gone = self._agent is not None and self._agent.gone
+        told = ranks.agree("looking after the checkpoint agents", lambda: {"gone": gone})
+        if any(one["gone"] for one in told):
+            self._meet(ranks, root)
+
+    def _meet(self, ranks: Ranks, root: Path) -> None:
         def begin() -> dict[str, object]:
             if not self.members.leads:
                 return {}
-            assert self.store.run is not None
-            self._agent = Agent(
-                root,
-                self.store.run,
-                self.key,
-                host=own_address(len(self.members.hosts)),
-                bytes_per_s=self._bytes_per_s,
-                timeout_s=self._timeout_s,
-            )
+            if self._agent is None or self._agent.gone:
+                self._agent = self._begun(root)
             return {"address": self._agent.address}
 
         told = ranks.agree("starting the checkpoint agents", begin)
@@ -87,6 +89,19 @@ class Node(Closing):
         ]
         if self.members.leads:
             self.agent.peers(dict(enumerate(self.addresses))).result(self._timeout_s)
+
+    def _begun(self, root: Path) -> Agent:
+        if self._agent is not None:
+            self._agent.close()
+        assert self.store.run is not None
+        return Agent(
+            root,
+            self.store.run,
+            self.key,
+            host=own_address(len(self.members.hosts)),
+            bytes_per_s=self._bytes_per_s,
+            timeout_s=self._timeout_s,
+        )
 
     def protect(self, manifest: Manifest) -> Future[Protection] | None:
         """Begin to make what this node keeps for the others of its set; None where that is nothing."""

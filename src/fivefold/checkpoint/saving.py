@@ -53,6 +53,8 @@ class Setting:
     sets: tuple[tuple[int, ...], ...]
     begin: Callable[[], None]
     """called by the first rank before the first save: the record of the run is written"""
+    revive: Callable[[Ranks], None]
+    """starts agents again that have ended"""
     protect: Callable[[Manifest], Future[Protection] | None]
     """begins to make what this node keeps for the others; None on all but its first rank"""
     settled: Callable[[Manifest], None]
@@ -315,6 +317,7 @@ class Saver(Closing):
         manifest = generation.manifest
         assert manifest is not None
         try:
+            self._setting.revive(self._ranks)
             made = self._ranks.agree_later("encoding", lambda: self._encoding(manifest))
         except CheckpointError as problem:
             return f"step {manifest.step} is saved, but not protected: {problem}"

@@ -90,6 +90,7 @@ class Writing(Closing):
             scheme=scheme[0],
             sets=scheme[1],
             begin=self._record,
+            revive=lambda ranks: node.revive(ranks, settings.local),
             protect=node.protect,
             settled=self._protected,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ def test_a_full_disk_costs_redundancy_and_is_told(
 
             def commit(self: LocalStore, manifest: Any) -> Any:
                 if manifest.step == 2 and not path.joinpath("redundancy-1.bin").exists():
-                    path.joinpath("redundancy-1.bin").mkdir()
+                    path.joinpath("redundancy-1.bin").mkdir(exist_ok=True)
                 return real(self, manifest)
 
             monkeypatch.setattr(LocalStore, "commit", commit)
@@ -158,15 +159,35 @@ def test_a_run_that_never_completed_a_save_begins_again(tmp_path: Path) -> None:
     assert run_ranks(2, run, tmp_path, range(3, 4)) == [(2, 3)] * 2
 
 
-def test_without_its_agent_a_node_saves_for_itself(tmp_path: Path) -> None:
-    def kill(ckpt: Checkpointer, step: int) -> None:
-        if step == 2 and ckpt._channels.training.rank == 1:
-            os.kill(ckpt._node.agent.pid, signal.SIGKILL)
-
+def test_without_its_agent_a_node_saves_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_CRASH_AT", "encoding")
     with told() as warned:
-        assert run_ranks(3, lambda mesh: run(mesh, tmp_path, range(1, 4), kill)) == [(None, 3)] * 3
-    assert any("step 2 is saved, but not protected" in text and "agent" in text for text in warned)
-    assert run_ranks(3, run, tmp_path, range(4, 5)) == [(3, 4)] * 3
+        assert run_ranks(3, lambda mesh: run(mesh, tmp_path, range(1, 3))) == [(None, 2)] * 3
+    for step in (1, 2):
+        told_of = [text for text in warned if f"step {step} is saved, but not protected" in text]
+        assert told_of and "agent" in told_of[0]
+    monkeypatch.delenv("FIVEFOLD_CRASH_AT")
+    assert run_ranks(3, run, tmp_path, range(3, 4)) == [(2, 3)] * 3
+
+
+def test_an_agent_that_has_ended_is_started_again(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def kill(ckpt: Checkpointer, step: int) -> None:
+        if ckpt._channels.training.rank == 1 and step > 1:  # the first save starts it
+            pids.append(ckpt._node.agent.pid)
+            if step == 2:
+                os.kill(pids[-1], signal.SIGKILL)
+
+    assert run_ranks(3, lambda mesh: run(mesh, tmp_path, range(1, 4), kill)) == [(None, 3)] * 3
+    assert len(set(pids)) == 2
+    shutil.rmtree(tmp_path / "node-0")
+    shutil.rmtree(tmp_path / "far" / "step-00000003-epoch-1")
+    with told() as warned:
+        assert run_ranks(3, run, tmp_path, range(4, 5)) == [(3, 4)] * 3
+    assert warned == []
 
 
 def test_what_differs_from_rank_to_rank_needs_as_many_ranks(tmp_path: Path) -> None:

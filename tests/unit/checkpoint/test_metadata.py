@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
 import sys
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,37 @@ def test_what_torch_writes_is_read(protocol: int) -> None:
     assert contents_of(data, WHERE) == CONTENTS
     read = metadata_of(data, WHERE)
     assert read == made() and type(read) is Metadata
+
+
+class ByName(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do; `asked` names what is asked for."""
+
+    asked: tuple[Any, str] | None = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Enum):
+            return getattr, self.asked or (type(obj), obj.name)
+        return NotImplemented
+
+
+def by_name(asked: tuple[Any, str] | None = None) -> bytes:
+    file = io.BytesIO()
+    pickler = ByName(file)
+    pickler.asked = asked
+    pickler.dump(made())
+    return file.getvalue()
+
+
+def test_members_of_enumerations_may_be_written_by_name() -> None:
+    assert b"getattr" in by_name()
+    assert contents_of(by_name(), WHERE) == CONTENTS
+    assert metadata_of(by_name(), WHERE) == made()
+
+
+@pytest.mark.parametrize("asked", [(Metadata, "__init__"), (torch.Size, "numel"), (dict, "pop")])
+def test_nothing_else_is_asked_for_by_name(asked: tuple[Any, str]) -> None:
+    with pytest.raises(Damaged, match="which is not part of any metadata"):
+        metadata_of(by_name(asked), WHERE)
 
 
 def test_every_dtype_of_torch_is_known() -> None:
