@@ -126,7 +126,7 @@ def _is_dtype(module: str, name: str) -> bool:
     return module == "torch" and _DTYPES.fullmatch(name) is not None
 
 
-_GETATTR = ("builtins", "getattr")
+_GETATTR = (("builtins", "getattr"), ("__builtin__", "getattr"))
 """how Python 3.11.0 to 3.11.3 write members of an enumeration: the class, and the name to ask it for"""
 
 
@@ -149,7 +149,7 @@ def _member_of_stand_in(owner: Any, name: Any) -> Any:
 
 class _Allowed(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) == _GETATTR:
+        if (module, name) in _GETATTR:
             return _member
         _allowed(module, name)
         return getattr(import_module(module), name)
@@ -157,7 +157,7 @@ class _Allowed(pickle.Unpickler):
 
 class _StandIns(pickle._Unpickler):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == _GETATTR:
+        if (module, name) in _GETATTR:
             return _member_of_stand_in
         _allowed(module, name)
         if _is_dtype(module, name):

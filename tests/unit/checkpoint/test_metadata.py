@@ -84,18 +84,20 @@ class ByName(pickle.Pickler):
         return NotImplemented
 
 
-def by_name(asked: tuple[Any, str] | None = None) -> bytes:
+def by_name(asked: tuple[Any, str] | None = None, protocol: int = 4) -> bytes:
     file = io.BytesIO()
-    pickler = ByName(file)
+    pickler = ByName(file, protocol)
     pickler.asked = asked
     pickler.dump(made())
     return file.getvalue()
 
 
-def test_members_of_enumerations_may_be_written_by_name() -> None:
-    assert b"getattr" in by_name()
-    assert contents_of(by_name(), WHERE) == CONTENTS
-    assert metadata_of(by_name(), WHERE) == made()
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_members_of_enumerations_may_be_written_by_name(protocol: int) -> None:
+    data = by_name(protocol=protocol)
+    assert b"getattr" in data
+    assert contents_of(data, WHERE) == CONTENTS
+    assert metadata_of(data, WHERE) == made()
 
 
 @pytest.mark.parametrize("asked", [(Metadata, "__init__"), (torch.Size, "numel"), (dict, "pop")])
