@@ -34,3 +34,5 @@ class Tag(StrEnum):
     CHECKPOINT = "checkpoint"
     DATA = "data"
     CONTROL = "control"
+    OTHER = "other"
+    """of a script that does not say"""

@@ -1,0 +1,127 @@
+"""A rank's trace as it is read: checked, copied, complete, whether its process runs or was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.trace.file import TraceError, TraceFile
+from fivefold.trace.fold import folded, merge
+from fivefold.trace.schema import State
+
+__all__ = ["RankTrace"]
+
+_PATIENCE_S = 0.2
+"""how long a writer may take to add up; one that was killed at it never ends"""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's recording. Tables are as `fivefold.trace.schema` describes them, ordered by time."""
+
+    path: Path
+    rank: int
+    meta: dict[str, Any]
+    state: State
+    live: np.void
+    events: NDArray[np.void]
+    """the latest, in the order in which they began; those with `end_ns` 0 are under way"""
+    sums: NDArray[np.void]
+    """of the whole run, events not yet added up by the writer included"""
+    windows: NDArray[np.void]
+    notes: list[dict[str, Any]]
+    stacks: dict[str, list[tuple[str, int]]] = field(
+        default_factory=dict[str, list[tuple[str, int]]]
+    )
+    """by phase: where the main thread was seen, and how often, most often first"""
+    problems: tuple[str, ...] = ()
+    """what is missing or doubtful, in words"""
+
+    @classmethod
+    def load(cls, path: Path) -> RankTrace:
+        """Read a file. Raises `TraceError` when it cannot be read at all."""
+        file = TraceFile.open(path)
+        problems: list[str] = []
+        events, sums, windows, steady = _tables(file)
+        if not steady:
+            problems.append(
+                "its writer was stopped while it added up: sums may lack the last second"
+            )
+        meta = _document(file, "meta", problems)
+        live = file.live[0].copy()
+        for name, what in (
+            ("lost_events", "events"),
+            ("lost_notes", "notes"),
+            ("lost_sums", "events"),
+        ):
+            if live[name]:
+                problems.append(f"{int(live[name]):,} {what} found no room")
+        if not isinstance(meta.get("rank"), int):
+            raise TraceError(
+                f"{path} does not say which rank it is of: it ended before it recorded anything"
+            )
+        stacks = {
+            phase: [(str(where), int(count)) for where, count in found]
+            for phase, found in _document(file, "stacks", problems).items()
+        }
+        return cls(
+            path, meta["rank"], meta, _state(live), live, events, sums, windows, _notes(file, problems),
+            stacks, tuple(problems),
+        )  # fmt: skip
+
+
+def _state(live: np.void) -> State:
+    known = {int(state): state for state in State}
+    return known.get(int(live["state"]), State.FAILED)
+
+
+def _tables(file: TraceFile) -> tuple[NDArray[np.void], NDArray[np.void], NDArray[np.void], bool]:
+    """Events, sums and windows that fit each other; and whether they do for certain."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        before = int(file.live[0]["stamp"])
+        live = file.live[0].copy()
+        events, sums = file.events[file.events["seq"] > 0].copy(), file.sums.copy()
+        windows = file.windows[: int(live["windows"])].copy()
+        steady = before % 2 == 0 and int(file.live[0]["stamp"]) == before
+        if steady or time.monotonic() > until:
+            break
+        time.sleep(0.001)
+    fresh = events[(events["folded"] == 0) & (events["end_ns"] >= events["begin_ns"])]
+    used = min(int(live["sums"]), len(sums))
+    if len(fresh):
+        more = folded(fresh)
+        sums = np.concatenate([sums[:used], np.zeros(len(more), sums.dtype)])
+        used, _ = merge(sums, used, more)
+    # Rows that were being written as they were copied end before they begin.
+    whole = events[(events["end_ns"] == 0) | (events["end_ns"] >= events["begin_ns"])]
+    return whole[np.argsort(whole["begin_ns"], kind="stable")], sums[:used], windows, steady
+
+
+def _document(file: TraceFile, name: str, problems: list[str]) -> dict[str, Any]:
+    text = file.text(name)
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        problems.append(f"its {name} cannot be read")
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _notes(file: TraceFile, problems: list[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for line in file.text("notes").splitlines():
+        with contextlib.suppress(ValueError):
+            note = json.loads(line)
+            if isinstance(note, dict) and "kind" in note:
+                found.append(cast("dict[str, Any]", note))
+                continue
+        problems.append("a note cannot be read")
+    return found
