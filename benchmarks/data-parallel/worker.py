@@ -105,9 +105,11 @@ def _loop(
 def fivefold(setting: Setting, batch_norm: Literal["global", "replica"]) -> Callable[[], None]:
     """Fivefold, started by `fivefold run`."""
     import fivefold as ff
-    from fivefold.plan import Parallel
+    from fivefold.plan import Comm, Parallel
 
-    mesh = ff.start(ff.Plan(parallel=Parallel(batch_norm)), device=setting.device)
+    # As DDP has it: what is compared is everything but the backend.
+    comm = Comm(backend="gloo") if setting.device.type == "cpu" else Comm()
+    mesh = ff.start(ff.Plan(parallel=Parallel(batch_norm), comm=comm), device=setting.device)
     model = ff.parallelize(setting.net(), mesh, loss=nn.CrossEntropyLoss())
     optimiser, source = (
         setting.optimiser(model),

@@ -42,6 +42,8 @@ from fivefold.tune import (
 )
 
 HERE = Path(__file__).resolve().parent
+BACKEND = "gloo"
+"""what ranks talk over, predicted and run"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def predictions(part: Part) -> list[Prediction]:
     """Of every candidate, the fastest first, as `fivefold plan --measure` predicts them."""
     net, sample = build(part.model, 10), (3, part.image, part.image)
     cluster = this_machine(part.ranks)
-    with measuring(net, sample, part.ranks, fuse="auto") as measured:
+    with measuring(net, sample, part.ranks, fuse="auto", backend=BACKEND) as measured:
         subject = Subject(net, sample, cluster, measured=measured)
         every = candidates(part.ranks, subject.pixels, part.batch, subject.most_stages)
         taken = _some(list(every), part)
@@ -113,7 +115,7 @@ def run(part: Part, candidate: Candidate, steps: int) -> dict[str, Any]:
     """Seconds of steps and bytes of the largest rank, measured. Raises `CalledProcessError`."""
     with tempfile.TemporaryDirectory(prefix="fivefold-planner-") as name:
         folder = Path(name)
-        values = candidate.values()
+        values = {**candidate.values(), "comm.backend": BACKEND}
         if candidate.schedule:
             values["pipeline.cut"] = MEASURED
         plan = Plan().replace(values, Provenance("tuned", "benchmark"))

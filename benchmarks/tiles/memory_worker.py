@@ -36,8 +36,10 @@ def plain(work: Workload) -> Callable[[Workload], Callable[[], object]]:
 def tiles(work: Workload, layout: dict[str, int]) -> Callable[[Workload], Callable[[], object]]:
     """Fivefold, started by `fivefold run`."""
     import fivefold as ff
+    from fivefold.plan import Comm
 
-    mesh = ff.start(ff.Plan(layout=ff.Layout(**layout)), device="cpu")
+    plan = ff.Plan(layout=ff.Layout(**layout), comm=Comm(backend="gloo"))
+    mesh = ff.start(plan, device="cpu")
     model = ff.parallelize(work.net(), mesh, loss=work.loss())
 
     def prepared(work: Workload) -> Callable[[], object]:

@@ -17,6 +17,7 @@ from serving import serve
 
 import fivefold as ff
 from fivefold.parallel.model import ParallelModel
+from fivefold.plan import Comm
 
 
 def predicting(model: ParallelModel, work: Workload) -> dict[str, float]:
@@ -42,7 +43,7 @@ def main() -> None:
     asked = parser(list(LAYOUTS), __doc__).parse_args()
     work = Workload.of(asked)
     layout = ff.Layout(**LAYOUTS[asked.contender])
-    with ff.start(ff.Plan(layout=layout), device="cpu") as mesh:
+    with ff.start(ff.Plan(layout=layout, comm=Comm(backend="gloo")), device="cpu") as mesh:
         model = ff.parallelize(work.net(), mesh, loss=work.loss())
         model.step(*model.shard(*replace(work, height=SMALL, width=SMALL).batches()[0]))
         serve(asked.socket, lambda _: predicting(model, work), torch.device("cpu"))

@@ -54,8 +54,10 @@ def tiles(work: Workload, fuse: str, backend: str = "gloo") -> Callable[[], None
 def halves(work: Workload) -> Callable[[], None]:
     """Torch alone in every process, on half of the image; they wait for each other at the end of a step."""
     import fivefold as ff
+    from fivefold.plan import Comm
 
-    mesh, step = ff.start(ff.Plan(layout=ff.Layout(data=2)), device="cpu"), plain(work)
+    plan = ff.Plan(layout=ff.Layout(data=2), comm=Comm(backend="gloo"))
+    mesh, step = ff.start(plan, device="cpu"), plain(work)
 
     def together() -> None:
         step()

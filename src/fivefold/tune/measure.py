@@ -82,17 +82,19 @@ def measuring(
     *,
     optimizer: str = "sgd",
     fuse: str = "never",
+    backend: str = "auto",
     progress: Callable[[str], None] = lambda _what: None,
 ) -> Generator[Measured]:
     """Within the block, a net can be measured as one of `ranks` on this machine, while others compute.
 
-    `sample` is the shape of one. For a net whose step takes seconds, every shape takes some of these.
+    `sample` is the shape of one; `backend` is what ranks talk over, as in `comm.backend`. For a net whose
+    step takes seconds, every shape takes some of these.
     """
     keep_memory()  # as ranks do
     found, shape = Measured(net, optimizer, fuse, progress), (1, *sample)
     if ranks > 1:
         progress("messages")
-        between = measured_between()
+        between = measured_between(backend)
         found.link, found.action_s = between.link, between.action_s
     others = min(ranks, granted_cores()) - 1
     quiet_s = _total(found.again(Layout(), 0, shape)) if others else 0.0

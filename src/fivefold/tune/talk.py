@@ -4,7 +4,7 @@ A rank computes until it sends. Whoever carries messages has to be woken then, r
 moment, and what they need is no longer in the cache: all that is part of what a message takes, and a loop of
 nothing but messages would not see it. So they are timed between computations, which are subtracted.
 
-`fivefold run -n 2 talk.py FILE` writes it to a file, as JSON; `measured_between` has that done.
+`fivefold run -n 2 talk.py FILE BACKEND` writes it to a file, as JSON; `measured_between` has that done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fivefold.cluster.description import Link
 from fivefold.errors import FivefoldError
 from fivefold.mesh import Mesh, start
 from fivefold.parallel import parallelize
-from fivefold.plan import Layout, Pipeline, Plan
+from fivefold.plan import Comm, Layout, Pipeline, Plan
 from fivefold.trace import Tag
 
 __all__ = ["Between", "main", "measured_between"]
@@ -51,13 +51,16 @@ class Between:
     are posted and unpacked, the micro-batch is looked up, and the loss is shared"""
 
 
-def measured_between() -> Between:
-    """By two processes that this one begins; a few seconds. Raises `FivefoldError` if they fail."""
+def measured_between(backend: str = "auto") -> Between:
+    """By two processes that this one begins, over a backend as in `comm.backend`; a few seconds.
+
+    Raises `FivefoldError` if they fail.
+    """
     with tempfile.TemporaryDirectory(prefix="fivefold-talk-") as folder:
         found = Path(folder) / "link.json"
         words = [sys.executable, "-m", "fivefold", "run", "-n", "2", "--log-dir", folder]
         done = subprocess.run(
-            [*words, __file__, str(found)],
+            [*words, __file__, str(found), backend],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -76,7 +79,11 @@ def measured_between() -> Between:
 def main() -> None:
     """One of the two."""
     torch.set_num_threads(1)
-    plan = Plan(layout=Layout(pipe=2), pipeline=Pipeline("gpipe", _MICRO_BATCHES))
+    plan = Plan(
+        layout=Layout(pipe=2),
+        pipeline=Pipeline("gpipe", _MICRO_BATCHES),
+        comm=Comm(backend=sys.argv[2]),
+    )
     with start(plan, device="cpu") as mesh:
         group = mesh.group("pipe")
         compute = _computation()
