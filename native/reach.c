@@ -18,8 +18,8 @@
 /* Below, a second round costs more than the copy that it saves. */
 static const size_t MAPPED_BYTES = 64 * 1024;
 /* For which sizes of the tensor the kernel's one copy beats our own two, which work on cached data and on two
- * cores at once: where 2 ranks on 2 cores (Xeon of 2023) were faster with it, both ways in turn, 1.1 to 1.5 times.
- * Sums of all ranks never were; reduce, gather and scatter were not tried. */
+ * cores at once: where 2 ranks on 2 cores were faster with it, both ways in turn. Sums of all ranks never were;
+ * reduce, gather and scatter were not tried. */
 #ifndef FF_READ_ALL
 static const struct range {
     size_t least, most;

@@ -17,8 +17,8 @@ enum { HEAD = sizeof(struct head) };
 static const uint64_t PIECE_BYTES = 64 * 1024;
 /* Of an offered message: other messages may move in between. */
 static const uint64_t READ_PIECE_BYTES = 1024 * 1024;
-/* From where one copy by the kernel is not slower than two of our own that overlap: 0.95 times as fast where both
- * ranks had a core to themselves, up to 2 times where they shared one; and the sender's is free. */
+/* From where one copy by the kernel costs about as much as two of our own that overlap, where both ranks have a
+ * core to themselves, and less where they share one; and the sender's is free. */
 #ifdef FF_READ_ALL
 static const uint64_t READ_BYTES = FF_READ_ALL;     /* for tests */
 #else
