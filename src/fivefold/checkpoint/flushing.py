@@ -87,6 +87,8 @@ class Flusher(Closing):
             return self._node.flush(manifest.name, self._url, bytes_per_s)
 
         def finish() -> Future[None] | None:
+            if first:
+                self._allowed()
             return self._node.agent.finish_flush(manifest.name, self._url) if first else None
 
         def advance() -> Mapping[str, Any]:

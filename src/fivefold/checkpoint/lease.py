@@ -23,10 +23,11 @@ from fivefold.errors import CheckpointError, InUse
 __all__ = ["BEAT_S", "LEASE", "STALE_S", "Lease", "this_process"]
 
 LEASE = "lease.json"
-STALE_S = 60.0
+STALE_S = 15.0
 """without a beat for so long, the job that wrote it counts as gone"""
-BEAT_S = 10.0
-
+BEAT_S = 2.5
+_SKEW_S = 45.0
+"""by how much the clocks of hosts may differ that write to an object store"""
 
 _SETTLE_S = 1.0
 """how long others may be busy writing theirs, where nothing is atomic"""
@@ -42,8 +43,9 @@ class Lease(Closing):
     """A file in a directory that says who writes there. It is renewed by a thread, and removed by `close`.
 
     Taken over at once where its owner is known to have ended: a process of this host that is gone, or an
-    earlier start of the same job. Else after `stale_s` without a beat; the clock is the file system's own, so
-    those of the nodes may differ. Where the owner beats meanwhile, waiting ends: it is alive.
+    earlier start of the same job. Else after `stale_s` without a beat, or as long as its owner asked for if
+    that is longer. The clock is the file system's own; over an object store, which has none, time counts from
+    the first look, or from a minute ago by the owner's clock. Where the owner beats meanwhile, waiting ends.
 
     Args:
         place: the directory; it is made if it is missing.
@@ -69,8 +71,12 @@ class Lease(Closing):
         stale_s: float = STALE_S,
     ) -> None:
         self._place, self._beat_s, self._stale_s = place, beat_s, stale_s
-        self._mine = {**this_process(), "job": job, "start": start, "token": secrets.token_hex(8)}
+        told = {"job": job, "start": start, "stale_s": stale_s, "token": secrets.token_hex(8)}
+        self._mine = {**this_process(), **told}
         self._beats = 0
+        self._seen: tuple[object, object] = None, None
+        """token and beats of another job's lease"""
+        self._seen_at = 0.0
         self._ended = threading.Event()
         self._lost = ""
         place.make_dir()
@@ -81,10 +87,11 @@ class Lease(Closing):
 
     def _wait(self, wait_s: float) -> None:
         """Until nobody holds the directory. Raises `InUse`."""
-        end = time.monotonic() + wait_s
+        begun = time.monotonic()
         first: Mapping[str, Any] | None = None
         while (other := self._rival()) is not None:
             first = first or other
+            end = begun + (max(wait_s, 1.2 * self._believed_s(other)) if wait_s else 0.0)
             if other.get("beats") != first.get("beats") or time.monotonic() >= end:
                 raise self._refusal(other)
             time.sleep(min(1.0, self._beat_s, max(0.0, end - time.monotonic())))
@@ -116,9 +123,26 @@ class Lease(Closing):
             raise self._refusal(self._read() or {})
 
     def check(self) -> None:
-        """Raise `CheckpointError` if the lease was lost: another job took it over. Asked before a write."""
+        """Raise `CheckpointError` if the lease was lost: another job took it over. Asked before a write.
+
+        Looks at the file itself: a process that was stopped for a while learns of it before its next beat.
+        """
+        if not self._lost and not self._ended.is_set():
+            try:
+                self._look()
+            except OSError as problem:
+                raise CheckpointError(
+                    f"{self._place.where(LEASE)} cannot be read, so nothing tells whether this job still may "
+                    f"write there: {problem.strerror or problem}"
+                ) from problem
         if self._lost:
             raise CheckpointError(self._lost)
+
+    def _look(self) -> None:
+        """See whether another job took over; one that was removed by hand is renewed by the next beat."""
+        now = self._read()
+        if now is not None and now.get("token") != self._mine["token"]:
+            self._lost = f"{self._told(now)}: it took over from this job, which saves no more"
 
     def close(self) -> None:
         """Leave the directory to others."""
@@ -132,9 +156,14 @@ class Lease(Closing):
     def _rival(self) -> Mapping[str, Any] | None:
         """The owner of a lease that holds."""
         now = self._read()
-        if now is None or _known_to_be_gone(now, self._mine) or self._age_s(now) > self._stale_s:
+        if now is None or _known_to_be_gone(now, self._mine):
             return None
-        return now
+        return None if self._age_s(now) > self._believed_s(now) else now
+
+    def _believed_s(self, other: Mapping[str, Any]) -> float:
+        """How long another job is believed without a beat: as long as it asked for, if that is longer."""
+        asked = other.get("stale_s")
+        return max(self._stale_s, asked) if isinstance(asked, int | float) else self._stale_s
 
     def _read(self) -> Mapping[str, Any] | None:
         try:
@@ -145,8 +174,12 @@ class Lease(Closing):
     def _age_s(self, lease: Mapping[str, Any]) -> float:
         """Seconds since the last beat."""
         if not isinstance(self._place, LocalPlace):
+            seen = lease.get("token"), lease.get("beats")
+            if seen != self._seen:
+                self._seen, self._seen_at = seen, time.monotonic()
             beat = lease.get("time_s")
-            return time.time() - beat if isinstance(beat, int | float) else float("inf")
+            told = time.time() - beat - _SKEW_S if isinstance(beat, int | float) else float("inf")
+            return max(told, time.monotonic() - self._seen_at)
         path = self._place.path(LEASE)
         probe = path.with_name(f"lease.{self._mine['token']}.tmp")
         try:
@@ -167,21 +200,17 @@ class Lease(Closing):
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            with contextlib.suppress(
-                OSError
-            ):  # a full or absent disk: the next beat may find it well
-                now = self._read()
-                if now is not None and now.get("token") != self._mine["token"]:
-                    self._lost = (
-                        f"{self._told(now)}: it took over from this job, which saves no more"
-                    )
+            # A full or absent disk: the next beat may find it well.
+            with contextlib.suppress(OSError):
+                self._look()
+                if self._lost:
                     return
                 self._write()
 
     def _refusal(self, other: Mapping[str, Any]) -> InUse:
         return InUse(
             f"{self._told(other)}; let that job end, or use another directory. If it has died, wait "
-            f"{self._stale_s:g} s, or remove {self._place.where(LEASE)}"
+            f"{self._believed_s(other):g} s, or remove {self._place.where(LEASE)}"
         )
 
     def _told(self, other: Mapping[str, Any]) -> str:

@@ -6,11 +6,12 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.checkpoint.lease import Lease
+from fivefold.checkpoint.lease import STALE_S, Lease
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.run import Run, new_run_id
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import CheckpointError, FivefoldError, UsageError
+from fivefold.launch import slurm
 from fivefold.launch.environment import locate
 from fivefold.launch.variables import read_seconds
 
@@ -80,14 +81,13 @@ def claim(ranks: Ranks, store: PersistentStore, opened: Opened) -> Lease | None:
 
 
 def _lease(store: PersistentStore) -> Lease:
-    stale_s = read_seconds("FIVEFOLD_LEASE_S", 60.0)
-    job = ""
-    with contextlib.suppress(UsageError):  # an allocation without srun: nothing is known of the job
-        job = locate().job or ""
+    stale_s = read_seconds("FIVEFOLD_LEASE_S", STALE_S)
+    job, start = _job()
     try:
         return Lease(
             store.place,
             job=job,
+            start=start,
             wait_s=stale_s * 1.2,
             beat_s=stale_s / 6,
             stale_s=stale_s,
@@ -98,6 +98,19 @@ def _lease(store: PersistentStore) -> Lease:
             f"cannot write to {store.place.where()}: {reason}; free space, make it writable for you, or "
             "choose another directory"
         ) from None
+
+
+def _job() -> tuple[str, int]:
+    """What this process is part of, and how often that was started.
+
+    Only Slurm's word counts for the second: it ends a job before it starts it again. The restarts that
+    torchrun tells are of a name that users choose, and that two jobs may have at a time.
+    """
+    if (requeued := slurm.requeued()) is not None:
+        return requeued
+    with contextlib.suppress(UsageError):  # an allocation without srun: nothing is known of the job
+        return locate().job or "", 0
+    return "", 0
 
 
 def record(store: PersistentStore, opened: Opened, resumed: tuple[int, int] | None) -> None:

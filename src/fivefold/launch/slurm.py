@@ -7,6 +7,7 @@ only the step's own variables count.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ __all__ = [
     "in_step",
     "meeting_port",
     "refuse_forgotten_srun",
+    "requeued",
     "step_name",
     "tasks_here",
 ]
@@ -54,6 +56,21 @@ def refuse_forgotten_srun(environ: Environ) -> None:
 def step_name(environ: Environ) -> str:
     """Job and step, `12.0`: different for any two steps of a cluster."""
     return f"{environ.get('SLURM_JOB_ID', '?')}.{environ.get('SLURM_STEP_ID', '?')}"
+
+
+def requeued(environ: Environ = os.environ) -> tuple[str, int] | None:
+    """Job, and how often Slurm has requeued it; None outside of jobs. All earlier starts have ended.
+
+    >>> requeued({"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "hpc", "SLURM_RESTART_COUNT": "2"})
+    ('12@hpc', 2)
+    >>> requeued({"SLURM_JOB_ID": "12"}), requeued({})
+    (('12', 0), None)
+    """
+    job, times = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "0")
+    if not job or not times.isdecimal():
+        return None
+    cluster = environ.get("SLURM_CLUSTER_NAME", "")
+    return (f"{job}@{cluster}" if cluster else job), int(times)
 
 
 def tasks_here(environ: Environ) -> int:

@@ -43,7 +43,7 @@ READ = (
     Variable(
         "FIVEFOLD_LEASE_S",
         "seconds without a sign of life after which a job that saves to a directory counts as ended",
-        "60",
+        "15",
     ),
     Variable("FIVEFOLD_MPIRUN", "path of the mpirun or mpiexec to use", "the first on PATH"),
     Variable("FIVEFOLD_PLAN", "path of the plan file; set by `fivefold run --plan`"),
