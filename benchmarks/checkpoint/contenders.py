@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from contender import Kind
@@ -25,17 +26,37 @@ TITLES = {
 }
 
 
-def kinds(nodes: int, disk_mib: int, throttle: float) -> dict[str, Kind]:
-    """All of them, with a rank of one thread on each of so many nodes."""
+def kinds(
+    nodes: int, disk_mib: int, throttle: float, lm_resiliency: Path | None = None
+) -> dict[str, Kind]:
+    """All of them, with a rank of one thread on each of so many nodes.
+
+    `lm_resiliency`: where it is installed. Its own ranks alone find it: torch loads a plugin of it into every
+    process that can.
+    """
     launcher = (
         str(HERE / "on_nodes.py"),
         *("--nodes", str(nodes), "--disk-mib", str(disk_mib), "--throttle", f"{throttle:g}"),
     )
-    return {name: Kind(name, title, launcher, nodes, 1) for name, title in TITLES.items()}
+    made = {name: Kind(name, title, launcher, nodes, 1) for name, title in TITLES.items()}
+    if lm_resiliency is not None:
+        there = [str(lm_resiliency.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        name = "lm-resiliency"
+        environ = {"PYTHONPATH": os.pathsep.join(there)}
+        made[name] = Kind(name, TITLES[name], launcher, nodes, 1, environ)
+    return made
 
 
-def missing(name: str) -> str:
+def missing(name: str, lm_resiliency: Path | None = None) -> str:
     """Why a contender cannot take part, or nothing."""
-    if name == "lm-resiliency" and importlib.util.find_spec("lm_resiliency") is None:
-        return "not installed: pip install --no-deps lm-resiliency==0.2.0"
-    return ""
+    if name != "lm-resiliency":
+        return ""
+    if lm_resiliency is not None and (lm_resiliency / "lm_resiliency").is_dir():
+        return ""
+    if lm_resiliency is None and importlib.util.find_spec("lm_resiliency") is not None:
+        return ""
+    where = "" if lm_resiliency is None else f" in {lm_resiliency}"
+    return (
+        f"not installed{where}: `pip install --no-deps --target DIR lm-resiliency==0.2.0`, then "
+        "`--lm-resiliency DIR`"
+    )

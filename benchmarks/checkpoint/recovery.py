@@ -2,17 +2,20 @@
 
     python benchmarks/checkpoint/recovery.py
 
-Four nodes; in each round a save, then every way once, in an order that changes. Imports and the start of
-processes are not counted: they are the same for all.
+Four nodes; in each round, for every way, a save on new nodes, the loss, and the way back, in an order that
+changes. Imports and the start of processes are not counted: they are the same for all. A round that others
+disturbed is measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import resource
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,14 @@ from contender import BenchmarkError, leave_properly
 from contenders import HERE
 from figures import environment
 from publishing import keep
-from rounds import order
+from rounds import undisturbed
 from throttle import Throttle
 
 from nodes import Nodes, refusal
 
 NODES, MIB = 4, 1 << 20
+Took = tuple[float, int]
+"""seconds of the slowest rank, and bytes of state"""
 
 
 def main() -> int:
@@ -40,10 +45,12 @@ def main() -> int:
     parser.add_argument("--throttle", type=float, default=200e6, help="of what is shared, bytes/s")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of figures")
     asked = parser.parse_args()
+    begun = time.monotonic()
     with leave_properly():
         result = measured(asked.rounds, asked.layers, asked.throttle)
         print(f"\n{report.section(result)}\n", flush=True)
         keep(result, "recovery", asked.results, HERE, report.renewed)
+    print(f"all of it took {time.monotonic() - begun:.0f} s")
     return 0
 
 
@@ -52,29 +59,41 @@ def measured(rounds: int, layers: int, throttle: float) -> dict[str, Any]:
     if problem := refusal():
         raise BenchmarkError(f"this machine makes no nodes: {problem}")
     before = environment()
-    seconds: dict[str, list[float]] = {way: [] for way in report.WAYS_BACK}
-    size = 0
     with tempfile.TemporaryDirectory(prefix="fivefold-throttle-") as build:
         slow = Throttle(Path(build), throttle)
-        for number in range(rounds):
-            for way in order(list(seconds), number):
-                with Nodes(NODES, 4096 * MIB, shared_bytes=4096 * MIB) as nodes:
-                    job = ranks(nodes, layers, slow)
-                    job("save")
-                    lose(way, nodes)
-                    took, size = job("dcp" if way == "dcp" else "load")
-                    seconds[way].append(took)
-            latest = "  ".join(f"{way} {own[-1]:.2f} s" for way, own in seconds.items())
-            print(f"round {number + 1}: {latest}", flush=True)
+        ways = {way: way for way in report.WAYS_BACK}
+        answers, others = undisturbed(
+            ways, rounds, lambda way: there_and_back(way, layers, slow), told, own_s
+        )
     import torch
 
     return {
-        "part": "recovery", "nodes": NODES, "rounds": rounds, "state_bytes": size,
-        "throttle_bytes_per_s": throttle, "seconds": seconds,
-        "environment": {
-            **before, "torch": torch.__version__, "disturbed_rounds": 0, "used_by_others": 0.0,
-        },
+        "part": "recovery", "nodes": NODES, "rounds": rounds, "state_bytes": answers["dcp"][0][1],
+        "throttle_bytes_per_s": throttle,
+        "seconds": {way: [took for took, _ in rounds] for way, rounds in answers.items()},
+        "environment": {**before, "torch": torch.__version__, **others.told()},
     }  # fmt: skip
+
+
+def own_s() -> float:
+    """Processor time of this process and of all that it started: between two ways, none of them is left."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def told(done: int, answers: Mapping[str, Sequence[Took]]) -> str:
+    """A line after each round."""
+    latest = "  ".join(f"{way} {own[-1][0]:.2f} s" for way, own in answers.items())
+    return f"round {done}: {latest}"
+
+
+def there_and_back(way: str, layers: int, slow: Throttle) -> Took:
+    """A save on new nodes, a loss, and the state again."""
+    with Nodes(NODES, 4096 * MIB, shared_bytes=4096 * MIB) as nodes:
+        job = ranks(nodes, layers, slow)
+        job("save")
+        lose(way, nodes)
+        return job("dcp" if way == "dcp" else "load")
 
 
 def lose(way: str, nodes: Nodes) -> None:
@@ -84,10 +103,10 @@ def lose(way: str, nodes: Nodes) -> None:
         nodes.replace(node)
 
 
-def ranks(nodes: Nodes, layers: int, slow: Throttle) -> Callable[[str], tuple[float, int]]:
-    """A job on all nodes: seconds of the slowest rank, and bytes of state."""
+def ranks(nodes: Nodes, layers: int, slow: Throttle) -> Callable[[str], Took]:
+    """A job on all nodes."""
 
-    def job(way: str) -> tuple[float, int]:
+    def job(way: str) -> Took:
         argv = [sys.executable, str(HERE / "recovery_worker.py"), way, f"--layers={layers}"]
         told = nodes.job(argv, env=lambda _: slow.variables(nodes.shared)).succeed(300.0)
         took = [

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import epochs_report
 from contenders import TITLES
+from costs import FIXED_S, MTBF_S, Cost, Rounds, call_s, costs
 from figures import Median, ratio, table
 from publishing import conditions, kept, with_sections
 
-__all__ = ["ORDER", "WAYS_BACK", "cpu_s", "renewed", "section", "stall_s"]
+__all__ = ["ORDER", "WAYS_BACK", "renewed", "section"]
 
-ORDER = ("replicated", "sharded", "recovery")
+ORDER = ("replicated", "sharded", "recovery", *epochs_report.PARTS)
 WAYS_BACK = {
     "none-lost": "fivefold, processes lost, all nodes there",
     "one-lost": "fivefold, one node of four lost, rebuilt by xor",
@@ -22,51 +23,27 @@ WAYS_BACK = {
     "dcp": "dcp.load from the shared file system",
 }
 """how a state comes back, as recovery.py measures it"""
-FIXED_S, MTBF_S = 60.0, 3600.0
 OURS = ("single", "partner", "xor", "xor-flushed")
+COMPUTED = {"xor-tenth": "fivefold, xor, every tenth flushed (computed)"}
 LEAST_OVER_RANK0 = 5.0
-MOST_OVERHEAD = 0.035
-
-Rounds = Sequence[Mapping[str, Any]]
-
-
-def stall_s(blocks: Mapping[str, Any]) -> float:
-    """Seconds that a checkpoint added: the call, slower steps after it, and what was left at the end.
-
-    A step's own time is the mean of those in the block before, which had no save.
-    """
-    quiet, saved = blocks["quiet"], blocks["saved"]
-    return saved["wall_s"] - quiet["wall_s"] * len(saved["step_s"]) / len(quiet["step_s"])
-
-
-def cpu_s(blocks: Mapping[str, Any]) -> float:
-    """Seconds of processor time that it added, those of helper processes included."""
-    quiet, saved = blocks["quiet"], blocks["saved"]
-    return saved["cpu_s"] - quiet["cpu_s"] * len(saved["step_s"]) / len(quiet["step_s"])
-
-
-def overhead(stall: float, interval_s: float) -> float:
-    """Share of the time that a stall takes at an interval; what others gain by noise is nothing."""
-    return max(stall, 0.0) / interval_s
-
-
-def at_best(stall: float) -> float:
-    """The same at Young's interval, sqrt(2 x stall x MTBF) (CACM 17, 1974)."""
-    return math.sqrt(max(stall, 0.0) / (2 * MTBF_S))
+MOST_OVERHEAD, WANTED_OVERHEAD = 0.035, 0.01
 
 
 def section(result: dict[str, Any]) -> str:
     """A part as it stands in the README."""
     if result["part"] == "recovery":
         return _recovery(result)
+    if result["part"] in epochs_report.PARTS:
+        return epochs_report.section(result)
+    found = costs(result["blocks"], result["environment"]["cores"])
     size = result["state_bytes"] / 1e6
     lines = [
         f"### {result['part']}: {result['nodes']} nodes, {size:.0f} MB of state",
         "",
-        _table(result["blocks"]),
+        _table(result["blocks"], found),
         "",
     ]
-    for goal in _judged(result["blocks"]):
+    for goal in _judged(found):
         lines += [goal, ""]
     for name, why in result["absent"].items():
         lines += [f"Without {TITLES[name]}: {why}.", ""]
@@ -96,39 +73,53 @@ def _any(blocks: Mapping[str, Rounds]) -> Rounds:
     return blocks["none"] if "none" in blocks else next(iter(blocks.values()))
 
 
-def _table(blocks: Mapping[str, Rounds]) -> str:
+def _table(blocks: Mapping[str, Rounds], found: Mapping[str, Sequence[Cost]]) -> str:
+    hours = f"MTBF {MTBF_S / 3600:.0f} h"
     header = [
         "", "stall, s [95 %]", "of it the call, s", "CPU, s",
-        f"overhead every {FIXED_S:.0f} s", f"at Young's interval, MTBF {MTBF_S / 3600:.0f} h",
+        f"every {FIXED_S:.0f} s, by the clock", "by the processor",
+        f"Young's interval, {hours}, s", "by the clock", "by the processor",
         "rank 0 takes times as long",
     ]  # fmt: skip
-    stalls = {name: [stall_s(b) for b in rounds] for name, rounds in blocks.items()}
     rows: list[list[str]] = []
-    for name, rounds in blocks.items():
-        stall = Median.of(stalls[name])
+    for name, rounds in found.items():
+        stall = Median.of([one.stall_s for one in rounds])
+        cpu_s = statistics.median(one.cpu_s for one in rounds)
+        typical = Cost(stall.value, cpu_s, rounds[0].cores)
         rows.append([
-            TITLES[name],
+            {**TITLES, **COMPUTED}[name],
             str(stall),
-            f"{statistics.median(b['saved']['call_s'] for b in rounds):.3f}",
-            f"{statistics.median(cpu_s(b) for b in rounds):.2f}",
-            f"{overhead(stall.value, FIXED_S):.2%}",
-            f"{at_best(stall.value):.2%}",
-            _times(stalls, name),
+            f"{call_s(blocks[name]):.3f}" if name in blocks else "",
+            f"{cpu_s:.2f}",
+            *_shares(typical, FIXED_S),
+            f"{typical.interval_s():.0f}" if name != "none" else "",
+            *(_shares(typical, typical.interval_s()) if name != "none" else ("", "")),
+            _times(found, name),
         ])  # fmt: skip
     return table(header, rows)
 
 
-def _times(stalls: Mapping[str, Sequence[float]], name: str) -> str:
-    if name in ("none", "rank0") or "rank0" not in stalls:
+def _shares(cost: Cost, interval_s: float) -> tuple[str, str]:
+    """Overhead by the clock and by the processor; what others gain by noise is nothing."""
+    if not interval_s:
+        return "0.00%", "0.00%"
+    by_the_clock, by_the_processor = max(cost.stall_s, 0.0), max(cost.processor_s, 0.0)
+    return f"{by_the_clock / interval_s:.2%}", f"{by_the_processor / interval_s:.2%}"
+
+
+def _times(found: Mapping[str, Sequence[Cost]], name: str) -> str:
+    if name in ("none", "rank0") or "rank0" not in found:
         return ""
-    if min(stalls[name]) <= 0.0:
+    own = [one.stall_s for one in found[name]]
+    if min(own) <= 0.0:
         return "(some rounds show no stall)"
-    return str(ratio(stalls["rank0"], stalls[name]))
+    return str(ratio([one.stall_s for one in found["rank0"]], own))
 
 
-def _judged(blocks: Mapping[str, Rounds]) -> Iterator[str]:
-    stalls = {name: [stall_s(b) for b in rounds] for name, rounds in blocks.items()}
-    others = [name for name in stalls if name not in OURS and name not in ("none", "rank0")]
+def _judged(found: Mapping[str, Sequence[Cost]]) -> Iterator[str]:
+    stalls = {name: [one.stall_s for one in rounds] for name, rounds in found.items()}
+    ours = (*OURS, *COMPUTED)
+    others = [name for name in stalls if name not in (*ours, "none", "rank0")]
     for name in (name for name in OURS if name in stalls):
         if "rank0" in stalls:
             # The difference, not the ratio: a stall may be nothing.
@@ -144,11 +135,13 @@ def _judged(blocks: Mapping[str, Rounds]) -> Iterator[str]:
                 f"Goal, {TITLES[name]} stalls no longer than the best of the others in each round, "
                 f"seconds more: {more}: {more.at_most(0.0)}."
             )
-    if "xor" in stalls:
-        most = Median.of([at_best(s) for s in stalls["xor"]])
+    for name in (name for name in ("xor", "xor-tenth") if name in found):
+        most = Median.of([one.at_best() for one in found[name]])
         yield (
-            f"Goal, overhead of xor at Young's interval at most {MOST_OVERHEAD:.1%}: "
-            f"{most.value:.2%}: {most.at_most(MOST_OVERHEAD)}."
+            f"Goal, overhead of {({**TITLES, **COMPUTED})[name]} at Young's interval, by the clock or by the "
+            f"processor, whichever is more, at most {MOST_OVERHEAD:.1%}: {most.value:.2%} "
+            f"[{most.low:.2%}, {most.high:.2%}]: {most.at_most(MOST_OVERHEAD)}; at most "
+            f"{WANTED_OVERHEAD:.0%}: {most.at_most(WANTED_OVERHEAD)}."
         )
 
 

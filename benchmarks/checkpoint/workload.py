@@ -17,7 +17,10 @@ __all__ = ["Training", "training"]
 
 WIDTH = 2048
 """of a layer: 4 Mi parameters and as much twice for Adam, 50 MB"""
-IMAGE = 32
+IMAGE, CLASSES = 64, 200
+"""of a photo, as Tiny ImageNet has them"""
+PATCH = 48
+"""pixels of a side that EDSR doubles"""
 
 Division = Literal["replicated", "sharded"]
 
@@ -45,28 +48,54 @@ def training(model: str, layers: int, batch: int, division: Division) -> Trainin
     """Build a run on the default group: `model` is "mlp" with so many layers, or a recipe's."""
     torch.manual_seed(0)
     if model == "mlp":
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(layers)]
-        net: nn.Module = nn.Sequential(*blocks)
-        inputs, targets = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
-        criterion: nn.Module = nn.MSELoss()
-    else:
-        net, criterion = build(model, 10), nn.CrossEntropyLoss()
-        inputs, targets = torch.randn(batch, 3, IMAGE, IMAGE), torch.randint(10, (batch,))
-    wrapped = divided(net, division)
-    optimiser = torch.optim.Adam(wrapped.parameters(), lr=1e-4)
+        return _perceptron(layers, batch, division)
+    return _images(model, batch, division)
+
+
+def _perceptron(layers: int, batch: int, division: Division) -> Training:
+    """A chain of linear layers with Adam, two thirds of whose state are the optimiser's."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(layers)]
+    net = divided(nn.Sequential(*blocks), division)
+    optimiser = torch.optim.Adam(net.parameters(), lr=1e-4)
+    inputs, targets = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
 
     def step() -> None:
         optimiser.zero_grad()
-        criterion(wrapped(inputs), targets).backward()
+        nn.functional.mse_loss(net(inputs), targets).backward()
         optimiser.step()
 
-    return Training(wrapped, optimiser, step)
+    return Training(net, optimiser, step)
+
+
+def _images(model: str, batch: int, division: Division) -> Training:
+    """A recipe's model on noise in the format of its data: bytes, which every step makes numbers of."""
+    net = divided(build(model, CLASSES), division)
+    if model.startswith("edsr"):
+        side, doubled = (batch, 3, PATCH, PATCH), (batch, 3, 2 * PATCH, 2 * PATCH)
+        images, wanted = (torch.randint(256, size, dtype=torch.uint8) for size in (side, doubled))
+        optimiser: torch.optim.Optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
+    else:
+        images = torch.randint(256, (batch, 3, IMAGE, IMAGE), dtype=torch.uint8)
+        wanted = torch.randint(CLASSES, (batch,))
+        optimiser = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        made = net(images / 255 - 0.5)
+        if wanted.dtype == torch.uint8:
+            loss = nn.functional.l1_loss(made, wanted / 255 - 0.5)
+        else:
+            loss = nn.functional.cross_entropy(made, wanted)
+        loss.backward()
+        optimiser.step()
+
+    return Training(net, optimiser, step)
 
 
 def divided(net: nn.Module, division: Division) -> nn.Module:
     """Copies on every rank, or parts of every layer."""
     if division == "replicated":
-        return DistributedDataParallel(net)
+        return DistributedDataParallel(net, gradient_as_bucket_view=True)
     for child in net.children():
         if any(True for _ in child.parameters()):
             fully_shard(child)

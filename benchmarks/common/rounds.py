@@ -9,6 +9,7 @@ from bystanders import Bystanders
 from contender import Contender
 
 T = TypeVar("T")
+W = TypeVar("W")
 Blocks = dict[str, list[list[float]]]
 """by contender and round: seconds of each step"""
 
@@ -33,12 +34,25 @@ def take_turns(
 
     `told(done, answers)` is the line that is printed after each.
     """
-    answers: dict[str, list[T]] = {c.kind.name: [] for c in running}
-    others = Bystanders(rounds, lambda: sum(c.used_s() for c in running))
+    ways = {contender.kind.name: contender for contender in running}
+    return undisturbed(ways, rounds, ask, told, lambda: sum(c.used_s() for c in running))
+
+
+def undisturbed(
+    ways: Mapping[str, W],
+    rounds: int,
+    ask: Callable[[W], T],
+    told: Callable[[int, Mapping[str, Sequence[T]]], str],
+    own_s: Callable[[], float],
+) -> tuple[dict[str, list[T]], Bystanders]:
+    """The same for anything that has a name; `own_s` as `Bystanders` wants it."""
+    answers: dict[str, list[T]] = {name: [] for name in ways}
+    others = Bystanders(rounds, own_s)
     done = 0
     while done < rounds:
         others.begin()
-        latest = {c.kind.name: ask(c) for c in order(running, done + others.disturbed)}
+        turn = order(list(ways), done + others.disturbed)
+        latest = {name: ask(ways[name]) for name in turn}
         if not others.were_quiet():
             continue
         done += 1

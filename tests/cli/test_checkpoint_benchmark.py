@@ -18,7 +18,10 @@ from nodes import refusal
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 HERE = BENCHMARKS / "checkpoint"
-MODULES = ("contender", "contenders", "figures", "publishing", "report", "throttle")
+MODULES = (
+    *("contender", "contenders", "costs", "epochs_report", "figures", "publishing", "report"),
+    "throttle",
+)
 FAST = 200e6
 NEEDS_CC = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -73,6 +76,35 @@ def test_ways_back_are_measured(tmp_path: Path) -> None:
 
 
 @NEEDS_CC
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(refusal()), reason=f"no nodes of their own: {refusal()}")
+@pytest.mark.parametrize("model", ["resnet50", "edsr"])
+def test_epochs_are_measured(model: str, tmp_path: Path) -> None:
+    small = [f"--models={model}", "--rounds=1", "--steps=2", f"--results={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "epochs.py"), *small],
+        capture_output=True, text=True, check=False, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    state = {"resnet50": "192 MB", "edsr": "16 MB"}[model]
+    assert f"2 nodes, {state} of state" in done.stdout
+    assert "not kept" in done.stdout
+
+
+def test_lm_resiliency_is_found_where_it_was_installed(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    contenders = modules["contenders"]
+    assert "--target DIR" in contenders.missing("lm-resiliency", tmp_path)
+    (tmp_path / "lm_resiliency").mkdir()
+    assert not contenders.missing("lm-resiliency", tmp_path)
+    found = contenders.kinds(2, 64, 1e6, tmp_path)
+    assert found["lm-resiliency"].environ["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+    assert not found["xor"].environ  # a plugin of it would load into every rank
+
+
+@NEEDS_CC
 @pytest.mark.parametrize("way", ["torch.save", "copy", "buffered", "direct"])
 def test_what_passes_is_counted_and_takes_its_time(
     way: str, modules: dict[str, ModuleType], tmp_path: Path
@@ -111,15 +143,33 @@ def test_what_lies_elsewhere_is_left_alone(modules: dict[str, ModuleType], tmp_p
     assert throttle.passed == (0, 0)
 
 
-def test_a_stall_is_what_a_save_adds(modules: dict[str, ModuleType]) -> None:
+def test_a_cost_is_what_a_save_adds(modules: dict[str, ModuleType]) -> None:
     quiet = {"wall_s": 2.0, "cpu_s": 4.0, "step_s": [0.5] * 4}
-    saved = {"wall_s": 3.75, "cpu_s": 6.5, "step_s": [0.5] * 6, "call_s": 0.1}
-    blocks = {"quiet": quiet, "saved": saved}
-    report = modules["report"]
-    assert report.stall_s(blocks) == pytest.approx(0.75)
-    assert report.cpu_s(blocks) == pytest.approx(0.5)
+    saved = {"wall_s": 3.75, "cpu_s": 9.0, "step_s": [0.5] * 6, "call_s": 0.1}
+    costs = modules["costs"]
+    cost = costs.of_blocks({"quiet": quiet, "saved": saved}, 2)
+    assert (cost.stall_s, cost.cpu_s) == (pytest.approx(0.75), pytest.approx(3.0))
+    # Either the clock or the processors, never both: what helpers take from training is in the stall.
+    assert cost.processor_s == pytest.approx(1.5)
+    assert cost.whole_s == pytest.approx(1.5)
+    assert costs.Cost(2.0, 3.0, 2).whole_s == pytest.approx(2.0)
+    assert costs.Cost(-0.1, -0.2, 2).whole_s == 0.0
     # Young: T = sqrt(2 C M), C / T = sqrt(C / 2 M)
-    assert report.at_best(0.72) == pytest.approx(0.01)
+    assert costs.Cost(0.72, 0.0, 2).at_best() == pytest.approx(0.01)
+    assert costs.Cost(0.72, 0.0, 2).interval_s() == pytest.approx(72.0)
+
+
+def test_one_of_ten_is_flushed(modules: dict[str, ModuleType]) -> None:
+    costs = modules["costs"]
+    mixed = costs.mixed(costs.Cost(0.1, 0.2, 2), costs.Cost(1.1, 2.2, 2))
+    assert (mixed.stall_s, mixed.cpu_s) == (pytest.approx(0.2), pytest.approx(0.4))
+    epochs = {
+        name: [{"wall_s": wall}] * 7
+        for name, wall in (("none", 10.0), ("rank0", 11.0), ("xor", 10.1), ("xor-flushed", 10.6))
+    }
+    wall = modules["epochs_report"].series(epochs, "wall_s")
+    assert wall["tenth"] == pytest.approx([10.15] * 7)
+    assert modules["epochs_report"].shares(wall, "rank0").value == pytest.approx(0.1)
 
 
 def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -> None:
