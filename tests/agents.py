@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from fivefold.checkpoint.agent_client import Agent, Protection
 from fivefold.checkpoint.pieces import new_key
@@ -34,12 +35,12 @@ class AgentNodes:
         self.key = new_key()
         self.agents: list[Agent] = []
 
-    def start(self, count: int, **options: object) -> list[Agent]:
+    def start(self, count: int, timeout_s: float = 20.0, **options: Any) -> list[Agent]:
         """More nodes. Agents start side by side."""
         first = len(self.agents)
 
         def begin(node: int) -> Agent:
-            return Agent(self.disk(node), "r", self.key, **{"timeout_s": 20.0, **options})  # type: ignore[arg-type]
+            return Agent(self.disk(node), "r", self.key, timeout_s=timeout_s, **options)
 
         with ThreadPoolExecutor(count) as pool:
             new = list(pool.map(begin, range(first, first + count)))

@@ -13,7 +13,7 @@ import pytest
 
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inspect import can_lose, copies_at, rows
-from fivefold.checkpoint.manifest import MANIFEST
+from fivefold.checkpoint.manifest import MANIFEST, State
 from fivefold.checkpoint.run import Run
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.cli import main
@@ -92,11 +92,11 @@ def test_show_tells_everything(places: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_how_much_may_be_lost_depends_on_state_scheme_and_sets() -> None:
-    def of(scheme: str, nodes: int, *sets: tuple[int, ...], state: str = "protected") -> str:
+    def of(scheme: str, nodes: int, *sets: tuple[int, ...], state: State = "protected") -> str:
         from dataclasses import replace
 
         made = manifest_of(1, me=0, lengths=[10] * nodes, scheme=scheme)
-        return can_lose(replace(made, sets=sets, state=state))  # type: ignore[arg-type]
+        return can_lose(replace(made, sets=sets, state=state))
 
     assert of("xor", 4, (0, 1, 2, 3)) == "1 of 4 nodes"
     assert of("xor", 4, (0, 1, 2, 3), state="local") == "no node"

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
@@ -172,7 +171,7 @@ class FileOps:
             self.remove(temporary)
         return True
 
-    def open(self, path: Path) -> BinaryIO:
+    def open(self, path: Path) -> io.BufferedReader:
         """A committed file for reading; it can be sought in."""
         return path.open("rb")
 

@@ -53,14 +53,8 @@ def kept(name: str, thing: object, modules: Mapping[str, nn.Module]) -> Kept:
     )
 
 
-class _Tensor:
-    shared = True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-
-    def entries(self) -> Iterator[Entry]:
-        yield Entry((), self._tensor)
+class _Nameless:
+    """What has no parts with names of their own: whatever was saved will do."""
 
     def missing(self, saved: Mapping[Path, Saved]) -> Iterable[str]:  # noqa: ARG002
         return []
@@ -71,6 +65,16 @@ class _Tensor:
     def name_of(self, path: Path) -> str | None:  # noqa: ARG002
         return None
 
+
+class _Tensor(_Nameless):
+    shared = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    def entries(self) -> Iterator[Entry]:
+        yield Entry((), self._tensor)
+
     def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
         check_size("the tensor", self._tensor, saved[()])
         return {(): self._tensor}
@@ -79,7 +83,7 @@ class _Tensor:
         """It was filled where it lies."""
 
 
-class _Other:
+class _Other(_Nameless):
     shared = False
 
     def __init__(self, name: str, thing: Stateful) -> None:
@@ -91,15 +95,6 @@ class _Other:
                 yield Entry(path, value.detach())
             else:
                 yield Entry(path, encoded(value, f"{self._name}.{'.'.join(map(str, path))}"))
-
-    def missing(self, saved: Mapping[Path, Saved]) -> Iterable[str]:  # noqa: ARG002
-        return []
-
-    def names(self) -> Iterable[str] | None:
-        return None
-
-    def name_of(self, path: Path) -> str | None:  # noqa: ARG002
-        return None
 
     def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
         own = dict(leaves(self._thing.state_dict()))

@@ -109,14 +109,17 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True)
-class _Single:
-    name: str = "single"
-    least: int = 1
+class _Named:
+    name: str
+    least: int
+    tolerated: int
 
     def tolerates(self, members: int) -> int:
         del members
-        return 0
+        return self.tolerated
 
+
+class _Single(_Named):
     def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
         del lengths, member
         return []
@@ -136,15 +139,7 @@ class _Single:
         )
 
 
-@dataclass(frozen=True)
-class _Partner:
-    name: str = "partner"
-    least: int = 2
-
-    def tolerates(self, members: int) -> int:
-        del members
-        return 1
-
+class _Partner(_Named):
     def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
         left = (member - 1) % len(lengths)
         return _pieces([Piece(lengths[left], (Term(left, "data", 0),))])
@@ -162,15 +157,7 @@ class _Partner:
         return _pieces([Piece(lengths[wanted], (Term(right, "redundancy", 0),))])
 
 
-@dataclass(frozen=True)
-class _Xor:
-    name: str = "xor"
-    least: int = 2
-
-    def tolerates(self, members: int) -> int:
-        del members
-        return 1
-
+class _Xor(_Named):
     def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
         terms = _others(lengths, member, without=member)
         segment = _segment_bytes(lengths)
@@ -228,7 +215,11 @@ def _pieces(pieces: list[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.length > 0]
 
 
-SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (_Single(), _Partner(), _Xor())}
+SCHEMES: dict[str, Scheme] = {
+    "single": _Single("single", least=1, tolerated=0),
+    "partner": _Partner("partner", least=2, tolerated=1),
+    "xor": _Xor("xor", least=2, tolerated=1),
+}
 """By name."""
 
 

@@ -113,7 +113,7 @@ class Shelf:
                 file.seek(start)
                 filled = 0
                 # A file gives less than asked for only at its end, but nobody promises it.
-                while filled < len(room) and (count := file.readinto(room[filled:])):  # type: ignore[attr-defined]
+                while filled < len(room) and (count := file.readinto(room[filled:])):
                     filled += count
         except FileNotFoundError:
             raise NotHere(f"there is no {path.parent.name}/{path.name} here") from None
