@@ -32,6 +32,7 @@ from fivefold.checkpoint.inventory import look, stocktaking
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.pieces import Address, Server
 from fivefold.checkpoint.place import place_at
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.rate import Rate
 from fivefold.checkpoint.shelf import Shelf
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore
@@ -104,7 +105,7 @@ class Desk:
         try:
             items = protect(self._shelf, generation, self._reach(addresses), self._files)
         except (FivefoldError, OSError) as problem:
-            why = str(problem) if isinstance(problem, FivefoldError) else _disk(problem)
+            why = described(problem)
             return {"redundancy": [], "problem": f"{generation} is not protected: {why}"}
         self._count("protect", sum(item.length for item in items))
         return {"redundancy": [asdict(item) for item in items], "problem": ""}
@@ -217,13 +218,6 @@ def _addresses(given: Mapping[str, Any]) -> dict[int, Address]:
     return {int(member): (str(host), int(port)) for member, (host, port) in given.items()}
 
 
-def _disk(problem: OSError) -> str:
-    where = f" ({problem.filename})" if problem.filename else ""
-    return (
-        f"{problem.strerror or problem}{where}; free some space, or choose a scheme that keeps less"
-    )
-
-
 class _Line:
     """Answers, each in a line of its own, from any thread."""
 
@@ -245,7 +239,7 @@ def _carry_out(desk: Desk, line: _Line, request: Answer) -> None:
     except BrokenPipeError:
         return  # nobody is left to be told
     except (FivefoldError, OSError) as problem:
-        line.send({"id": number, "failed": str(problem), "kind": type(problem).__name__})
+        line.send({"id": number, "failed": described(problem), "kind": type(problem).__name__})
     except Exception as problem:  # noqa: BLE001 - our own mistake: told, and the next command is served
         traceback.print_exc()
         line.send({"id": number, "failed": repr(problem), "kind": "Mistake"})

@@ -39,6 +39,7 @@ from torch.futures import Future
 
 from fivefold.checkpoint.files import FileOps, Stream
 from fivefold.checkpoint.manifest import Item
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.values import from_bytes
 from fivefold.errors import CheckpointError
 
@@ -148,6 +149,7 @@ def save(
     *,
     group: dist.ProcessGroup | None,
     prepare: Callable[[], None] = lambda: None,
+    what: str = "writing",
 ) -> tuple[Metadata, list[Item]]:
     """Write this rank's part of a state into `directory`. Collective over `group`.
 
@@ -159,6 +161,7 @@ def save(
         files: who writes.
         group: gloo; None for one process alone.
         prepare: called first; no rank writes before all have returned from it.
+        what: what this is, for errors.
 
     Returns DCP's metadata, the same on every rank, and the files of this rank.
 
@@ -172,14 +175,20 @@ def save(
         )
     except CheckpointException as problem:
         planner.forget()
-        raise CheckpointError(_reasons("writing", problem)) from problem
+        raise CheckpointError(_reasons(what, problem)) from problem
     return metadata, writer.committing.items
 
 
 def _reasons(what: str, problem: CheckpointException) -> str:
-    told = [f"rank {rank}: {type(p[0]).__name__}: {p[0]}" for rank, p in problem.failures.items()]
+    told = [f"rank {rank}: {_reason(p[0])}" for rank, p in problem.failures.items()]
     more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
     return f"{what} failed on {'; '.join(told[:3])}{more}"
+
+
+def _reason(problem: BaseException) -> str:
+    if isinstance(problem, OSError | CheckpointError):
+        return described(problem)
+    return f"{type(problem).__name__}: {problem}"
 
 
 # ---- reading

@@ -22,6 +22,7 @@ import xxhash
 
 from fivefold.checkpoint.crash import CRASH_POINTS, crash_at
 from fivefold.checkpoint.manifest import parse_generation_name
+from fivefold.checkpoint.problems import doing
 
 __all__ = [
     "BLOCK_BYTES",
@@ -75,7 +76,8 @@ class Stream(io.BufferedIOBase):
         self._files = files
         self.path = path
         self._temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
-        self._raw = io.BufferedWriter(files.raw(self._temporary), _BUFFER_BYTES)
+        with doing("creating", path):
+            self._raw = io.BufferedWriter(files.raw(self._temporary), _BUFFER_BYTES)
         # Only files of a generation count, so that a test knows which one it hits.
         self._crash = crash_at if parse_generation_name(path.parent.name) else _nothing
         self._hash = xxhash.xxh3_128()
@@ -91,10 +93,11 @@ class Stream(io.BufferedIOBase):
         self._crash("writing")
         view = memoryview(data).cast("B")
         # A block at a time: it is still in the processor's cache when it is written.
-        for start in range(0, view.nbytes, BLOCK_BYTES):
-            block = view[start : start + BLOCK_BYTES]
-            self._hash.update(block)
-            self._raw.write(block)
+        with doing("writing", self.path):
+            for start in range(0, view.nbytes, BLOCK_BYTES):
+                block = view[start : start + BLOCK_BYTES]
+                self._hash.update(block)
+                self._raw.write(block)
         self._length += view.nbytes
         return view.nbytes
 
@@ -109,15 +112,17 @@ class Stream(io.BufferedIOBase):
     def flush(self) -> None:
         """Hand what is buffered to the operating system; durable it is after `commit`."""
         if self._open:
-            self._raw.flush()
+            with doing("writing", self.path):
+                self._raw.flush()
 
     def commit(self) -> Written:
         """Make the file durable under its name. Raises `OSError`; then the file is not there."""
         try:
-            self._raw.flush()
+            self.flush()
             self._crash("before-fsync")
-            self._files.sync(self._raw.fileno(), self._temporary)
-            self._raw.close()
+            with doing("fsync of", self.path):
+                self._files.sync(self._raw.fileno(), self._temporary)
+                self._raw.close()
             self._crash("before-rename")
             self._files.rename(self._temporary, self.path)
         except BaseException:
@@ -173,18 +178,29 @@ class FileOps:
 
     def open(self, path: Path) -> io.BufferedReader:
         """A committed file for reading; it can be sought in."""
-        return path.open("rb")
+        with doing("reading", path):
+            return path.open("rb")
 
     def read(self, path: Path) -> bytes:
         """All bytes of a file."""
-        return path.read_bytes()
+        with doing("reading", path):
+            return path.read_bytes()
 
     def blocks(self, path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """The bytes of a file in pieces; each is valid until the next is asked for."""
         buffer = memoryview(bytearray(block_bytes))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+        with self._open_raw(path) as file:
+            while count := self._filled(file, buffer, path):
                 yield buffer[:count]
+
+    def _open_raw(self, path: Path) -> io.FileIO:
+        """A committed file for reading in large pieces."""
+        with doing("reading", path):
+            return io.FileIO(path, "r")
+
+    def _filled(self, file: io.FileIO, buffer: memoryview, path: Path) -> int:
+        with doing("reading", path):
+            return file.readinto(buffer) or 0
 
     def digest(self, path: Path) -> Written:
         """Read a whole file for its length and digest."""
@@ -217,13 +233,15 @@ class FileOps:
         self.make_dir(path.parent)
         with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
             self.done("make_dir", path)
-            path.mkdir()
+            with doing("making", path):
+                path.mkdir()
         self.sync_dir(path.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or directory another name, replacing a file that has it."""
         self.done("rename", source, target)
-        source.replace(target)
+        with doing("renaming a file to", target):
+            source.replace(target)
         if parse_generation_name(target.parent.name) is not None:
             crash_at("after-rename")
         self.sync_dir(target.parent)
@@ -247,11 +265,13 @@ class FileOps:
         for name in self.list(path):
             self._clear(path / name)
         self.done("remove_dir", path)
-        path.rmdir()
+        with doing("removing", path):
+            path.rmdir()
 
     def _unlink(self, path: Path) -> None:
         self.done("remove", path)
-        path.unlink(missing_ok=True)
+        with doing("removing", path):
+            path.unlink(missing_ok=True)
 
     def raw(self, path: Path) -> io.FileIO:
         """An unbuffered file that did not exist before."""
@@ -265,16 +285,16 @@ class FileOps:
 
     def sync_dir(self, path: Path) -> None:
         """Make the names in a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        except OSError as problem:
-            if (
-                problem.errno != errno.EINVAL
-            ):  # a file system that has no such thing, and needs none
-                raise
-        finally:
-            os.close(fd)
+        with doing("fsync of", path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            except OSError as problem:
+                # EINVAL: a file system that has no such thing, and needs none.
+                if problem.errno != errno.EINVAL:
+                    raise
+            finally:
+                os.close(fd)
         self.done("sync_dir", path)
 
     def done(self, kind: str, path: Path, target: Path | None = None, data: bytes = b"") -> None:

@@ -20,6 +20,7 @@ import xxhash
 from fivefold.checkpoint.files import BLOCK_BYTES, FileOps, Written, crash_at, is_temporary
 from fivefold.checkpoint.manifest import Item, Manifest
 from fivefold.checkpoint.place import Place
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.rate import Rate
 from fivefold.checkpoint.store import Generation, PersistentStore
 from fivefold.errors import CheckpointError, Damaged
@@ -130,6 +131,6 @@ def _checked(path: Path, item: Item, files: FileOps, rate: Rate) -> Iterator[mem
 
 def _failed(place: Place, name: str, problem: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{place.where(name)} was not written: {problem.strerror or problem}; the generation stays on the "
-        "nodes, and the next flush goes on where this one ended"
+        f"{place.where(name)} was not written: {described(problem)}. The generation stays on the nodes, and "
+        "the next flush goes on where this one ended"
     )

@@ -102,6 +102,6 @@ class Flusher(Closing):
                 )
             return {}
 
-        self._ranks.agree_later("copying", copy)
-        self._ranks.agree_later("completing the copy", finish)
-        self._ranks.agree("noting the copy", advance)
+        self._ranks.agree_later(f"copying step {manifest.step}", copy)
+        self._ranks.agree_later(f"completing the copy of step {manifest.step}", finish)
+        self._ranks.agree(f"noting the copy of step {manifest.step}", advance)

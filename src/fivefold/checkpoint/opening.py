@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.checkpoint.lease import STALE_S, Lease
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.run import Run, new_run_id
 from fivefold.checkpoint.store import PersistentStore
@@ -93,10 +94,9 @@ def _lease(store: PersistentStore) -> Lease:
             stale_s=stale_s,
         )
     except OSError as problem:
-        reason = problem.strerror or str(problem)
         raise UsageError(
-            f"cannot write to {store.place.where()}: {reason}; free space, make it writable for you, or "
-            "choose another directory"
+            f"cannot write to {store.place.where()}: {described(problem)}; checkpoints need a directory that "
+            "all nodes see and the first may write to"
         ) from None
 
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 import xxhash
 
 from fivefold.checkpoint.files import BLOCK_BYTES, Bytes, FileOps, Written
+from fivefold.checkpoint.problems import doing
 from fivefold.errors import UsageError
 
 __all__ = ["LocalPlace", "Place", "RemotePlace", "place_at"]
@@ -165,7 +166,7 @@ class RemotePlace(Place):
     def write(self, name: str, chunks: Iterable[Bytes]) -> Written:
         """Write an object, and ask the store for its size."""
         found, length = xxhash.xxh3_128(), 0
-        with self._system.open(self._full(name), "wb") as file:
+        with doing("writing", self.where(name)), self._system.open(self._full(name), "wb") as file:
             for chunk in chunks:
                 view = memoryview(chunk).cast("B")
                 found.update(view)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold import comm
+from fivefold.checkpoint.problems import described
 from fivefold.comm.collectives import named
 from fivefold.errors import CheckpointError, UsageError
 from fivefold.trace import Tag
@@ -51,7 +52,7 @@ class Ranks:
         except Exception as failed:  # noqa: BLE001 - told to all
             problem = failed
         every = self.gather(
-            {"problem": str(problem) or repr(problem), "usage": isinstance(problem, UsageError)}
+            {"problem": described(problem), "usage": isinstance(problem, UsageError)}
             if problem
             else {"told": told}
         )

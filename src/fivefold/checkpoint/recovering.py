@@ -73,7 +73,7 @@ class Recovery:
                     self._node.agent.rebuild(plan.manifest, task, homes).result(_LOOK_S)
             return {}
 
-        self._ranks.agree("rebuilding", mend)
+        self._ranks.agree(f"rebuilding {plan.manifest.name}", mend)
         self._inventories, self._looked = [], set()  # nodes have more than they told
         return len(plan.tasks)
 
@@ -91,7 +91,7 @@ class Recovery:
             mine = members.leads and members.me in plan.bare.values()
             return self._node.agent.protect(plan.manifest.name, homes) if mine else None
 
-        made = self._ranks.agree_later("protecting again", begin)
+        made = self._ranks.agree_later(f"protecting {plan.manifest.name} again", begin)
 
         def settle() -> dict[str, Any]:
             if made is not None and made.problem:
@@ -101,7 +101,7 @@ class Recovery:
                 store.advance(generation, "protected", made.redundancy)
             return {}
 
-        self._ranks.agree("protecting again", settle)
+        self._ranks.agree(f"protecting {plan.manifest.name} again", settle)
 
     def _stock(self) -> list[Inventory]:
         """What every node and the persistent level have, by presence and length."""
@@ -142,7 +142,7 @@ class Recovery:
             told["bad"] = [p.name for p in check(self._persistent.place, manifest.name, mine)]
             return told
 
-        told = self._ranks.agree("reading checkpoints", look)
+        told = self._ranks.agree(f"reading {manifest.name}", look)
         bad = {name for one in told for name in one["bad"]}
         if first_look:
             for number, rank in enumerate(members.leaders):

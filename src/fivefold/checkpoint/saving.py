@@ -31,6 +31,7 @@ from fivefold.checkpoint.agent_client import Protection
 from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.manifest import METADATA, Item, Manifest, Member
 from fivefold.checkpoint.members import Members
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
@@ -141,7 +142,7 @@ class Saver(Closing):
             try:
                 saved = self._save(job)
             except Exception as problem:  # noqa: BLE001 - a failing save must not stop the run
-                saved = self._told(job, str(problem) or repr(problem), None)
+                saved = self._told(job, _not_saved(job.step, problem), None)
                 self._clear(job.step)
             job.done.set_result(saved)
             del job
@@ -192,7 +193,7 @@ class Saver(Closing):
             prints = captured.prints()
             return {"step": job.step, "prints": prints, "params": params, "buffers": buffers}
 
-        told = self._ranks.agree("saving", copy)
+        told = self._ranks.agree(f"saving step {job.step}", copy)
         assert not isinstance(captured, Exception)
         self._begun = True
         if len({one["step"] for one in told}) > 1:
@@ -239,6 +240,7 @@ class Saver(Closing):
             self._store.files,
             group=self._ranks.group,
             prepare=prepare,
+            what=f"writing step {job.step}",
         )
         first = self._ranks.rank == 0
         return items, self._ranks.from_first(pickle.dumps(metadata) if first else None)
@@ -246,7 +248,7 @@ class Saver(Closing):
     def _committed(self, step: int, items: list[Item], metadata: bytes) -> Generation:
         """Let every node have the metadata and a manifest of all nodes."""
         told = self._ranks.agree(
-            "noting files",
+            f"noting the files of step {step}",
             lambda: {
                 "items": [[i.name, i.length, i.digest] for i in items],
                 "id": secrets.token_hex(8),
@@ -262,7 +264,7 @@ class Saver(Closing):
                 self._store.commit(manifest)
             return {}
 
-        self._ranks.agree("committing", commit)
+        self._ranks.agree(f"committing step {step}", commit)
         return Generation(self._store.place, step, manifest.epoch, manifest)
 
     def _manifest(
@@ -318,7 +320,9 @@ class Saver(Closing):
         assert manifest is not None
         try:
             self._setting.revive(self._ranks)
-            made = self._ranks.agree_later("encoding", lambda: self._encoding(manifest))
+            made = self._ranks.agree_later(
+                f"encoding step {manifest.step}", lambda: self._encoding(manifest)
+            )
         except CheckpointError as problem:
             return f"step {manifest.step} is saved, but not protected: {problem}"
         redundancy = () if made is None else made.redundancy
@@ -328,9 +332,18 @@ class Saver(Closing):
                 self._store.advance(generation, "protected", redundancy)
             return {}
 
-        self._ranks.agree("protecting", settle)
+        try:
+            self._ranks.agree(f"noting the protection of step {manifest.step}", settle)
+        except CheckpointError as problem:
+            return f"step {manifest.step} is saved, but not noted as protected: {problem}"
         self._setting.settled(manifest)
         return ""
+
+
+def _not_saved(step: int, problem: Exception) -> str:
+    if isinstance(problem, UsageError):
+        return described(problem)
+    return f"step {step} was not saved, and training goes on: {described(problem)}"
 
 
 def _item(name: str, content: bytes) -> Item:

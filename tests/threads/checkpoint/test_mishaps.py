@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -87,10 +88,36 @@ def test_a_disk_that_fails_costs_that_save_only(
     with told() as warned:
         assert run_ranks(3, run, tmp_path, range(1, 4)) == [(None, 3)] * 3
     [text] = warned
-    assert "writing failed on rank 1" in text and "Input/output error" in text
+    assert re.search(
+        r"^step 2 was not saved, and training goes on: writing step 2 failed on rank 1: "
+        r"fsync of /.*/node-1/.*/__1_0\.distcp: Input/output error; that storage fails",
+        text,
+    ), text
     store = LocalStore(tmp_path / "node-0", generation(tmp_path, "node-0", 3).parent.name)
     assert [(g.step, g.manifest is not None) for g in store.generations()] == [(1, True), (3, True)]
     assert run_ranks(3, run, tmp_path, range(4, 5)) == [(3, 4)] * 3
+
+
+def test_a_disk_that_fails_later_is_named_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest that says LOCAL is written, the one that says PROTECTED is not."""
+    replace, seen = Path.replace, list[Path]()
+
+    def fails(self: Path, target: Path) -> Path:
+        if target.name == "manifest.json" and "node-1" in str(target) and "0002-" in str(target):
+            seen.append(target)
+            if len(seen) == 2:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with told() as warned:
+        assert run_ranks(3, run, tmp_path, range(1, 4)) == [(None, 3)] * 3
+    [text] = warned
+    assert "step 2 is saved, but not noted as protected" in text and "failed on rank 1" in text
+    named = r"renaming a file to /.*/node-1/.*/step-00000002-epoch-1/manifest\.json"
+    assert re.search(f"{named}: Input/output error; that storage fails", text), text
 
 
 def test_a_full_disk_costs_redundancy_and_is_told(
