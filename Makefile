@@ -89,7 +89,7 @@ clean:  ## remove what make has made: the environment, caches and built files
 
 .venv/.develop: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
 	@echo "installing Fivefold and its tools into .venv"
-	$(INSTALL) -e '.[recipes,images,mpi,vision,fsspec,serve,exports,docs,dev]'
+	$(INSTALL) -e '.[recipes,images,mpi,vision,fsspec,gpu,serve,exports,docs,dev]'
 	@# MPICH, which the tests start as well, apart: its programs are called like those of Open MPI.
 	$(BIN)/python -m venv --without-pip .venv/mpich
 	$(BIN)/python -m pip --python .venv/mpich/bin/python $(INSTALL_FLAGS) mpich

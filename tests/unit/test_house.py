@@ -148,7 +148,8 @@ def declared_packages() -> tuple[set[str], set[str]]:
         line for name, lines in extras.items() if name not in {"dev", "docs"} for line in lines
     ]
     names = {
-        "pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn", "tomli-w": "tomli_w",
+        "nvidia-ml-py": "pynvml", "pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn",
+        "tomli-w": "tomli_w",
     }  # fmt: skip
 
     def packages(lines: list[str]) -> set[str]:

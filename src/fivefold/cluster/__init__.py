@@ -1,4 +1,6 @@
-"""What exists: the cores that were granted, and clusters as data (`fivefold.cluster.description`)."""
+"""What exists: this node (`fivefold.cluster.node`), the cores that it grants, and clusters as data
+(`fivefold.cluster.description`).
+"""
 
 from __future__ import annotations
 

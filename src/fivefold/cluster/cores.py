@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["granted_cores"]
+from fivefold.cluster import reading
+
+__all__ = ["affinity", "granted_cores", "quota"]
 
 
 def granted_cores(root: Path = Path("/")) -> int:
@@ -15,38 +17,48 @@ def granted_cores(root: Path = Path("/")) -> int:
     (containers), versions 1 and 2; a quota of one core and a half counts as 1. `root` is where /proc
     and /sys are found.
     """
-    quotas = [quota for folder in _control_groups(root) if (quota := _quota(folder)) is not None]
-    return max(1, int(min([*quotas, float(len(os.sched_getaffinity(0)))])))
+    cores, limit = float(len(affinity(root))), quota(root)
+    return max(1, int(cores if limit is None else min(limit, cores)))
 
 
-def _control_groups(root: Path) -> list[Path]:
-    """The CPU control groups of this process and all groups around them: each may set a limit."""
+def affinity(root: Path = Path("/")) -> tuple[int, ...]:
+    """The affinity mask of this process: numbers of the logical cores on which it may run."""
+    for line in (reading.text(root / "proc/self/status") or "").splitlines():
+        name, _, listed = line.partition(":")
+        if name == "Cpus_allowed_list" and listed.strip():
+            return reading.numbers(listed)
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def quota(root: Path = Path("/")) -> float | None:
+    """How many cores' time the control groups of this process grant; None without a limit."""
+    limits = [limit for folder in control_groups("cpu", root) if (limit := _limit(folder))]
+    return min(limits, default=None)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The control groups of this process and all groups around them: each may set a limit."""
     folders: list[Path] = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
+    for line in (reading.text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mounts = ["cpu", "cpu,cpuacct"] if controllers else ["", "unified"]
+        mounts = [controller, controllers] if controllers else ["", "unified"]
         inner = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
         # In a container the path may be the host's, of which only the mounted part is visible.
         folders += [root / "sys/fs/cgroup" / mount / part for mount in mounts for part in inner]
     return folders
 
 
-def _quota(folder: Path) -> float | None:
+def _limit(folder: Path) -> float | None:
     """Cores that a group may use, None without a limit."""
+    # Version 2: "150000 100000" or "max 100000", microseconds.
+    both = reading.text(folder / "cpu.max")
+    if both is None:
+        given = (reading.text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        both = " ".join(part or "" for part in given)
     try:
-        if (
-            folder / "cpu.max"
-        ).exists():  # version 2: "150000 100000" or "max 100000", microseconds
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text()
-            period = (folder / "cpu.cfs_period_us").read_text()
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):
+        granted, period = map(int, both.split())
+        return granted / period if granted > 0 else None
+    except (ValueError, ZeroDivisionError):
         return None

@@ -1,0 +1,138 @@
+"""The GPUs of a node, as the PCI bus shows them: they are there even if no driver or PyTorch uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fivefold.cluster import nvml, reading
+
+__all__ = ["Gpu", "gpus", "visible"]
+
+_VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
+# VGA, 3D and other display controllers: NVIDIA's and AMD's accelerators are of the last two.
+_CLASSES = (0x0300, 0x0302, 0x0380)
+# A GPU inside a processor borrows main memory: less than this is its own.
+_OWN_MEMORY_BYTES = 2 << 30
+# One after the other; of alternatives, separated by a space, the first that is set.
+_CHOICE = {
+    "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
+    "AMD": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES"),
+    "Intel": ("ZE_AFFINITY_MASK",),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    vendor: str
+    """NVIDIA, AMD or Intel"""
+    name: str
+    """empty where neither the driver nor NVML tells"""
+    address: str
+    """on the PCI bus, such as 0000:17:00.0"""
+    numa: int | None
+    """number of the NUMA node it is attached to; None if the firmware does not tell"""
+    memory_bytes: int | None
+    driver: str
+    """empty if none holds it"""
+    uuid: str = ""
+    integrated: bool = False
+    """part of the processor, of no use for training"""
+
+
+def gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """All GPUs of the node by address; NVML, where it is installed, adds what only it knows."""
+    found = [
+        gpu for path in reading.entries(root / "sys/bus/pci/devices") if (gpu := _gpu(path, root))
+    ]
+    if root == Path("/") and any(gpu.vendor == "NVIDIA" for gpu in found):
+        told = nvml.devices()
+        found = [_completed(gpu, told.get(gpu.address)) for gpu in found]
+    return tuple(found)
+
+
+def visible(found: Iterable[Gpu], environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """Those that a process with this environment may use, in the order in which it counts them.
+
+    Reads CUDA_VISIBLE_DEVICES and its relatives. Parts of a GPU (MIG) are not told apart.
+    """
+    left = [gpu for gpu in found if not gpu.integrated]
+    for vendor, names in _CHOICE.items():
+        for choice in names:
+            told = next((environ[name] for name in choice.split() if name in environ), None)
+            if told is not None:
+                own = [gpu for gpu in left if gpu.vendor == vendor]
+                left = [gpu for gpu in left if gpu.vendor != vendor] + _chosen(own, told)
+    return tuple(left)
+
+
+def _chosen(own: Sequence[Gpu], told: str) -> list[Gpu]:
+    """As CUDA reads the list: numbers or beginnings of UUIDs, up to the first that is neither."""
+    kept: list[Gpu] = []
+    for word in filter(None, (part.strip() for part in told.split(","))):
+        number = word.partition(".")[0]  # Intel: 0.1 is a tile of 0
+        if number.isdecimal() and int(number) < len(own):
+            gpu = own[int(number)]
+        else:
+            named = [gpu for gpu in own if gpu.uuid and gpu.uuid.startswith(word)]
+            if len(named) != 1:
+                break
+            gpu = named[0]
+        if gpu not in kept:
+            kept.append(gpu)
+    return kept
+
+
+def _gpu(path: Path, root: Path) -> Gpu | None:
+    kind, vendor = reading.number(path / "class"), reading.number(path / "vendor")
+    if kind is None or vendor not in _VENDORS or kind >> 8 not in _CLASSES:
+        return None
+    maker, numa = _VENDORS[vendor], reading.number(path / "numa_node")
+    memory = reading.number(path / "mem_info_vram_total")
+    told = _of_driver(root, path.name)
+    return Gpu(
+        vendor=maker,
+        name=told.get("Model", "") or reading.text(path / "product_name") or "",
+        address=path.name,
+        numa=numa if numa is not None and numa >= 0 else None,
+        memory_bytes=memory,
+        driver=_driver(path),
+        uuid=told.get("GPU UUID", ""),
+        integrated=_integrated(maker, path.name, memory),
+    )
+
+
+def _integrated(maker: str, address: str, memory: int | None) -> bool:
+    if maker == "AMD":
+        return memory is not None and memory < _OWN_MEMORY_BYTES
+    # Intel's processors show theirs on bus 0, where no slot is.
+    return maker == "Intel" and address.split(":")[1] == "00"
+
+
+def _driver(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (path / "driver").readlink().name
+    return ""
+
+
+def _of_driver(root: Path, address: str) -> dict[str, str]:
+    """What NVIDIA's driver tells in /proc, such as `Model: NVIDIA H100 PCIe`."""
+    told = reading.text(root / "proc/driver/nvidia/gpus" / address / "information") or ""
+    pairs = (line.partition(":") for line in told.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _completed(gpu: Gpu, told: nvml.Told | None) -> Gpu:
+    if told is None:
+        return gpu
+    return replace(
+        gpu,
+        name=gpu.name or told.name,
+        uuid=gpu.uuid or told.uuid,
+        memory_bytes=gpu.memory_bytes or told.memory_bytes,
+    )
