@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fivefold.data.images import Transform
+from fivefold.data.images import Transform, need
 from fivefold.data.windows import Box
 from fivefold.errors import DataError
 
-__all__ = ["Raster", "RasterImages", "as_tensor"]
+__all__ = ["Raster", "RasterImages", "as_tensor", "imported_zarr"]
 
+_END_S = 10.0
+"""how long the thread of zarr may take to end"""
 _WIDER = {"uint16": np.int32, "uint32": np.int64}
 
 
@@ -101,3 +105,28 @@ def as_tensor(pixels: np.ndarray) -> Tensor:
     """A copy of an array that lies on disk, as a tensor of a dtype that torch computes with."""
     dtype = _WIDER.get(pixels.dtype.newbyteorder("=").name, pixels.dtype.newbyteorder("="))
     return torch.from_numpy(np.array(pixels, dtype=dtype, order="C"))
+
+
+def imported_zarr(purpose: str) -> Any:
+    """The package zarr, for a `purpose` ("to read zarr stores"). Raises `DataError` if it is not there."""
+    try:
+        import zarr
+    except ImportError as error:
+        raise need("zarr", purpose, error, extra="images") from error
+    _end_its_thread_at_exit()
+    return zarr
+
+
+@functools.cache
+def _end_its_thread_at_exit() -> None:
+    atexit.register(_end_its_thread)
+
+
+def _end_its_thread() -> None:
+    # Zarr itself waits a fifth of a second, which is too short where cores are busy, and then fails.
+    from zarr.core import sync
+
+    loops, threads = getattr(sync, "loop", [None]), getattr(sync, "iothread", [None])
+    if loops[0] is not None and threads[0] is not None:
+        loops[0].call_soon_threadsafe(loops[0].stop)
+        threads[0].join(_END_S)

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from fivefold.data.images import Transform, need
-from fivefold.data.rasters import RasterImages, as_tensor
+from fivefold.data.rasters import RasterImages, as_tensor, imported_zarr
 from fivefold.data.windows import Box
 from fivefold.errors import DataError
 
@@ -106,10 +106,7 @@ def _pixels(path: Path, series: Any, cut: tuple[slice, ...]) -> np.ndarray:
     if series.dataoffset is not None:
         dtype = series.dtype.newbyteorder(series.keyframe.parent.byteorder)
         return np.memmap(path, dtype, "r", series.dataoffset, tuple(series.shape))[cut]
-    try:
-        import zarr
-    except ImportError as error:
-        raise need("zarr", "to read parts of TIFF files", error, extra="images") from error
+    zarr = imported_zarr("to read parts of TIFF files")
     store = series.aszarr(level=0)
     try:
         array: Any = zarr.open_array(store, mode="r")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fivefold.data.images import Transform, need
-from fivefold.data.rasters import RasterImages, as_tensor
+from fivefold.data.images import Transform
+from fivefold.data.rasters import RasterImages, as_tensor, imported_zarr
 from fivefold.data.windows import Box
 from fivefold.errors import DataError
 
@@ -76,10 +76,7 @@ class _Slice:
 
 
 def _opened(root: Path, name: str) -> Any:
-    try:
-        import zarr
-    except ImportError as error:
-        raise need("zarr", "to read zarr stores", error, extra="images") from error
+    zarr = imported_zarr("to read zarr stores")
     try:
         return zarr.open_array(root / name, mode="r")
     except (FileNotFoundError, ValueError, KeyError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,19 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(DataError, match=r'zarr is needed.*pip install "fivefold\[images\]"'):
         ZarrImages(root)
+
+
+def test_a_process_ends_in_silence_although_the_thread_of_zarr_is_late(tmp_path: Path) -> None:
+    root = store(tmp_path / "a.zarr", images=(RNG.random((1, 1, 8, 8)), (1, 1, 8, 8)))
+    code = (
+        "import sys, time; from fivefold.data.zarr import ZarrImages; from zarr.core import sync; "
+        "ZarrImages(sys.argv[1])[0]; sync.loop[0].call_soon_threadsafe(time.sleep, 0.6)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
