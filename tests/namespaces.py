@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,6 @@ __all__ = [
     "call",
     "end_of",
     "entering",
-    "free_port",
     "namespace",
 ]
 
@@ -109,24 +107,28 @@ class Job:
 
     def succeed(self, timeout_s: float = 60.0) -> list[str]:
         """What the ranks printed; a failed assertion unless all end well."""
-        try:
-            codes = self.wait(timeout_s)
-        except AssertionError:
-            self.end()
-            raise
-        assert not any(codes), f"exit codes {codes}\n{self.told()}"
+        self._settle(timeout_s)
+        codes = [rank.code for rank in self.ranks]
+        self.end()
+        assert not any(codes) and None not in codes, f"exit codes {codes}\n{self.told()}"
         return [rank.text for rank in self.ranks]
 
     def fail(self, timeout_s: float = 60.0, grace_s: float = 5.0) -> None:
         """Wait until a rank has failed, leave the others a moment, and end them, as a launcher does."""
+        self._settle(timeout_s, grace_s)
+        assert any(rank.code for rank in self.ranks), self.told()
+        self.end()
+
+    def _settle(self, timeout_s: float, grace_s: float = 5.0) -> None:
+        """Wait until all have ended, or one has failed and the others had a moment to end too."""
         end = time.monotonic() + timeout_s
-        while not any(rank.code for rank in self.ranks):
-            assert time.monotonic() < end and None in [r.code for r in self.ranks], self.told()
+        while None in (codes := [rank.code for rank in self.ranks]) and not any(codes):
+            if time.monotonic() > end:
+                return
             time.sleep(0.01)
         end = time.monotonic() + grace_s
         while None in [rank.code for rank in self.ranks] and time.monotonic() < end:
             time.sleep(0.01)
-        self.end()
 
     def told(self) -> str:
         """The last words of all ranks."""
@@ -208,9 +210,3 @@ def namespace(pid: int) -> int | None:
         return Path(f"/proc/{pid}/ns/pid").stat().st_ino
     except OSError:
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

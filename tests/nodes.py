@@ -40,6 +40,7 @@ from typing import Self
 
 import psutil
 
+from fivefold.launch.port import reserved_port
 from namespaces import (
     Job,
     NodesError,
@@ -48,7 +49,6 @@ from namespaces import (
     call,
     end_of,
     entering,
-    free_port,
     namespace,
 )
 from template import Order, Template
@@ -135,6 +135,7 @@ class Nodes:
         )
         (self._folder / "hosts").write_text(f"127.0.0.1\tlocalhost\n{hosts}")
         self._hub: subprocess.Popen[bytes] | None = None
+        self._ports = contextlib.ExitStack()
         self._made = self._jobs = 0
         self._nodes: list[_Node | None] = []
         try:
@@ -245,7 +246,7 @@ class Nodes:
             "WORLD_SIZE": str(len(nodes) * ranks_per_node),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
             "MASTER_ADDR": self.address(nodes[0]),
-            "MASTER_PORT": str(PORT + self._jobs if self.apart else free_port()),
+            "MASTER_PORT": str(self._port()),
             "OMP_NUM_THREADS": "1",
         }
         for node in nodes:
@@ -255,6 +256,10 @@ class Nodes:
                 whole = [*(before or {}).get(node, ()), *argv]
                 ranks.append(self.start(node, whole, {**shared, **place, **own, **env(node)}))
         return Job(ranks)
+
+    def _port(self) -> int:
+        """Where the ranks of a job meet; on the network of all, it stays ours: rank 0 may bind it later."""
+        return PORT + self._jobs if self.apart else self._ports.enter_context(reserved_port(None))
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -302,6 +307,7 @@ class Nodes:
                 self.kill(node)
         if self._hub is not None:
             end_of(self._hub)
+        self._ports.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- making nodes ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -103,6 +104,24 @@ def test_a_job_may_leave_nodes_out_and_share_one(nodes: Nodes) -> None:
     nodes.replace(1)
     job = nodes.job(python(SUMS, "1"), on=[3, 1], ranks_per_node=2)
     assert all("together 4" in text for text in job.succeed())
+
+
+def test_nobody_else_gets_the_port_where_a_job_meets() -> None:
+    with Nodes(2, apart=False) as nodes, socket.socket() as other:
+        ports = nodes.job(python("import os; print(os.environ['MASTER_PORT'])")).succeed()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", int(ports[0])))
+
+
+def test_a_job_that_shall_succeed_is_ended_when_a_rank_fails() -> None:
+    fails = (
+        "import os, sys, time; sys.exit('why') if os.environ['RANK'] == '0' else time.sleep(600)"
+    )
+    with Nodes(2, apart=False) as nodes:
+        job = nodes.job(python(fails))
+        with pytest.raises(AssertionError, match="why"):
+            job.succeed()
+        assert [rank.code for rank in job.ranks] == [1, -signal.SIGKILL]
 
 
 def test_what_a_node_started_ends_with_it(nodes: Nodes) -> None:
