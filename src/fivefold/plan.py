@@ -39,6 +39,7 @@ from fivefold.sections import (
     Parallel,
     Pipeline,
     Tiles,
+    Trace,
     Train,
 )
 
@@ -56,6 +57,7 @@ __all__ = [
     "Plan",
     "Provenance",
     "Tiles",
+    "Trace",
     "Train",
     "parse_setting",
 ]
@@ -98,6 +100,7 @@ class Plan:
     loader: Loader = field(default_factory=Loader)
     comm: Comm = field(default_factory=Comm)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    trace: Trace = field(default_factory=Trace)
     provenance: Mapping[str, Provenance] = field(
         default_factory=dict[str, Provenance], compare=False
     )

@@ -23,6 +23,7 @@ __all__ = [
     "Parallel",
     "Pipeline",
     "Tiles",
+    "Trace",
     "Train",
 ]
 
@@ -244,6 +245,22 @@ class Checkpoint:
             raise PlanError(
                 f"checkpoint.max_overhead = {self.max_overhead}: a fraction below 1, such as 0.02"
             )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is recorded of a run; see `fivefold report`. No value here changes a result."""
+
+    enabled: bool = True
+    """whether `fivefold train` records, into the directory `trace` of the run; scripts record where the
+    variable FIVEFOLD_TRACE asks for it"""
+    events: int = 16384
+    """how many of the latest operations and phases are kept one by one; 72 bytes each"""
+    hang_s: float = 30.0
+    """an operation that takes longer than so many seconds is looked into; 0: never"""
+
+    def __post_init__(self) -> None:
+        _at_least("trace", self, events=1024, hang_s=0)
 
 
 def _at_least(section: str, values: object, **least: float) -> None:

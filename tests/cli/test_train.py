@@ -60,7 +60,7 @@ def test_lines_tell_the_epochs_and_the_outcome(first):
     epochs = [line for line in rest if line.startswith("epoch") and "test accuracy" in line]
     assert [line.split()[1] for line in epochs] == ["1/3", "2/3", "3/3"]
     assert [line.split()[0] for line in lines[-4:]] == ["test", "throughput", "time", "written"]
-    assert "runs/digits-001: metrics.jsonl, plan.toml, weights.pt" in lines[-1]
+    assert "runs/digits-001: metrics.jsonl, plan.toml, trace, weights.pt" in lines[-1]
 
 
 def test_the_run_directory_is_complete(first, home):

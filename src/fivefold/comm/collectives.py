@@ -20,6 +20,7 @@ from fivefold.comm.events import event
 from fivefold.comm.replay import current_log
 from fivefold.errors import FivefoldError
 from fivefold.trace import Tag, span
+from fivefold.trace.current import usage
 
 __all__ = [
     "CommError",
@@ -42,6 +43,7 @@ _reduce_scatter_single: Callable[..., Any] = vars(dist).get(
 )
 
 
+_NUMBERS = {tag: number for number, tag in enumerate(Tag)}
 _MESSAGE_BYTES = 250 << 20
 """the most that `broadcast_all` packs into one message"""
 
@@ -144,6 +146,7 @@ def named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]
     """Record the block under `tag`, for a profiler of torch as well; what fails in it becomes a `CommError`
     that says who did what.
     """
+    outer, usage.tag = usage.tag, _NUMBERS[tag]
     with span(tag), event(operation, None, tag.value):
         try:
             yield
@@ -156,3 +159,5 @@ def named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]
                 "A rank died, is stuck, or called something else; the log of each rank says which. "
                 "If ranks are only slow, raise comm.timeout_s in the plan."
             ) from problem
+        finally:
+            usage.tag = outer

@@ -19,13 +19,18 @@ from torch import Tensor
 from fivefold.arena.native import DTYPES, KINDS, Call, Report, core
 from fivefold.comm.core import Core, explain
 from fivefold.comm.events import event
+from fivefold.comm.group_log import KIND_NUMBERS, GroupLog
 from fivefold.comm.tensors import CODES, addresses, code_of, counts, reads, writes
 from fivefold.comm.works import Completer, Finished, MessageWork, OpWork
 from fivefold.errors import UsageError
+from fivefold.trace.current import current
+from fivefold.trace.trace import Trace
 
 __all__ = ["Operations"]
 
 _KIND = {name: code for code, name in enumerate(KINDS)}
+_ALL_REDUCE, _SEND, _RECEIVE = (KIND_NUMBERS[name] for name in ("all_reduce", "send", "receive"))
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _MANY = 64
 _DONE = Finished()
 _GRACE_S = 0.1
@@ -39,6 +44,8 @@ class Operations:
         self.group = group
         self.timeout_s = timeout_s
         """how long an operation may wait for a rank that does not come"""
+        self.log = GroupLog(lambda: group.name, lambda: range(group.size), "fivefold")
+        """gives operations their numbers, for the trace of the process"""
         self._completer, self._message_completer = Completer(), Completer()
         self._collectives: deque[OpWork] = deque()
         """under way; kept because memory that the core writes to must not go, even if the work is dropped"""
@@ -204,6 +211,12 @@ class Operations:
     def _all_reduce_at_once(self, tensor: Tensor, dtype: int, reduction: int) -> dist.Work:
         """The shortest way: most of the time of a small sum would else be spent on this side."""
         count, data = tensor.numel(), tensor.data_ptr()
+        trace = current.trace
+        if trace is None:
+            self.log.skip()
+            issued = 0
+        else:
+            issued = self.log.issue(trace, _ALL_REDUCE, tensor.nbytes, tensor.dtype)
         with event("all_reduce", tensor.nbytes, self.group.tag):
             failed = self._all_reduce_now(
                 self.group.pointer, dtype, reduction, count, data, self.timeout_s, self._report_at
@@ -211,6 +224,8 @@ class Operations:
         if failed:
             call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
             raise explain(self.group, self._report, call)
+        if trace is not None:
+            trace.ended(issued)
         return _DONE
 
     def _start(
@@ -238,11 +253,15 @@ class Operations:
                 arrays.append(counts([n * parts for n in numbers]))
                 setattr(call, name, ctypes.addressof(arrays[-1]))
         size_bytes = block.nbytes if sizes is None else sum(sizes[0]) * block.element_size()
+        trace = current.trace
+        issued = self._noted(trace, kind, block, size_bytes, root)
         if not later:
             with event(kind, size_bytes, self.group.tag):
                 self.group.run(call)
             if after is not None:
                 after()
+            if trace is not None:
+                trace.ended(issued)
             return Finished(results)
         kept = (arrays, reads_from, writes_to, all_from, all_to)
         work = OpWork(
@@ -254,16 +273,36 @@ class Operations:
             kept=kept,
             after=after,
         )
+        if trace is not None:
+            work.recorded(trace, issued)
         while self._collectives and self._collectives[0].is_completed():
             self._collectives.popleft()
         self._collectives.append(work)
         return work
 
+    def _noted(
+        self, trace: Trace | None, kind: str, block: Tensor, size_bytes: int, root: int
+    ) -> int:
+        if trace is None:
+            self.log.skip()
+            return 0
+        dtype = None if kind == "barrier" else block.dtype
+        peer = root if kind in _ROOTED else -1
+        return self.log.issue(trace, KIND_NUMBERS[kind], size_bytes, dtype, peer)
+
     def _message(
         self, tensor: Tensor, peer: int, tag: int, after: Callable[[], None] | None, *, sends: bool
     ) -> MessageWork:
+        trace, kind = current.trace, _SEND if sends else _RECEIVE
+        if trace is None:
+            self.log.skip_message(kind, peer)
+            issued = 0
+        else:
+            issued = self.log.issue(trace, kind, tensor.nbytes, tensor.dtype, peer)
         work = MessageWork(self.group, tensor, peer=peer, tag=tag, timeout_s=self.timeout_s, sends=sends,
                            completer=self._message_completer, after=after)  # fmt: skip
+        if trace is not None:
+            work.recorded(trace, issued)
         # At once, or their tensors stay: memory that could be used again would be new at every message.
         self._messages = [other for other in self._messages if not other.ended]
         if len(self._messages) >= _MANY:

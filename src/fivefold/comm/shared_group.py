@@ -7,6 +7,7 @@ take; tensors on GPUs are passed on to one of those.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.comm.group_log import GroupLog
 from fivefold.comm.operations import Operations
 from fivefold.comm.own_arena import own_arena
 from fivefold.comm.works import Completer, SeveralWorks
@@ -82,6 +84,7 @@ class SharedGroup(dist.ProcessGroup):
         self._name, self._desc = name, "undefined"
         self._coalesced: list[Work] | None = None
         self._completer = Completer()
+        operations.log = GroupLog(_name_of(self), _ranks_of(self), "fivefold")
 
     # --- about itself --------------------------------------------------------------------------
 
@@ -116,7 +119,8 @@ class SharedGroup(dist.ProcessGroup):
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         """As torch wants it."""
         self._desc = desc
-        self._operations.group.tag = "" if desc in _NO_TAGS else desc
+        self._operations.group.tag = told = "" if desc in _NO_TAGS else desc
+        self._operations.log.described(told)
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -363,6 +367,30 @@ def _all_reduce_options(opts: Any) -> Any:
     if opts is not None:
         full.reduceOp = opts
     return full
+
+
+def _name_of(group: SharedGroup) -> Callable[[], str]:
+    known = weakref.ref(group)
+
+    def name() -> str:
+        alive = known()
+        return "" if alive is None else alive.getGroupName()
+
+    return name
+
+
+def _ranks_of(group: dist.ProcessGroup) -> Callable[[], Sequence[int]]:
+    """What asks torch for the ranks of a group, without keeping it."""
+    known = weakref.ref(group)
+
+    def ranks() -> Sequence[int]:
+        alive = known()
+        try:
+            return [] if alive is None else dist.get_process_group_ranks(alive)
+        except (KeyError, ValueError):  # torch has not noted it yet
+            return [] if alive is None else range(alive.size())
+
+    return ranks
 
 
 def _one(tensors: Any) -> Tensor:

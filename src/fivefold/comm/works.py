@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +18,8 @@ from torch import Tensor
 from fivefold.arena.native import KINDS, Call, Report, core
 from fivefold.comm.core import Core, explain
 from fivefold.comm.events import event
+from fivefold.comm.unwaited import unwaited
+from fivefold.trace.trace import Trace
 
 __all__ = ["Completer", "Finished", "MessageWork", "OpWork", "SeveralWorks"]
 
@@ -43,6 +46,10 @@ class Completer:
             self._thread.start()
         self._waiting.put((work, future))
         return future
+
+    def is_here(self) -> bool:
+        """Whether the caller is the thread that sets futures."""
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Wait until all futures are set."""
@@ -155,11 +162,24 @@ class _Pending(_Work):
         self._error: Exception | None = None
         self._ending = threading.Lock()
         self._ended = False
+        self._trace: Trace | None = None
+        self._issued = self._blocked_ns = 0
+
+    def recorded(self, trace: Trace, issued: int) -> None:
+        """Tell `trace` of the end of what it knows as `issued`."""
+        self._trace, self._issued = trace, issued
 
     @property
     def ended(self) -> bool:
         """Whether somebody has found it done, by waiting or asking. Costs nothing."""
         return self._ended
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the result, set by a thread."""
+        trace = self._trace
+        if trace is not None and self._future is None:
+            unwaited(trace).watch(self._issued)
+        return super().get_future()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until done; a `timeout` above 0 bounds this wait alone. Raises `RuntimeError`."""
@@ -195,8 +215,10 @@ class _Pending(_Work):
 
     def _end(self, timeout_s: float) -> None:
         report = Report()
+        begun = time.monotonic_ns()
         with self._operation.event("wait"):
             status = self._operation.wait(timeout_s, report)
+        self._blocked_ns += time.monotonic_ns() - begun
         if status and not self._operation.done():  # only this wait has ended
             raise self._operation.explained(report)
         self._operation.free()
@@ -206,6 +228,13 @@ class _Pending(_Work):
             self._after()
         self._kept = self._after = None
         self._ended = True
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        if self._completer is not None and self._completer.is_here():
+            unwaited(trace).ended(self._issued, time.monotonic_ns())
+        else:
+            trace.ended(self._issued, self._blocked_ns)
 
 
 class _Collective:

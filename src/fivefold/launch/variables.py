@@ -53,6 +53,10 @@ READ = (
         "seconds that a collective may wait for a missing rank; overrides comm.timeout_s of the plan",
         "600",
     ),
+    Variable(
+        "FIVEFOLD_TRACE",
+        "folder that each rank writes its trace to, in a script as it is; set by `fivefold run --trace`",
+    ),
 )
 """What a user may set."""
 

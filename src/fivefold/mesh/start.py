@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.comm import BACKEND, register
+from fivefold.comm.tracing import trace_folder
 from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
 from fivefold.launch.variables import read_seconds
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
+from fivefold.mesh.recording import record
 from fivefold.plan import AXES, Layout, Plan
 
 __all__ = ["start"]
@@ -51,7 +53,10 @@ def start(plan: Plan | None = None, *, device: str | torch.device | None = None)
     if not adopted:
         _join(place, plan, where)
     names = init_device_mesh(where.type, plan.layout.sizes, mesh_dim_names=AXES)
-    return Mesh(plan, plan.layout, place.rank, place.world_size, where, names, not adopted)
+    mesh = Mesh(plan, plan.layout, place.rank, place.world_size, where, names, not adopted)
+    if (folder := trace_folder()) is not None:
+        record(mesh, folder, place)
+    return mesh
 
 
 def _told_plan() -> Plan:

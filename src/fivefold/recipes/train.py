@@ -12,6 +12,7 @@ from fivefold.checkpoint import Checkpointer
 from fivefold.data import Loader, loader
 from fivefold.launch import locate
 from fivefold.mesh import Mesh, start
+from fivefold.mesh.recording import record
 from fivefold.parallel import ParallelModel, parallelize
 from fivefold.plan import Plan, Train
 from fivefold.recipes import models
@@ -63,6 +64,8 @@ def train(
         ):
             run = Run.create(out, recipe.name, mesh)
             run.write("plan.toml", plan.to_toml())
+            if plan.trace.enabled:
+                record(mesh, run.path / "trace")
             _say(console, _heading(plan, len(train_images), len(test_images), mesh))
             summary = _fit(
                 model, batches, tests, plan, task,

@@ -1,7 +1,8 @@
 """Spans, added up in place.
 
-`span` costs two clock reads and an addition while a recorder is active, and one attribute test while
-none is. A recorder belongs to the thread that opened it (thread ranks of the tests stay apart).
+`span` costs two clock reads and an addition while a recorder is active, and two attribute tests while
+none is. A recorder belongs to the thread that opened it (thread ranks of the tests stay apart). Where the
+process writes a trace, spans of phases go there too.
 
 Reading the figures: the total of a phase divided by the wall time of the run is the share of the run
 spent in it. `load` near zero means the loader keeps up; a `load` that grows with faster processors
@@ -15,7 +16,13 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+from fivefold.trace.current import current
+from fivefold.trace.phases import Phase
+
+if TYPE_CHECKING:
+    from fivefold.trace.trace import Trace
 
 __all__ = ["Recorder", "Stats", "recording", "span"]
 
@@ -61,6 +68,9 @@ class Recorder:
         return found.total_s if found else 0.0
 
 
+_NUMBERS = {str(phase): number for number, phase in enumerate(Phase)}
+
+
 class _Active(threading.local):
     recorder: Recorder | None = None
 
@@ -82,14 +92,20 @@ def recording(recorder: Recorder | None = None) -> Generator[Recorder]:
 class span:  # noqa: N801 - reads as a verb at every call site: `with span(Phase.FORWARD):`
     """Time the body of a `with` under a `Phase` or `Tag`."""
 
-    __slots__ = ("_name", "_recorder", "_start")
+    __slots__ = ("_name", "_recorder", "_start", "_traced")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._recorder = _active.recorder
         self._start = 0.0
+        self._traced: Trace | None = None
 
     def __enter__(self) -> Self:
+        trace = current.trace
+        if trace is not None:
+            number = _NUMBERS.get(self._name)
+            if number is not None and trace.push(number):
+                self._traced = trace
         if self._recorder is not None:
             self._start = time.perf_counter()
         return self
@@ -97,3 +113,6 @@ class span:  # noqa: N801 - reads as a verb at every call site: `with span(Phase
     def __exit__(self, *exc: object) -> None:
         if self._recorder is not None:
             self._recorder.add(self._name, time.perf_counter() - self._start)
+        if self._traced is not None:
+            self._traced.pop()
+            self._traced = None

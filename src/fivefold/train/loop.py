@@ -23,7 +23,7 @@ from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, part_of
 from fivefold.parallel import ParallelModel
 from fivefold.plan import Numerics
-from fivefold.trace import Phase, Recorder, recording, span
+from fivefold.trace import Phase, Recorder, active, recording, span
 from fivefold.train.precision import Arithmetic
 from fivefold.train.progress import Progress, Silent
 from fivefold.train.run import Run
@@ -77,6 +77,8 @@ def fit(
         loop = _Loop(
             model, optimizer, schedule, train, test, mesh, task, arithmetic, shown, checkpoints
         )
+        if (trace := active()) is not None:
+            trace.begin_at(train.cursor.step + 1)
         shown.begin(train.cursor.step, epochs * len(train), epochs)
         for epoch in range(train.upcoming.epoch, epochs):
             report = _epoch(loop, epoch, recorder)
@@ -85,6 +87,7 @@ def fit(
             shown.epoch(report)
             if run is not None:
                 run.log(report.figures())
+            _note(report)
     if checkpoints is not None:
         checkpoints.save(train.cursor.step)
     weights = model.full_state_dict()
@@ -146,11 +149,28 @@ def _train(loop: _Loop, losses: _Losses) -> None:
             loop.optimizer.zero_grad()
             loop.schedule.step()
         losses.add(loss, _of_all_ranks(targets))
+        if (trace := active()) is not None:
+            trace.step_ended(samples=len(images))
         if loop.checkpoints is not None:
             loop.checkpoints.maybe_save(loop.train.cursor.step)
         if loop.shown.due():
             rate = losses.samples / (time.perf_counter() - begun)
-            loop.shown.step(loop.train.cursor, losses.mean(), rate)
+            mean = losses.mean()
+            loop.shown.step(loop.train.cursor, mean, rate)
+            if (trace := active()) is not None:
+                trace.note("loss", step=loop.train.cursor.step, value=mean)
+
+
+def _note(report: EpochReport) -> None:
+    """Tell the trace what the epoch gave."""
+    trace = active()
+    if trace is None:
+        return
+    figures = report.figures()
+    trace.note("loss", step=report.step, value=report.loss)
+    for name in ("test_loss", "accuracy", "psnr_db", "images_per_s"):
+        if figures.get(name) is not None:
+            trace.note("metric", step=report.step, name=name, value=figures[name])
 
 
 def _check_finite(report: EpochReport) -> None:

@@ -1,0 +1,103 @@
+"""What collectives of a group take while nothing else goes on: what later ones are compared with."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold import comm
+from fivefold.trace import Tag
+
+__all__ = ["calibration", "links"]
+
+_SIZES_BYTES = tuple(1 << n for n in (10, 14, 16, 18, 20, 22, 24))
+_ENOUGH_S = 0.4
+"""no further size once so much time has passed"""
+_MOST_TURNS = 10
+_EACH_S = 0.03
+_MOST_LINKS = 64
+_MESSAGE_BYTES = 1 << 20
+
+
+def calibration(group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Seconds of an all_reduce by size in bytes, of the slowest rank, median of a few. Collective.
+
+    Takes about half a second at most, unless one of 1 KiB takes longer.
+    """
+    found: list[dict[str, Any]] = []
+    if group.size() == 1:
+        return found
+    begun_s = 0.0
+    for size in _SIZES_BYTES:
+        tensor = torch.zeros(size // 4)
+        first_s = _slowest([_timed(tensor, group), _timed(tensor, group)][1:], group)[0]
+        turns = max(3, min(_MOST_TURNS, int(_EACH_S / max(first_s, 1e-7))))
+        took_s = _slowest([_timed(tensor, group) for _ in range(turns)], group)
+        seconds = statistics.median(took_s)
+        found.append({"op": "all_reduce", "group": 0, "size_bytes": size, "seconds": seconds})
+        begun_s += (turns + 2) * seconds
+        # Agreed, since all ranks know the slowest: the next size is four times as large.
+        if begun_s + 5 * 4 * seconds > _ENOUGH_S:
+            break
+    return found
+
+
+def links(group: dist.ProcessGroup, nodes: Sequence[int]) -> list[dict[str, Any]]:
+    """Between first ranks of neighbouring nodes: latency of a message, and bytes per second. Collective.
+
+    Known to all ranks of `group`. Of 64 links at most.
+    """
+    firsts = [nodes.index(node) for node in sorted(set(nodes))]
+    pairs = list(itertools.pairwise(firsts))[:_MOST_LINKS]
+    own = torch.zeros(max(1, len(pairs)), 2, dtype=torch.float64)
+    for number, (one, other) in enumerate(pairs):
+        if group.rank() in (one, other):
+            peer = other if group.rank() == one else one
+            latency_s = _turn_s(torch.zeros(2), group, peer, first=group.rank() == one)
+            long_s = _turn_s(
+                torch.zeros(_MESSAGE_BYTES // 4), group, peer, first=group.rank() == one
+            )
+            if group.rank() == one:
+                own[number] = torch.tensor(
+                    [latency_s, _MESSAGE_BYTES / max(long_s - latency_s, 1e-9)]
+                )
+    if not pairs:
+        return []
+    told = comm.all_reduce(own, group, Tag.CONTROL).tolist()
+    return [
+        {"ranks": list(pair), "latency_s": latency_s, "bytes_per_s": rate}
+        for pair, (latency_s, rate) in zip(pairs, told, strict=True)
+    ]
+
+
+def _turn_s(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, *, first: bool) -> float:
+    """Half of the time that a tensor takes there and back."""
+    found: list[float] = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        if first:
+            dist.send(tensor, group=group, group_dst=peer)
+            dist.recv(tensor, group=group, group_src=peer)
+        else:
+            dist.recv(tensor, group=group, group_src=peer)
+            dist.send(tensor, group=group, group_dst=peer)
+        found.append((time.perf_counter() - begun) / 2)
+    return min(found)
+
+
+def _timed(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+    begun = time.perf_counter()
+    comm.all_reduce(tensor, group, Tag.CONTROL)
+    return time.perf_counter() - begun
+
+
+def _slowest(seconds: list[float], group: dist.ProcessGroup) -> list[float]:
+    """Of each turn, what the slowest rank took."""
+    told = torch.tensor(seconds, dtype=torch.float64)
+    return comm.all_gather(told, group, Tag.CONTROL).max(dim=0).values.tolist()

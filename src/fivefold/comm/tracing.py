@@ -1,0 +1,117 @@
+"""The trace of a rank: where it is written, and what it says of the run before the first step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import sys
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fivefold import comm
+from fivefold.arena import node_name
+from fivefold.comm.calibrate import calibration, links
+from fivefold.comm.clocks import clock_offset
+from fivefold.launch.environment import Place
+from fivefold.trace import Tag
+from fivefold.trace.process import start
+from fivefold.trace.trace import Trace
+
+__all__ = ["begin", "trace_folder"]
+
+_PREFIXES = ("FIVEFOLD_", "OMP_", "MKL_", "NCCL_", "GLOO_", "SLURM_JOB_")
+_NAMES = ("CUDA_VISIBLE_DEVICES", "PBS_JOBID")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_log = logging.getLogger(__name__)
+
+
+def trace_folder() -> Path | None:
+    """Where FIVEFOLD_TRACE asks for a trace, if it does."""
+    told = os.environ.get("FIVEFOLD_TRACE", "")
+    return Path(told) if told else None
+
+
+def begin(
+    folder: Path, place: Place, group: dist.ProcessGroup | None, device: torch.device, *,
+    rows: Mapping[str, int] | None = None, **facts: Any,
+) -> Trace | None:  # fmt: skip
+    """Begin the trace of this rank. Collective over `group`, all ranks; None where the rank is alone.
+
+    `rows`: as in `Trace.create`; `facts`: more fields of meta.
+    A rank that cannot write says so and goes on without; None is returned then, and where a trace is
+    active already.
+    """
+    met: dict[str, Any] = {"node": 0, "clock_offset_ns": 0, "clock_error_ns": 0}
+    if group is not None and group.size() > 1 and device.type == "cpu":
+        met = _met(group)
+    meta = {
+        "rank": place.rank, "size": place.world_size, "local_rank": place.local_rank,
+        "local_size": place.local_size, "host": platform.node(), "pid": os.getpid(),
+        "launcher": place.launcher, "engine": os.environ.get("FIVEFOLD_ENGINE", ""),
+        "command": [*sys.orig_argv], "device": str(device), "threads": torch.get_num_threads(),
+        "cores": sorted(os.sched_getaffinity(0)), "environment": told_environment(os.environ),
+        "versions": _versions(), **met, **_placement(), **facts,
+    }  # fmt: skip
+    try:
+        return start(folder, meta, rows)
+    except OSError as problem:
+        _log.warning(
+            "rank %d is not traced: cannot write to %s: %s", place.rank, folder, problem.strerror
+        )
+        return None
+
+
+def told_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may be shown: those that decide how a run goes, and no secrets."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name.startswith(_PREFIXES) or name in _NAMES)
+        and not any(word in name for word in _SECRET)
+    }
+
+
+def _met(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the ranks find out together: nodes, clocks, and what their links can do."""
+    own = torch.tensor([zlib.crc32(node_name().encode())])
+    names = [int(name) for name in comm.all_gather(own, group, Tag.CONTROL)[:, 0]]
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    nodes = [order[name] for name in names]
+    offset, error = clock_offset(group, nodes)
+    return {
+        "node": nodes[group.rank()],
+        "clock_offset_ns": offset,
+        "clock_error_ns": error,
+        "calibration": calibration(group),
+        "links": links(group, nodes),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    with suppress(Exception):  # not installed, only on the path
+        found["fivefold"] = version("fivefold")
+    return found
+
+
+def _placement() -> dict[str, Any]:
+    """What `fivefold run --explain` wrote beside the logs, if it did."""
+    logs = os.environ.get("FIVEFOLD_LOG_DIR")
+    with suppress(OSError, ValueError):
+        if logs:
+            return {"placement": json.loads((Path(logs) / "placement.json").read_text())}
+    return {}

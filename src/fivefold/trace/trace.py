@@ -1,0 +1,370 @@
+"""What a process records: every operation and span in a ring, sums over the whole run, steps in order.
+
+issue ──► row of the ring ◄── ended          any thread
+              │ when a quarter of the ring is new, or 2 s have passed
+              └──► sums                      fold
+push, pop ──► time of the main thread by phase ──► step_ended ──► row of windows
+
+All of it lies in a file that is mapped: what was written is there for readers at once, and stays when the
+process is killed. Writing costs no system call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.trace.file import TraceFile, name_of
+from fivefold.trace.fold import folded, merge
+from fivefold.trace.schema import EVENT, LIVE, NOTHING, PHASES, TAGS, WINDOW, State
+from fivefold.trace.windows import combined, new_row
+
+__all__ = ["OTHER", "Trace"]
+
+OTHER = TAGS.index("other")
+_SPAN = 0
+_EVENT = struct.Struct("<QqqqqqqIIBBBBBBh")
+_HEAD = struct.Struct("<Qq")
+_ENDING = struct.Struct("<qqq")
+_PHASE = struct.Struct("<IIq")
+assert _EVENT.size == EVENT.itemsize
+_END_AT: int = EVENT.fields["end_ns"][1]  # type: ignore[index]  # pyright: ignore[reportOptionalSubscript]
+_PHASE_AT: int = LIVE.fields["phase"][1]  # type: ignore[index]  # pyright: ignore[reportOptionalSubscript]
+_FOLD_NS = 2_000_000_000
+_FRUGAL = ("loss", "metric")
+"""kinds of notes that may come every step, and so do not get the last quarter of the room"""
+
+_now = time.monotonic_ns
+_thread_cpu = time.thread_time_ns
+
+
+class Trace:
+    """The recording of one process. Made by `Trace.create`, or by `fivefold.trace.start` for all to find.
+
+    `issue`, `ended`, `note` may be called by every thread; `push`, `pop` and `step_ended` act for the thread
+    that made the trace, which is the one that trains.
+    """
+
+    def __init__(self, file: TraceFile, path: Path, meta: Mapping[str, Any]) -> None:
+        self.path = path
+        self.meta: dict[str, Any] = {}
+        self.samplers: list[Callable[[np.void], None]] = []
+        """called with a row of windows when it is complete, to fill in what they know"""
+        self.closers: list[Callable[[], None]] = []
+        """called by `close` before anything else"""
+        self.after_phase: list[Callable[[int, int, int], None]] = []
+        """called when a span ends: phase, begin and end in ns"""
+        self.step = 1
+        """under way, counted from 1"""
+        self.phase = NOTHING
+        """of the training thread"""
+        self.thread = threading.get_ident()
+        """the training thread"""
+        self._file, self._buffer = file, cast(Any, file.buffer)
+        self._live: np.void = file.live[0]
+        self._events: NDArray[np.void] = file.events
+        self._rows = len(file.events)
+        self._base = int(file.sections["events"]["offset"])
+        self._phase_at = int(file.sections["live"]["offset"]) + _PHASE_AT
+        self._seq = itertools.count(1)
+        self._last = self._collected = 0
+        self._fold_at, self._folded_ns = self._rows // 4, _now()
+        self._open: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._fresh: list[NDArray[np.void]] = []
+        """ended, and not yet in the sums"""
+        self._lock = threading.RLock()
+        self._texts = threading.Lock()
+        self._stack: list[list[int]] = []
+        self._phase_ns, self._phase_cpu_ns = [0] * len(PHASES), [0] * len(PHASES)
+        self._row, self._windows = new_row(), 0
+        self._window_steps, self._begun_ns = 1, 0
+        self._ready: list[int] = []
+        self._groups = itertools.count()
+        self._live["pid"], self._live["window_steps"] = os.getpid(), 1
+        self._live["heartbeat_ns"] = self._live["phase_since_ns"] = _now()
+        self._live["step"], self._live["phase"] = self.step, NOTHING
+        self.update_meta(**meta)
+
+    @classmethod
+    def create(
+        cls, folder: Path, meta: Mapping[str, Any], rows: Mapping[str, int] | None = None
+    ) -> Trace:
+        """Begin the file of rank `meta["rank"]` in `folder`, which is made. Raises `OSError`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / name_of(int(meta["rank"]))
+        return cls(TraceFile.create(path, rows), path, meta)
+
+    # ---- operations
+
+    def issue(  # noqa: PLR0917 - by position, since this is the shortest way
+        self, kind: int, tag: int, group: int, number: int, size_bytes: int, dtype: int, peer: int = -1
+    ) -> int:  # fmt: skip
+        """Note that an operation was asked for; what `ended` wants to know later."""
+        seq = next(self._seq)
+        _EVENT.pack_into(
+            self._buffer, self._base + (seq - 1) % self._rows * 72,
+            seq, _now(), 0, 0, 0, 0, size_bytes, number & 0xFFFFFFFF, self.step, kind, tag, self.phase,
+            group, dtype, 0, peer,
+        )  # fmt: skip
+        self._last = seq
+        if seq >= self._fold_at:
+            self._catch_up()
+        return seq
+
+    def ended(self, event: int, blocked_ns: int = -1, start_ns: int = 0, end_ns: int = 0) -> None:
+        """Note that an operation has ended, now unless `end_ns` says when.
+
+        `blocked_ns`: how long its caller could do nothing else; -1: from asking to the end.
+        """
+        at = self._base + (event - 1) % self._rows * 72
+        seq, begin = _HEAD.unpack_from(self._buffer, at)
+        if seq == event:
+            end = end_ns or _now()
+            if blocked_ns < 0:
+                blocked_ns = end - begin
+            _ENDING.pack_into(self._buffer, at + _END_AT, end, blocked_ns, start_ns)
+
+    def begun_ns(self, event: int) -> int:
+        """When an operation was asked for; 0 when its row was written over since."""
+        seq, begin = _HEAD.unpack_from(self._buffer, self._base + (event - 1) % self._rows * 72)
+        return int(begin) if seq == event else 0
+
+    def new_group(self, name: str, ranks: list[int], backend: str, key: str) -> int:
+        """Note a group; its index here, `NOTHING` from the 256th on.
+
+        `key` is the same on all ranks of the group, its index need not be.
+        """
+        index = next(self._groups)
+        if index >= NOTHING:
+            return NOTHING
+        self.note("group", index=index, name=name, ranks=ranks, backend=backend, key=key)
+        return index
+
+    # ---- phases of the training thread
+
+    def push(self, phase: int) -> bool:
+        """A phase begins; whether this thread's phases are recorded, and `pop` has to follow."""
+        if threading.get_ident() != self.thread:
+            return False
+        now = _now()
+        self._begun_ns = self._begun_ns or now
+        self._stack.append([phase, now, _thread_cpu(), 0, 0])
+        self._enter(phase, now)
+        return True
+
+    def pop(self) -> None:
+        """The phase that began last ends."""
+        phase, begin, cpu_begin, inner_ns, inner_cpu = self._stack.pop()
+        now, cpu = _now(), _thread_cpu() - cpu_begin
+        seq = next(self._seq)
+        _EVENT.pack_into(
+            self._buffer, self._base + (seq - 1) % self._rows * 72,
+            seq, begin, now, 0, 0, cpu, 0, 0, self.step, _SPAN, OTHER, phase, NOTHING, 0, 0, -1,
+        )  # fmt: skip
+        self._last = seq
+        self._phase_ns[phase] += now - begin - inner_ns
+        self._phase_cpu_ns[phase] += cpu - inner_cpu
+        outer = NOTHING
+        if self._stack:
+            around = self._stack[-1]
+            around[3] += now - begin
+            around[4] += cpu
+            outer = around[0]
+        self._enter(outer, now)
+        for follow in self.after_phase:
+            follow(phase, begin, now)
+        if seq >= self._fold_at:
+            self._catch_up()
+
+    def _enter(self, phase: int, now: int) -> None:
+        self.phase = phase
+        _PHASE.pack_into(self._buffer, self._phase_at, phase, self._window_steps, now)
+
+    # ---- steps
+
+    def begin_at(self, step: int) -> None:
+        """The step under way is number `step`, and begins now: for runs that go on where another ended."""
+        with self._lock:
+            self.step = step
+            self._live["step"] = step
+            self._begun_ns = _now()
+
+    def ready(self, batches: int) -> None:
+        """The loader had so many batches ready when the step asked for one."""
+        self._ready.append(batches)
+
+    def step_ended(self, samples: int = 0, loss: float | None = None) -> None:
+        """The step under way is over: its row is complete, or added to that of its neighbours."""
+        now = _now()
+        with self._lock:
+            row = self._row
+            if not row["steps"]:
+                row["first_step"], row["begin_ns"] = self.step, self._begun_ns or now
+            self._collect()
+            steps = int(row["steps"])
+            if loss is not None:
+                before = 0.0 if np.isnan(row["loss"]) else float(row["loss"]) * steps
+                row["loss"] = (before + loss) / (steps + 1)
+            row["steps"], row["end_ns"] = steps + 1, now
+            row["samples"] += samples
+            self._take_phases(row)
+            if self._ready:
+                row["ready"] = sum(self._ready) / len(self._ready)
+            full = steps + 1 >= self._window_steps
+            if full:
+                for sampler in self.samplers:
+                    sampler(row)
+            self._put(row, full=full)
+            self.step += 1
+            self._begun_ns = now
+            self._live["step"], self._live["heartbeat_ns"] = self.step, now
+        if now - self._folded_ns > _FOLD_NS:
+            self.fold()
+
+    def _take_phases(self, row: np.void) -> None:
+        for name, own in (("phase_ns", self._phase_ns), ("phase_cpu_ns", self._phase_cpu_ns)):
+            row[name][: len(own)] += own
+            own[:] = [0] * len(own)
+
+    def _put(self, row: np.void, *, full: bool) -> None:
+        """The row where readers find it; the next one begins once it is full."""
+        windows = self._file.windows
+        if self._windows == len(windows):
+            self._live["stamp"] += 1
+            made = combined(windows)
+            windows[: len(made)] = made
+            self._windows, self._window_steps = len(made), 2 * self._window_steps
+            self._live["windows"], self._live["window_steps"] = len(made), self._window_steps
+            self._live["stamp"] += 1
+            full = int(row["steps"]) >= self._window_steps
+        windows[self._windows] = row
+        self._live["windows"] = self._windows + 1
+        if full:
+            self._windows += 1
+            self._row = new_row()
+            self._ready.clear()
+
+    # ---- adding up
+
+    def _catch_up(self) -> None:
+        """A quarter of the ring is new: before it is written over, add it up. One thread does."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.fold()
+            finally:
+                self._lock.release()
+
+    def _collect(self) -> None:
+        """Add operations that have ended since the last time to the row of the steps under way.
+
+        Here, once, it is decided whether an operation is counted, is still under way, or was written over.
+        """
+        last, first = self._last, self._collected
+        if last - first > self._rows:
+            self._live["lost_events"] += last - first - self._rows
+            first = last - self._rows
+        wanted = np.concatenate([self._open, np.arange(first + 1, last + 1)])
+        self._collected = last
+        rows = self._events[(wanted - 1) % self._rows]
+        there = rows["seq"] == wanted
+        done = there & (rows["end_ns"] > 0)
+        ended = rows[done]
+        # Those under way, and those whose row a thread is about to write.
+        self._open = wanted[(there & ~done) | (rows["seq"] < wanted)]
+        self._live["lost_events"] += int(np.count_nonzero(rows["seq"] > wanted))
+        if not len(ended):
+            return
+        self._fresh.append(ended)
+        ops = ended[ended["kind"] != _SPAN]
+        if len(ops):
+            tags, room = ops["tag"], WINDOW["tag_ns"].shape[0]
+            for name, values in (
+                ("tag_ns", ops["end_ns"] - ops["begin_ns"]), ("tag_blocked_ns", ops["blocked_ns"]),
+                ("tag_bytes", ops["size_bytes"]),
+            ):  # fmt: skip
+                self._row[name] += np.bincount(tags, values, room)[:room].astype(np.int64)
+
+    def fold(self) -> None:
+        """Add what has ended up in the sums, and mark it. Done by itself; call it before reading at rest."""
+        with self._lock:
+            self._folded_ns, self._fold_at = _now(), self._last + self._rows // 4
+            self._collect()
+            if not self._fresh:
+                return
+            rows = np.concatenate(self._fresh)
+            self._fresh.clear()
+            where = ((rows["seq"] - 1) % self._rows).astype(np.int64)
+            self._live["stamp"] += 1
+            used, lost = merge(self._file.sums, int(self._live["sums"]), folded(rows))
+            self._live["sums"] = used
+            self._live["lost_sums"] += lost
+            self._events["folded"][where[self._events["seq"][where] == rows["seq"]]] = 1
+            self._live["stamp"] += 1
+
+    # ---- texts
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Append a line to the notes; `at_ns` is now unless it is given."""
+        line = json.dumps({"kind": kind, "at_ns": _now(), **fields}, default=str).encode() + b"\n"
+        section = self._file.sections["notes"]
+        with self._texts:
+            used, room = int(self._live["notes_bytes"]), int(section["bytes"])
+            if used + len(line) > (room * 3 // 4 if kind in _FRUGAL else room):
+                self._live["lost_notes"] += 1
+                return
+            at = int(section["offset"]) + used
+            self._buffer[at : at + len(line)] = line
+            self._live["notes_bytes"] = used + len(line)
+
+    def update_meta(self, **fields: Any) -> None:
+        """Set fields of meta; those that find no room are left out, longest first, and a note says so."""
+        self.meta.update(fields)
+        room = int(self._file.sections["meta"]["bytes"])
+        told = {name: json.dumps(value, default=str) for name, value in self.meta.items()}
+        while sum(len(name) + len(text) + 6 for name, text in told.items()) > room:
+            longest = max(told, key=lambda name: len(told[name]))
+            del told[longest]
+            self.note("warning", text=f"{longest} of meta found no room")
+        self.write("meta", "{" + ", ".join(f"{json.dumps(n)}: {t}" for n, t in told.items()) + "}")
+
+    def write(self, section: str, text: str) -> None:
+        """Replace a section of text, as far as there is room: meta, stacks."""
+        told, where = text.encode(), self._file.sections[section]
+        told = told[: int(where["bytes"])]
+        with self._texts:
+            at = int(where["offset"])
+            self._buffer[at : at + len(told)] = told
+            self._live[f"{section}_bytes"] = len(told)
+
+    # ---- the end
+
+    @property
+    def live(self) -> np.void:
+        """The row `live`, to be read and, by those who own a field, written."""
+        return self._live
+
+    @property
+    def file(self) -> TraceFile:
+        """What is being written."""
+        return self._file
+
+    def close(self, state: State = State.ENDED) -> None:
+        """Add everything up and say how the process ended. Calling it again changes the state only."""
+        closers, self.closers = self.closers, []
+        for close in closers:
+            close()
+        with self._lock:
+            self.fold()
+            if self._row["steps"]:
+                self._file.windows[self._windows] = self._row
+            self._live["heartbeat_ns"], self._live["state"] = _now(), int(state)
