@@ -8,6 +8,7 @@ __all__ = [
     "Arrivals",
     "Breakdown",
     "Heat",
+    "Kind",
     "LateOperation",
     "Numbers",
     "Operation",
@@ -20,6 +21,7 @@ __all__ = [
 
 Numbers = list[float | None]
 """a column; None is unknown"""
+Kind = Literal["phase", "exposed", "other"]
 
 
 class Breakdown(TypedDict):
@@ -27,7 +29,7 @@ class Breakdown(TypedDict):
 
     part: str
     """phase (its computing), or tag (exposed communication), or "other" (in no phase)"""
-    kind: Literal["phase", "exposed", "other"]
+    kind: Kind
     seconds: float
     """per step, mean over ranks"""
     share: float
@@ -126,9 +128,10 @@ class RankTable(TypedDict):
     exposed_s: Numbers
     phase_s: dict[str, Numbers]
     late_s: Numbers
-    """mean lateness at operations in the ring: behind the median of the ranks of the group"""
+    """arrival behind the median of the other ranks, at the operation of a step whose arrivals are farthest
+    apart; mean over the steps that are in the rings"""
     last_share: Numbers
-    """of the operations in the ring, those that it came to last"""
+    """of these steps, those in which it came last"""
     cpu_share: Numbers
     run_delay_share: Numbers
     throttled_share: Numbers
@@ -209,7 +212,7 @@ class Arrivals(TypedDict):
     waited_s: list[Numbers]
     """row waits for column: seconds per step"""
     late: list[LateOperation]
-    """largest skews first, at most 50"""
+    """largest skews first, at most 50; of each step and group the one whose arrivals are farthest apart"""
 
 
 class Series(TypedDict):

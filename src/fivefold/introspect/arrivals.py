@@ -1,0 +1,212 @@
+"""When ranks come to the same operation: who is late, and who waits for whom.
+
+The same operation has the same number in its group on all ranks. A rank arrives when it asks for it. The
+last one to arrive makes all others wait; how long it then takes is the communication itself, and is read from
+the clock of that rank alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.introspect.groups import Group, groups
+from fivefold.introspect.run import TracedRun
+from fivefold.introspect.steps import Floats, behind_others
+from fivefold.trace.fold import bit_lengths
+from fivefold.trace.reader import RankTrace
+from fivefold.trace.schema import KINDS
+
+__all__ = ["Meeting", "Meetings", "Transfer", "meetings"]
+
+_ALONE = (KINDS.index("span"), KINDS.index("send"), KINDS.index("receive"), KINDS.index("exchange"))
+"""numbers of these differ from rank to rank"""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Key of how long communication takes once all have come."""
+
+    kind: int
+    tag: int
+    group: str
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Operations of a group that all its ranks that were read have in their rings; ranks x operations."""
+
+    group: Group
+    ranks: NDArray[np.int64]
+    number: NDArray[np.int64]
+    arrival_ns: NDArray[np.int64]
+    """by the clock of rank 0's node"""
+    blocked_ns: NDArray[np.int64]
+    served_ns: NDArray[np.int64]
+    """from asking, or from the end of the group's operation before, to the end; of the last rank"""
+    first: NDArray[np.void]
+    """the event as the first of `ranks` has it"""
+    phase: NDArray[np.int64]
+
+    @cached_property
+    def last(self) -> NDArray[np.int64]:
+        """Index in `ranks` of who came last."""
+        return np.argmax(self.arrival_ns, axis=0)
+
+    @cached_property
+    def widest(self) -> NDArray[np.int64]:
+        """Of each step, the operation whose arrivals are farthest apart."""
+        order = np.lexsort((-self.skew_ns, self.first["step"]))
+        return order[np.unique(self.first["step"][order], return_index=True)[1]]
+
+    @cached_property
+    def skew_ns(self) -> NDArray[np.int64]:
+        """From the first arrival to the last."""
+        return self.arrival_ns.max(0) - self.arrival_ns.min(0)
+
+
+@dataclass
+class Meetings:
+    """All meetings of a run, added up. Times in seconds."""
+
+    ranks: NDArray[np.int64]
+    met: list[Meeting]
+    late_s: Floats
+    """lateness of each rank behind the median of the others, at the operation of a step whose arrivals are
+    farthest apart, mean over steps; nan: met nobody"""
+    last_share: Floats
+    """of the steps, those in which a rank came last to that operation"""
+    waited_s: Floats
+    """ranks x ranks: how long the row was blocked until the column came, in all meetings"""
+    steps: int
+    """that the meetings are of"""
+    first_step: int | None
+    last_step: int | None
+    served_s: dict[Transfer, Floats] = field(default_factory=dict[Transfer, Floats])
+
+    @property
+    def compared(self) -> int:
+        """Operations that were found on all ranks of their group."""
+        return sum(len(meeting.number) for meeting in self.met)
+
+
+def meetings(run: TracedRun, first_step: int = 0) -> Meetings:
+    """Compare arrivals in steps from `first_step` on, or in all if there are none."""
+    found = [m for m in _all(run, first_step) if len(m.number)]
+    if not found and first_step:
+        found = [m for m in _all(run, 0) if len(m.number)]
+    ranks = np.array([trace.rank for trace in run.ranks])
+    size = len(ranks)
+    late, times, last = np.zeros((3, size))
+    waited = np.zeros((size, size))
+    served: dict[Transfer, list[Floats]] = defaultdict(list)
+    for meeting in found:
+        at = np.searchsorted(ranks, meeting.ranks)
+        widest = meeting.widest
+        late[at] += behind_others(meeting.arrival_ns[:, widest].astype(float)).sum(1) / 1e9
+        times[at] += len(widest)
+        apart = widest[meeting.skew_ns[widest] > 0]
+        last[at] += np.bincount(meeting.last[apart], minlength=len(at))
+        _wait(waited, at, meeting)
+        for key, seconds in _served(meeting):
+            served[key].append(seconds)
+    steps = np.concatenate([m.first["step"] for m in found]) if found else np.zeros(0, np.int64)
+    times[times == 0] = np.nan
+    return Meetings(
+        ranks, found, late / times, last / times, waited, len(np.unique(steps)),
+        int(steps.min()) if len(steps) else None, int(steps.max()) if len(steps) else None,
+        {key: np.concatenate(parts) for key, parts in served.items()},
+    )  # fmt: skip
+
+
+def _wait(waited: Floats, at: NDArray[np.int64], meeting: Meeting) -> None:
+    last = meeting.arrival_ns.max(0)
+    # A rank that did not wait for the result was not kept by who came late.
+    kept = np.minimum(last - meeting.arrival_ns, meeting.blocked_ns) / 1e9
+    for column in np.unique(meeting.last):
+        waited[at, at[column]] += kept[:, meeting.last == column].sum(1)
+
+
+def _served(meeting: Meeting) -> list[tuple[Transfer, Floats]]:
+    buckets = bit_lengths(meeting.first["size_bytes"])
+    codes = (
+        buckets
+        + 256 * meeting.first["tag"].astype(np.int64)
+        + 65536 * meeting.first["kind"].astype(np.int64)
+    )
+    return [
+        (
+            Transfer(int(code) >> 16, int(code) >> 8 & 255, meeting.group.name, int(code) & 255),
+            meeting.served_ns[codes == code] / 1e9,
+        )
+        for code in np.unique(codes)
+    ]
+
+
+# --- the same operations on all ranks --------------------------------------------------------------
+
+
+@dataclass
+class _Part:
+    """One rank's operations of a group, by number."""
+
+    rank: int
+    events: NDArray[np.void]
+    served_ns: NDArray[np.int64]
+    offset_ns: int
+
+
+def _all(run: TracedRun, first_step: int) -> list[Meeting]:
+    known = groups(run)
+    parts: dict[Group, list[_Part]] = defaultdict(list)
+    for trace in run.ranks:
+        for index, part in _parts(trace, first_step):
+            group = known.get((trace.rank, index))
+            if group is not None and group.size > 1:
+                parts[group].append(part)
+    return [_meeting(group, found) for group, found in parts.items() if len(found) > 1]
+
+
+def _parts(trace: RankTrace, first_step: int) -> list[tuple[int, _Part]]:
+    events = trace.events
+    chosen = ~np.isin(events["kind"], _ALONE) & (events["end_ns"] > 0)
+    events = events[chosen]
+    found: list[tuple[int, _Part]] = []
+    for index in np.unique(events["group"]):
+        own = events[events["group"] == index]
+        before = (
+            np.maximum.accumulate(np.concatenate([[0], own["end_ns"][:-1]])) if len(own) else own
+        )
+        served = own["end_ns"] - np.maximum(own["begin_ns"], before)
+        own, served = own[own["step"] >= first_step], served[own["step"] >= first_step]
+        number, at = np.unique(own["number"], return_index=True)
+        if len(number):
+            offset = int(trace.meta.get("clock_offset_ns") or 0)
+            found.append(
+                (int(index), _Part(trace.rank, own[at], np.maximum(served[at], 0), offset))
+            )
+    return found
+
+
+def _meeting(group: Group, parts: list[_Part]) -> Meeting:
+    common = parts[0].events["number"]
+    for part in parts[1:]:
+        common = np.intersect1d(common, part.events["number"], assume_unique=True)
+    at = [np.searchsorted(part.events["number"], common) for part in parts]
+
+    def table(name: str) -> NDArray[np.int64]:
+        rows = [part.events[name][where] for part, where in zip(parts, at, strict=True)]
+        return np.stack(rows).astype(np.int64)
+
+    arrival = table("begin_ns") + np.array([part.offset_ns for part in parts])[:, None]
+    served = np.stack([part.served_ns[where] for part, where in zip(parts, at, strict=True)])
+    last = np.argmax(arrival, axis=0) if len(common) else np.zeros(0, np.int64)
+    return Meeting(
+        group, np.array([part.rank for part in parts]), common.astype(np.int64), arrival, table("blocked_ns"),
+        served[last, np.arange(len(common))], parts[0].events[at[0]], table("phase"),
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""The report as plain data: what `fivefold report --json` prints and the page embeds. See `shape`."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
+
+from fivefold.introspect.arrivals import meetings
+from fivefold.introspect.breakdown import breakdown, steady, throughput
+from fivefold.introspect.charts import heat, outstanding, rank_table, series, timeline
+from fivefold.introspect.facts import calibrated, configuration, facts, marks
+from fivefold.introspect.matrix import arrivals
+from fivefold.introspect.numbers import plain
+from fivefold.introspect.operations import operations
+from fivefold.introspect.run import TracedRun
+from fivefold.introspect.shape import SHAPE, Document
+from fivefold.introspect.steps import Steps
+
+__all__ = ["document", "made_by"]
+
+_STACKS = 20
+"""places per phase"""
+_VALUES = 20_000
+"""of one column of the timeline, all ranks that are told in full together"""
+
+
+def document(run: TracedRun) -> Document:
+    """Everything that a report says about a run, as data for `json.dumps`."""
+    steps = Steps.of(run)
+    met = meetings(run, int(steps.first_step[steps.steady][0]) if steps else 0)
+    chosen = outstanding(run, steps, met)
+    drawn = Steps.of(run, max(50, min(500, _VALUES // max(1, len(chosen)))))
+    found: Any = {
+        "shape": SHAPE, "kind": "run", **made_by(), "run": facts(run, steps),
+        "problems": list(run.problems),
+        "verdict": {"text": "", "level": "notice"}, "findings": [],
+        "steady": steady(steps), "breakdown": breakdown(run, steps),
+        "timeline": timeline(drawn, chosen), "heat": heat(drawn),
+        "ranks": rank_table(run, steps, met, chosen),
+        "operations": plain(operations(run, met)), "arrivals": arrivals(met, steps.origin_ns if steps else 0),
+        "series": series(run, drawn), "marks": marks(run, steps),
+        "throughput": throughput(run, steps), "calibration": calibrated(run),
+        "configuration": configuration(run), "stacks": _stacks(run, chosen),
+    }  # fmt: skip
+    return cast("Document", found)
+
+
+def made_by() -> Any:
+    """Version and time of the report."""
+    try:
+        ours = version("fivefold")
+    except PackageNotFoundError:
+        ours = "unknown"
+    return {"fivefold": ours, "made": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _stacks(run: TracedRun, chosen: list[int]) -> dict[str, dict[str, list[list[Any]]]]:
+    """Of the chosen ranks, and of all together."""
+    found: dict[str, dict[str, list[list[Any]]]] = {}
+    total: dict[str, Counter[str]] = defaultdict(Counter)
+    for trace in run.ranks:
+        for phase, places in trace.stacks.items():
+            total[phase].update(dict(places))
+        if trace.rank in chosen and trace.stacks:
+            found[str(trace.rank)] = {
+                phase: [list(place) for place in places[:_STACKS]]
+                for phase, places in trace.stacks.items()
+            }
+    if total:
+        found["all"] = {p: [list(x) for x in c.most_common(_STACKS)] for p, c in total.items()}
+    return cast("dict[str, dict[str, list[list[Any]]]]", plain(found))
