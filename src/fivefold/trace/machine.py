@@ -1,0 +1,160 @@
+"""What the machine did during a step, for the row of `windows` that is being closed.
+
+    at most every    read                                                             takes
+    5 ms             processor time, core taken away, pages from disk                  2-4 us
+    20 ms            main thread without a core, control group stopped, memory         5-10 us
+    0.5 s            bytes of the network, energy, GPU                                 50 us and more
+
+What a row is too short for is counted in the next one that is read: sums over rows are right, single rows
+of less than 20 ms are smeared. Where the machine does not tell, a row says -1 or nan, and `said` why.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from fivefold.trace.counters import Energy, Network, Resident, RunDelay, Throttled
+from fivefold.trace.gpu_use import GpuUse, Used
+
+__all__ = ["Gpu", "Machine"]
+
+_OFTEN_NS, _SOMETIMES_NS, _RARELY_NS = 5_000_000, 20_000_000, 500_000_000
+
+
+class Gpu(Protocol):
+    """Where figures of the GPU come from."""
+
+    said: str
+
+    def read(self) -> Used | None:
+        """Figures of this moment."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+class Machine:
+    """A sampler of a `Trace`: call it with a row when a step ends. Belongs to the process that made it."""
+
+    def __init__(
+        self, thread: int, *, gpu: Gpu | int | None = None, root: Path = Path("/")
+    ) -> None:
+        """`thread`: native id of the main thread; `gpu`: number of this rank's GPU, or None on CPUs."""
+        self._delay, self._throttled = RunDelay(root, thread), Throttled(root)
+        self._resident, self._network = Resident(root), Network(root)
+        self._energy = Energy(root)
+        self._gpu: Gpu | None = GpuUse(gpu) if isinstance(gpu, int) else gpu
+        self._use: Used | None = None
+        self._often = self._sometimes = self._rarely = time.monotonic_ns()
+        self._last_cpu, self._last_switched, self._last_faults, self._peak_bytes = _process()
+        self._last_delay, self._last_throttled = self._delay.read(), self._throttled.read()
+        self._last_network, self._last_energy = self._network.read(), self._energy.read()
+        self._rss = self._resident.read()
+        if self._gpu is not None:
+            self._use = self._gpu.read()
+
+    @property
+    def said(self) -> dict[str, str]:
+        """For the meta of a trace: where figures come from, or why there are none."""
+        told = {"energy": self._energy.said}
+        if self._gpu is not None:
+            told["gpu"] = self._gpu.said or "by NVML"
+            if self._gpu_energy is not None:
+                told["energy"] = f"this rank's GPU by NVML; processors: {self._energy.said}"
+        if self._last_network is None:
+            told["network"] = "not available: /proc/net/dev cannot be read"
+        if self._last_delay is None:
+            told["run_delay"] = "not available: the kernel keeps no schedstat of threads"
+        if self._last_throttled is None:
+            told["throttled"] = "not available: no control group of processors can be read"
+        return told
+
+    def __call__(self, row: np.void) -> None:
+        """Fill in what happened since the last row."""
+        now = time.monotonic_ns()
+        self._begin(row)
+        if now - self._often >= _OFTEN_NS:
+            self._often = now
+            self._read_process(row)
+        if now - self._sometimes >= _SOMETIMES_NS:
+            self._sometimes = now
+            self._read_files(row)
+        if self._rss is not None:
+            row["rss_bytes"] = max(int(row["rss_bytes"]), self._rss)
+        if now - self._rarely >= _RARELY_NS:
+            self._rarely = now
+            self._read_node(row)
+        if self._use is not None:
+            row["gpu_bytes"] = max(int(row["gpu_bytes"]), self._use.memory_bytes)
+            row["gpu_busy"] = self._use.busy
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        for source in (self._delay, self._throttled, self._resident, self._network, self._energy):
+            source.close()
+        if self._gpu is not None:
+            self._gpu.close()
+
+    def _read_process(self, row: np.void) -> None:
+        cpu, switched, faults, peak = _process()
+        row["cpu_ns"] += cpu - self._last_cpu
+        row["switched"] += switched - self._last_switched
+        row["faults"] += faults - self._last_faults
+        self._last_cpu, self._last_switched, self._last_faults = cpu, switched, faults
+        if peak > self._peak_bytes:  # a new height, so it was reached since the last look
+            self._peak_bytes = peak
+            row["rss_bytes"] = peak
+
+    def _read_files(self, row: np.void) -> None:
+        delay, throttled = self._delay.read(), self._throttled.read()
+        if delay is not None:
+            row["run_delay_ns"] += delay - (self._last_delay or 0)
+        if throttled is not None:
+            row["throttled_ns"] += throttled - (self._last_throttled or 0)
+        self._last_delay, self._last_throttled = delay, throttled
+        self._rss = self._resident.read()
+
+    def _read_node(self, row: np.void) -> None:
+        network, energy = self._network.read(), self._energy.read()
+        if network is not None and self._last_network is not None:
+            row["sent_bytes"] += network[0] - self._last_network[0]
+            row["received_bytes"] += network[1] - self._last_network[1]
+        if energy is not None and self._last_energy is not None:
+            row["energy_j"] += energy - self._last_energy
+        self._last_network, self._last_energy = network, energy
+        if self._gpu is not None:
+            before = self._gpu_energy
+            self._use = self._gpu.read()
+            if before is not None and self._gpu_energy is not None:
+                row["energy_j"] += self._gpu_energy - before
+
+    def _begin(self, row: np.void) -> None:
+        """Sums begin at 0 where the machine tells them; the others stay unknown."""
+        if self._last_network is not None:
+            row["sent_bytes"] = row["received_bytes"] = 0
+        if self._last_energy is not None or self._gpu_energy is not None:
+            row["energy_j"] = 0.0
+        if self._last_delay is None:
+            row["run_delay_ns"] = -1
+        if self._last_throttled is None:
+            row["throttled_ns"] = -1
+
+    @property
+    def _gpu_energy(self) -> float | None:
+        use = self._use
+        return None if use is None or math.isnan(use.energy_j) else use.energy_j
+
+
+def _process() -> tuple[int, int, int, int]:
+    """Processor time in ns, times that a core was taken away, pages from disk, most memory ever in bytes."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = time.clock_gettime_ns(time.CLOCK_PROCESS_CPUTIME_ID)
+    return cpu, used.ru_nivcsw, used.ru_majflt, used.ru_maxrss << 10

@@ -1,0 +1,106 @@
+"""A thread that looks at the training thread, about 20 times a second: where it is, and that it lives.
+
+It counts where the thread is seen by phase, writes the counts and the heartbeat into the trace, and calls
+whoever watches for something (`fivefold.comm.hang`). One such thread serves a process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+from fivefold.trace.frames import position, where
+from fivefold.trace.schema import PHASES
+from fivefold.trace.trace import Trace
+
+__all__ = ["OUTSIDE", "Watcher"]
+
+OUTSIDE = "outside"
+"""what stacks call the time that no phase claims"""
+_KEPT, _SEEN = 50, 500
+"""places per phase that are written, and that are counted until the rarest are dropped"""
+_LONGEST = 160
+_log = logging.getLogger(__name__)
+
+
+class Watcher:
+    """Watches the thread that made `trace`, until `close`, which the trace calls as it is closed."""
+
+    def __init__(self, trace: Trace, *, every_s: float = 0.05, write_s: float = 2.0) -> None:
+        self.since = time.monotonic()
+        """when the watched thread was first seen where it is now, in s of the monotonic clock"""
+        self.watchers: list[Callable[[], None]] = []
+        """called at every look, in the thread of the watcher; one that raises is called no more"""
+        self._trace, self._every_s, self._write_s = trace, every_s, write_s
+        self._seen: dict[str, Counter[str]] = {}
+        self._position = (0, 0)
+        self._ending = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="fivefold-watch", daemon=True)
+        trace.closers.append(self.close)
+        self._thread.start()
+
+    @property
+    def frame(self) -> FrameType | None:
+        """What the watched thread executes now."""
+        return sys._current_frames().get(self._trace.thread)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    def close(self) -> None:
+        """End the thread, and write what it counted. A process that was forked has no such thread."""
+        if os.getpid() != self._pid or self._ending.is_set():
+            return
+        self._ending.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * self._every_s + 2.0)
+
+    def _run(self) -> None:
+        written = time.monotonic()
+        while not self._ending.wait(self._every_s):
+            self._look()
+            for watcher in tuple(self.watchers):
+                self._call(watcher)
+            now = time.monotonic()
+            if now - written >= self._write_s:
+                written = now
+                self._write()
+        self._write()
+
+    def _look(self) -> None:
+        self._trace.live["heartbeat_ns"] = time.monotonic_ns()
+        frame = self.frame
+        if frame is None:
+            return
+        found = position(frame)
+        if found != self._position:
+            self._position, self.since = found, time.monotonic()
+        phase = self._trace.phase
+        counts = self._seen.setdefault(
+            PHASES[phase] if phase < len(PHASES) else OUTSIDE, Counter[str]()
+        )
+        counts[where(frame)[:_LONGEST]] += 1
+        if len(counts) > _SEEN:
+            for rare, _ in counts.most_common()[_SEEN // 2 :]:
+                del counts[rare]
+
+    def _write(self) -> None:
+        kept, room = _KEPT, int(self._trace.file.sections["stacks"]["bytes"])
+        while kept:
+            text = json.dumps({phase: c.most_common(kept) for phase, c in self._seen.items()})
+            if len(text) <= room:
+                self._trace.write("stacks", text)
+                return
+            kept //= 2
+
+    def _call(self, watcher: Callable[[], None]) -> None:
+        try:
+            watcher()
+        except Exception:  # noqa: BLE001 - whatever it was, training goes on
+            self.watchers.remove(watcher)
+            _log.exception("%r has failed, and watches no more", watcher)
