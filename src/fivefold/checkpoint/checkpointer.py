@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -22,10 +21,11 @@ from typing import Any, Protocol, TypeVar, cast
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.compare import Comparing
+from fivefold.checkpoint.compare import Agreement, Comparing
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.members import members_of, resolved_scheme
 from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.notices import Notices
 from fivefold.checkpoint.opening import open_run
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
@@ -37,7 +37,7 @@ from fivefold.checkpoint.state import State
 from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.checkpoint.writing import Channels, Writing
 from fivefold.closing import Closing
-from fivefold.errors import CheckpointWarning, UsageError
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.groups import cpu_groups
 from fivefold.plan import Layout
@@ -115,6 +115,7 @@ class Checkpointer(Closing):
         self._settings = settings = settings_of(directory, plan, node, given)
         groups = cpu_groups(process_group, 3, settings.timeout_s)
         self._channels = Channels(*map(Ranks, groups))
+        self._notices = Notices(self._channels.training)
         self._layout = Layout(data=self._channels.training.size) if mesh is None else mesh.layout
         self._open(objects)
         self._hook(objects, signals=signals)
@@ -177,7 +178,8 @@ class Checkpointer(Closing):
                 warn=notes.append,
             )
         for note in notes:  # now that no rank waits for another
-            self._warn(note)
+            self._notices.warn(note)
+        self._notices.meet()
         if found is None:
             return None
         self._resumed = found.step, found.epoch
@@ -221,9 +223,8 @@ class Checkpointer(Closing):
         self._look_after()
         first = self._channels.training.rank == 0
         due = first and self._rhythm.by_time() and self._under_way is None
-        agreed = self._comparing.tell(step, self._received(), due=due)
-        if agreed.signal:
-            self._stop()
+        agreed = self._comparing.tell(step, self._received(), due=due, failed=self._notices.failed)
+        self._act_on(agreed)
         if not (agreed.due or self._rhythm.by_step(step)):
             return False
         self.save(step)
@@ -232,8 +233,8 @@ class Checkpointer(Closing):
     def poll(self) -> None:
         """In phases without steps, such as validation, now and then: notice signals. See `maybe_save`."""
         self._look_after()
-        if self._comparing.tell(self._step, self._received(), due=False).signal:
-            self._stop()
+        failed = self._notices.failed
+        self._act_on(self._comparing.tell(self._step, self._received(), due=False, failed=failed))
 
     def save(self, step: int) -> None:
         """Begin to save the state after `step` steps. Waits for the save before, if that is still under way.
@@ -263,6 +264,7 @@ class Checkpointer(Closing):
         if self._writing is not None:
             self._writing.wait()
         self._look_after()
+        self._notices.meet()
 
     def close(self) -> None:
         """Finish what is under way, copy the last save to the persistent directory, and end the helpers."""
@@ -275,6 +277,7 @@ class Checkpointer(Closing):
                 self._writing.close()
             self._comparing.close()
             self._look_after()
+            self._notices.meet()
         finally:
             self._let_go()
 
@@ -332,14 +335,20 @@ class Checkpointer(Closing):
         if self._under_way is not None and self._under_way.done():
             self.last, self._under_way = self._under_way.result(), None
             if self.last.problem:
-                self._warn(self.last.problem)
+                self._notices.warn(self.last.problem)
             else:
                 self._rhythm.measured(self._stall_s + self.last.cpu_s)
         for problem in self._writing.problems() if self._writing is not None else ():
-            self._warn(problem)
+            self._notices.warn(problem)
 
     def _received(self) -> int:
         return 0 if self._signals is None else self._signals.received
+
+    def _act_on(self, agreed: Agreement) -> None:
+        if agreed.signal:
+            self._stop()
+        if agreed.failed:
+            self._notices.meet()
 
     def _stop(self) -> None:
         """Save, unless that was done at this step, and end."""
@@ -347,10 +356,6 @@ class Checkpointer(Closing):
             self.save(self._step)
         self.close()
         raise SystemExit(STOPPED)
-
-    def _warn(self, problem: str) -> None:
-        if self._channels.training.rank == 0:
-            warnings.warn(problem, CheckpointWarning, stacklevel=3)
 
     def _let_go(self) -> None:
         self._unhook()

@@ -28,6 +28,8 @@ class Agreement:
     """the largest number of a signal that a rank got; 0: none"""
     due: bool = False
     """whether a rank finds that it is time to save"""
+    failed: bool = False
+    """whether a rank keeps an error for all"""
 
 
 class Comparing:
@@ -41,13 +43,13 @@ class Comparing:
         """calls from one comparison to the next"""
         self._begun = 0.0
 
-    def tell(self, step: int, signal: int, *, due: bool) -> Agreement:
+    def tell(self, step: int, signal: int, *, due: bool, failed: bool = False) -> Agreement:
         """What was agreed since the last call, if anything; and what this rank tells now. Collective.
 
         Raises `UsageError` if ranks are not at the same step.
         """
         if self._ranks.size == 1:
-            return Agreement(signal, due)
+            return Agreement(signal, due, failed)
         found = Agreement()
         if self._pending is not None:
             self._calls += 1
@@ -56,7 +58,7 @@ class Comparing:
             found = self._read(self._pending)
         self._calls, self._begun = 0, time.monotonic()
         # The largest of both signs: the smallest step, too.
-        numbers = [signal, int(due), self._wish, step, -step]
+        numbers = [signal, int(due), int(failed), self._wish, step, -step]
         self._pending = self._ranks.start_comparison(numbers)
         return found
 
@@ -64,7 +66,7 @@ class Comparing:
 
     def _read(self, pending: Comparison) -> Agreement:
         passed_s = (time.monotonic() - self._begun) / max(1, self._calls)
-        signal, due, every, most, least = pending.wait()
+        signal, due, failed, every, most, least = pending.wait()
         self._wish = min(_MOST_CALLS, max(1, math.ceil(_EVERY_S / max(passed_s, 1e-6))))
         self._every = every
         if most != -least:
@@ -72,7 +74,7 @@ class Comparing:
                 f"ranks call maybe_save after different steps, from {-least} to {most}: all ranks have to "
                 "call it after each step, with the same number"
             )
-        return Agreement(signal, bool(due))
+        return Agreement(signal, bool(due), bool(failed))
 
     def close(self) -> None:
         """Wait for what is under way."""

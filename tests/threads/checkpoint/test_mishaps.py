@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,9 +75,8 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_disk_that_fails_costs_that_save_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def second_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk of one node."""
     sync = FileOps.sync
 
     def fails(self: FileOps, fd: int, path: Path) -> None:
@@ -85,6 +85,12 @@ def test_a_disk_that_fails_costs_that_save_only(
         sync(self, fd, path)
 
     monkeypatch.setattr(FileOps, "sync", fails)
+
+
+def test_a_disk_that_fails_costs_that_save_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_step_fails(monkeypatch)
     with told() as warned:
         assert run_ranks(3, run, tmp_path, range(1, 4)) == [(None, 3)] * 3
     [text] = warned
@@ -96,6 +102,33 @@ def test_a_disk_that_fails_costs_that_save_only(
     store = LocalStore(tmp_path / "node-0", generation(tmp_path, "node-0", 3).parent.name)
     assert [(g.step, g.manifest is not None) for g in store.generations()] == [(1, True), (3, True)]
     assert run_ranks(3, run, tmp_path, range(4, 5)) == [(3, 4)] * 3
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_where_warnings_are_errors_all_ranks_raise_them(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(mesh: Mesh, done: list[int]) -> None:
+        node = f"node-{mesh.rank}"
+        given: dict[str, Any] = {"local": tmp_path / node, "node": node, "every": 2}
+        with Checkpointer(tmp_path / "far", mesh, **given, flush_every=0, count={"n": 0}) as ckpt:
+            for step in range(1, 3 if waits else 10_000):
+                done.append(step)
+                ckpt.maybe_save(step)
+                time.sleep(0.01)
+            ckpt.wait()
+
+    def raised(mesh: Mesh) -> list[int]:
+        done: list[int] = []
+        with pytest.raises(CheckpointWarning, match="writing step 2 failed on rank 1"):
+            train(mesh, done)
+        return done
+
+    second_step_fails(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        first, *others = run_ranks(3, raised)
+    assert others == [first, first]  # after the same step
 
 
 def test_a_disk_that_fails_later_is_named_with_its_file(
