@@ -41,7 +41,7 @@ class Epoch:
     steps: int
 
 
-EPOCHS = {"resnet50": Epoch(8, 24), "edsr": Epoch(2, 16)}
+EPOCHS = {"resnet50": Epoch(8, 28), "edsr": Epoch(2, 48)}
 
 
 def options() -> argparse.Namespace:
