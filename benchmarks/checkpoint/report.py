@@ -11,7 +11,7 @@ import epochs_report
 from contenders import TITLES
 from costs import FIXED_S, MTBF_S, Cost, Rounds, call_s, costs
 from figures import Median, ratio, table
-from publishing import conditions, kept, with_sections
+from publishing import conditions, with_figures
 
 __all__ = ["ORDER", "WAYS_BACK", "renewed", "section"]
 
@@ -147,5 +147,4 @@ def _judged(found: Mapping[str, Sequence[Cost]]) -> Iterator[str]:
 
 def renewed(readme: str, folder: Path) -> str:
     """The README with the figures of all kept parts."""
-    results = kept(folder)
-    return with_sections(readme, [section(results[name]) for name in ORDER if name in results])
+    return with_figures(readme, folder, section, ORDER)

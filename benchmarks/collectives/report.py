@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Median, ratio, table
-from publishing import kept, with_sections
+from publishing import with_figures
 
 from fivefold.bench.report import size_text
 
@@ -99,5 +99,4 @@ def _judged(result: dict[str, Any]) -> Iterator[str]:
 
 def renewed(readme: str, folder: Path) -> str:
     """The README with the figures of all kept parts."""
-    results = kept(folder)
-    return with_sections(readme, [section(results[name]) for name in ORDER if name in results])
+    return with_figures(readme, folder, section, ORDER)

@@ -42,6 +42,14 @@ def with_sections(text: str, sections: Sequence[str]) -> str:
     return before + "\n\n".join([BEGIN, *sections, END]) + after
 
 
+def with_figures(
+    text: str, folder: Path, section: Callable[[dict[str, Any]], str], order: Sequence[str]
+) -> str:
+    """The text of a README with a section for each kept result, by name in this order."""
+    results = kept(folder)
+    return with_sections(text, [section(results[name]) for name in order if name in results])
+
+
 def conditions(result: dict[str, Any]) -> str:
     """One line: on what, with what, when."""
     told = result["environment"]

@@ -243,6 +243,7 @@ class Saver(Closing):
             what=f"writing step {job.step}",
         )
         first = self._ranks.rank == 0
+        # As bytes of a file: no rank unpickles what it was sent. It is read by the list of `metadata.py`.
         return items, self._ranks.from_first(pickle.dumps(metadata) if first else None)
 
     def _committed(self, step: int, items: list[Item], metadata: bytes) -> Generation:
