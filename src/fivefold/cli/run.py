@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -16,7 +16,7 @@ import tyro
 from fivefold.cli import parse_options
 from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.launch.engine import choose
-from fivefold.launch.environment import launched, locate
+from fivefold.launch.environment import allocated_nodes, launched, locate
 from fivefold.launch.job import Job, default_log_dir
 
 __all__ = ["Run"]
@@ -48,6 +48,14 @@ class Run:
         tyro.conf.arg(aliases=["-x"], metavar="NAME=VALUE", help_behavior_hint="(repeatable)"),
     ] = ()
     """environment variable for every process; a NAME alone passes the current value on"""
+    explain: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
+        False
+    )
+    """report where the ranks run and with what, and what is wrong with that, before the script starts"""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
+        False
+    )
+    """print the commands that would be run, and run nothing"""
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -67,7 +75,17 @@ class Run:
         engine = choose(self.engine)
         self._check_surroundings()
         log_dir = self.log_dir or default_log_dir()
-        engine.run(Job(command, processes, log_dir, environment, port=self.port))
+        if self.explain:
+            from fivefold.launch.explain import wrapped
+
+            command = wrapped(command, log_dir)
+        job = Job(command, processes, log_dir, environment, port=self.port)
+        if self.dry_run:
+            from fivefold.cli.dry_run import show
+
+            show(job, engine, report=self.explain)
+        else:
+            engine.run(job)
         return 0
 
     def _check_plan(self, environment: dict[str, str]) -> int:
@@ -94,11 +112,14 @@ class Run:
                 "a job of its own; start the script itself that way, or call fivefold run only once "
                 "(if several jobs are what you want: --engine local)"
             )
-        if (nodes := _nodes(os.environ)) > 1:
+        if (nodes := allocated_nodes()) > 1:
             sys.stderr.write(
                 f"note: the allocation has {nodes} nodes, but fivefold run uses this one alone; for all of "
                 "them, start the script with srun or mpirun\n"
             )
+
+
+_FLAGS = ("-h", "--help", "--explain", "--dry-run")
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -110,8 +131,8 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(words[:at]), list(words[at + 1 :])
         if not word.startswith("-") or word == "-m":
             break
-        # Every option but help takes one value.
-        at += 1 if word in ("-h", "--help") or "=" in word else 2
+        # Every other option takes one value.
+        at += 1 if word.replace("_", "-") in _FLAGS or "=" in word else 2
     return list(words[:at]), list(words[at:])
 
 
@@ -168,14 +189,3 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals and name not in os.environ:
         raise UsageError(f"-x {text}: {name} is not set; give it a value with -x {name}=VALUE")
     return name, value if equals else os.environ[name]
-
-
-def _nodes(environ: Mapping[str, str]) -> int:
-    """Nodes of the allocation, as far as Slurm or PBS tell."""
-    told = environ.get("SLURM_JOB_NUM_NODES", "")
-    if told.isdecimal():
-        return int(told)
-    try:
-        return len(set(Path(environ["PBS_NODEFILE"]).read_text().split()))
-    except (KeyError, OSError):
-        return 1

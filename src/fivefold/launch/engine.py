@@ -1,4 +1,4 @@
-"""What can start a job. Adding an engine means one class with three members and one line here.
+"""What can start a job. Adding an engine means one class with four members and one line here.
 
 All engines pass the same test, tests/processes/test_engines.py.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fivefold.errors import UsageError, suggest
-from fivefold.launch.job import Job, Outcome
+from fivefold.launch.job import Job, Outcome, Start
 from fivefold.launch.local import LocalEngine
 from fivefold.launch.mpirun import MpirunEngine
 from fivefold.launch.torchrun import TorchrunEngine
@@ -26,6 +26,14 @@ class Engine(Protocol):
 
     def unavailable(self) -> str | None:
         """Why this engine cannot be used here and what to do about it; None if it can."""
+        ...
+
+    def starts(self, job: Job, port: int) -> list[Start]:
+        """What `run` starts, if the ranks meet at `port`: one process per rank, or one that starts them all.
+
+        The named pipe on which ranks of torchrun and mpirun report is left out; they run without it.
+        Raises `UsageError` if the engine cannot be used.
+        """
         ...
 
     def run(self, job: Job) -> Outcome:

@@ -18,11 +18,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fivefold.errors import UsageError
 from fivefold.launch import slurm
 
-__all__ = ["FAMILIES", "Family", "Place", "launched", "locate", "without_places"]
+__all__ = ["FAMILIES", "Family", "Place", "allocated_nodes", "launched", "locate", "without_places"]
 
 Environ = Mapping[str, str]
 
@@ -137,6 +138,17 @@ def without_places(environ: Environ) -> dict[str, str]:
     # TORCHELASTIC_USE_AGENT_STORE, left standing, would make ranks wait for a store that nobody holds.
     outer = ("TORCHELASTIC_", "GROUP_", "ROLE_")
     return {k: v for k, v in environ.items() if k not in drop and not k.startswith(outer)}
+
+
+def allocated_nodes(environ: Environ = os.environ) -> int:
+    """Nodes of the allocation, as far as Slurm or PBS tell; 1 outside any."""
+    told = environ.get("SLURM_JOB_NUM_NODES", "")
+    if told.isdecimal():
+        return max(1, int(told))
+    try:
+        return len(set(Path(environ["PBS_NODEFILE"]).read_text().split())) or 1
+    except (KeyError, OSError):
+        return 1
 
 
 def _find(environ: Environ) -> Place | None:

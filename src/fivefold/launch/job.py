@@ -18,6 +18,7 @@ __all__ = [
     "Job",
     "Outcome",
     "RankFailure",
+    "Start",
     "Stopped",
     "default_log_dir",
     "ended",
@@ -77,6 +78,14 @@ class Job:
         environ.setdefault("OMP_NUM_THREADS", str(max(1, granted_cores() // self.processes)))
         environ.setdefault("PYTHONUNBUFFERED", "1")
         return {**environ, **self.environment}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process that an engine starts: its command, and its whole environment."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)

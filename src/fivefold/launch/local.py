@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fivefold.errors import UsageError
 from fivefold.launch.guard import dies_with_parent
-from fivefold.launch.job import Job, Outcome, log_path
+from fivefold.launch.job import Job, Outcome, Start, log_path
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
 from fivefold.launch.watch import Watch
@@ -26,34 +26,40 @@ class LocalEngine:
         """None: this engine needs nothing but Linux."""
         return None if sys.platform == "linux" else "it needs Linux"
 
+    def starts(self, job: Job, port: int) -> list[Start]:
+        """One process per rank; see `Engine.starts`."""
+        shared = job.rank_environment(self.name) | {
+            "WORLD_SIZE": str(job.processes),
+            "LOCAL_WORLD_SIZE": str(job.processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        return [
+            Start(job.command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(job.processes)
+        ]
+
     def run(self, job: Job) -> Outcome:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
         with reserved_port(job.port) as port:
             job.make_log_dir()
-            shared = job.rank_environment(self.name) | {
-                "WORLD_SIZE": str(job.processes),
-                "LOCAL_WORLD_SIZE": str(job.processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
             with Watch(job) as watch:
-                for rank in range(job.processes):
-                    environ = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    _start(job, rank, environ, watch)
+                for rank, start in enumerate(self.starts(job, port)):
+                    _start(job, rank, start, watch)
                 watch.wait()
         return Outcome(job.processes, time.monotonic() - began)
 
 
-def _start(job: Job, rank: int, environ: dict[str, str], watch: Watch) -> None:
+def _start(job: Job, rank: int, start: Start, watch: Watch) -> None:
     log = watch.keep(log_path(job.log_dir, rank).open("ab", buffering=0))
     piped = job.output == "prefix"
     # With "first", rank 0 draws on the terminal itself; all else goes to the log files directly.
     direct = None if rank == 0 else log
     try:
         process = subprocess.Popen(
-            list(job.command),
-            env=environ,
+            list(start.command),
+            env=dict(start.environment),
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else direct,
             stderr=subprocess.PIPE if piped else log,

@@ -12,13 +12,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fivefold.errors import UsageError
-from fivefold.launch.job import Job, Outcome
+from fivefold.launch.job import Job, Outcome, Start
 from fivefold.launch.port import reserved_port
-from fivefold.launch.relay import run_through
+from fivefold.launch.relay import run_through, shim_command
 
 __all__ = ["MpirunEngine", "find_mpirun", "flavour"]
 
@@ -39,18 +39,24 @@ class MpirunEngine:
             return str(problem)
         return None
 
+    def starts(self, job: Job, port: int) -> list[Start]:
+        """One mpirun; see `Engine.starts`."""
+        return [self._start(job, _command(job), port)]
+
     def run(self, job: Job) -> Outcome:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
-        mpirun = find_mpirun()
-        options = _OPTIONS[flavour(mpirun)](job.processes, job.environment)
+        mpirun = _command(job)
         with reserved_port(job.port) as port:
-            environ = job.rank_environment(self.name)
-            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             run_through(
-                job, f"mpirun ({mpirun})", lambda shim: [str(mpirun), *options, *shim], environ
+                job, f"mpirun ({mpirun[0]})", lambda fifo: self._start(job, mpirun, port, fifo)
             )
         return Outcome(job.processes, time.monotonic() - began)
+
+    def _start(self, job: Job, mpirun: Sequence[str], port: int, fifo: Path | None = None) -> Start:
+        environ = job.rank_environment(self.name)
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return Start([*mpirun, *shim_command(job, fifo)], environ)
 
 
 def find_mpirun(environ: Mapping[str, str] = os.environ) -> Path:
@@ -94,6 +100,12 @@ def flavour(mpirun: Path) -> str:
     raise UsageError(
         f"{mpirun} is neither Open MPI nor MPICH (its --version says {first!r}); {_GET_ONE}"
     )
+
+
+def _command(job: Job) -> list[str]:
+    """The mpirun and its options. Asks it for its version; raises `UsageError` as `find_mpirun` does."""
+    mpirun = find_mpirun()
+    return [str(mpirun), *_OPTIONS[flavour(mpirun)](job.processes, job.environment)]
 
 
 def _openmpi(processes: int, environment: Mapping[str, str]) -> list[str]:

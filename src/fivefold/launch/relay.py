@@ -16,12 +16,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.guard import dies_with_parent
-from fivefold.launch.job import Job, ended, tail
+from fivefold.launch.job import Job, Start, ended, tail
 from fivefold.launch.watch import Watch
 
 __all__ = ["FRAME_BYTES", "run_through", "send", "shim_command"]
@@ -40,16 +40,15 @@ def send(fifo: int, rank: int, kind: bytes, payload: bytes) -> None:
     os.write(fifo, _HEADER.pack(rank, kind, len(payload)) + payload)
 
 
-def shim_command(job: Job, fifo: Path) -> list[str]:
+def shim_command(job: Job, fifo: Path | None = None) -> list[str]:
     """The command that a foreign launcher starts in every process instead of the job's own."""
-    shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), "--fifo", str(fifo), "--"]
+    report = ["--fifo", str(fifo)] if fifo is not None else []
+    shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), *report, "--"]
     return [sys.executable, *shim, *job.command]
 
 
-def run_through(
-    job: Job, name: str, command: Callable[[Sequence[str]], Sequence[str]], environ: dict[str, str]
-) -> None:
-    """Run what `command` makes of the shim's command, and supervise it as `Watch` does."""
+def run_through(job: Job, name: str, start: Callable[[Path], Start]) -> None:
+    """Run what `start` makes of the path of the pipe, and supervise it as `Watch` does."""
     job.make_log_dir()
     engine_log = job.log_dir / "engine.log"
     with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, Watch(job) as watch:
@@ -60,7 +59,7 @@ def run_through(
         watch.read(os.fdopen(os.open(fifo, os.O_RDWR), "rb", buffering=0), frames.take)
         codes: list[int] = []
         log = watch.keep(engine_log.open("ab", buffering=0))
-        process = _start(list(command(shim_command(job, fifo))), environ, log.fileno())
+        process = _start(start(fifo), log.fileno())
         watch.start(process, codes.append)
         watch.wait()
     if codes[0] or frames.greeted < job.processes:
@@ -71,13 +70,13 @@ def run_through(
         )
 
 
-def _start(command: list[str], environ: dict[str, str], log: int) -> subprocess.Popen[bytes]:
+def _start(start: Start, log: int) -> subprocess.Popen[bytes]:
     # mpirun reads its input at once, on behalf of rank 0: a terminal is not its to read from.
     quiet = sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
     try:
         return subprocess.Popen(
-            command,
-            env=environ,
+            list(start.command),
+            env=dict(start.environment),
             stdin=subprocess.DEVNULL if quiet else None,
             stdout=log,
             stderr=log,
@@ -85,7 +84,7 @@ def _start(command: list[str], environ: dict[str, str], log: int) -> subprocess.
             preexec_fn=dies_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no threads here
         )
     except OSError as problem:
-        raise UsageError(f"cannot start {command[0]}: {problem.strerror}") from None
+        raise UsageError(f"cannot start {start.command[0]}: {problem.strerror}") from None
 
 
 class _Frames:

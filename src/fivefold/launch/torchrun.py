@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
-from fivefold.launch.job import Job, Outcome
+from fivefold.launch.job import Job, Outcome, Start
 from fivefold.launch.port import reserved_port
-from fivefold.launch.relay import run_through
+from fivefold.launch.relay import run_through, shim_command
 
 __all__ = ["TorchrunEngine"]
 
@@ -23,20 +23,24 @@ class TorchrunEngine:
         """A reason if torch is not installed."""
         return None if find_spec("torch") else "torch is not installed; pip install torch"
 
+    def starts(self, job: Job, port: int) -> list[Start]:
+        """One torchrun; see `Engine.starts`."""
+        return [self._start(job, port)]
+
     def run(self, job: Job) -> Outcome:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
         with reserved_port(job.port) as port:
-
-            def command(shim: Sequence[str]) -> list[str]:
-                options = [
-                    f"--nproc-per-node={job.processes}",
-                    "--max-restarts=0",
-                    "--master-addr=127.0.0.1",
-                    f"--master-port={port}",
-                    "--no-python",
-                ]
-                return [sys.executable, "-m", "torch.distributed.run", *options, "--", *shim]
-
-            run_through(job, self.name, command, job.rank_environment(self.name))
+            run_through(job, self.name, lambda fifo: self._start(job, port, fifo))
         return Outcome(job.processes, time.monotonic() - began)
+
+    def _start(self, job: Job, port: int, fifo: Path | None = None) -> Start:
+        options = [
+            f"--nproc-per-node={job.processes}",
+            "--max-restarts=0",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            "--no-python",
+        ]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--"]
+        return Start([*torchrun, *shim_command(job, fifo)], job.rank_environment(self.name))

@@ -1,0 +1,116 @@
+"""What one rank was given: its host, cores, threads and GPUs. Ranks tell it each other in small files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from fivefold.cluster import cores
+from fivefold.cluster.gpus import Gpu, gpus, visible
+from fivefold.cluster.node import Node
+from fivefold.cluster.processors import processors
+from fivefold.launch.environment import Place
+
+__all__ = ["RankFacts", "expected", "gather", "look", "tell"]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one process has to work with."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    host: str
+    mask: tuple[int, ...]
+    """logical cores on which it may run"""
+    quota: float | None
+    """how many cores' time its control groups grant, to all ranks of the host together"""
+    numa: tuple[int, ...]
+    """NUMA nodes of these cores"""
+    threads: int | None
+    """that OMP_NUM_THREADS gives it; None: not set, and PyTorch takes a thread per core"""
+    gpus: tuple[Gpu, ...]
+    """that it may use, in the order in which it counts them"""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The one that `fivefold.start()` gives it: they are dealt out by local rank."""
+        return self.gpus[self.local_rank % len(self.gpus)] if self.gpus else None
+
+
+def look(
+    place: Place, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> RankFacts:
+    """What this process was given."""
+    mask = cores.affinity(root)
+    return RankFacts(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        host=socket.gethostname(),
+        mask=mask,
+        quota=cores.quota(root),
+        numa=processors(root).numa_of(mask),
+        threads=threads_of(environ),
+        gpus=visible(gpus(root), environ),
+    )
+
+
+def expected(processes: int, node: Node, environ: Mapping[str, str]) -> tuple[RankFacts, ...]:
+    """What the engines of `fivefold run` would give to ranks on this node: none of them binds to cores."""
+    share = max(1, node.granted // processes)
+    first = RankFacts(
+        rank=0,
+        local_rank=0,
+        local_size=processes,
+        host=node.host,
+        mask=node.mask,
+        quota=node.quota,
+        numa=node.processors.numa_of(node.mask),
+        threads=threads_of(environ) if environ.get("OMP_NUM_THREADS") else share,
+        gpus=visible(node.gpus, environ),
+    )
+    return tuple(replace(first, rank=rank, local_rank=rank) for rank in range(processes))
+
+
+def threads_of(environ: Mapping[str, str]) -> int | None:
+    """Threads that OMP_NUM_THREADS gives; of a list, those of the outermost region."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def tell(folder: Path, facts: RankFacts) -> None:
+    """Write this rank's facts for rank 0 to read. Raises `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"rank-{facts.rank}.tmp"
+    unfinished.write_text(json.dumps(asdict(facts)))
+    unfinished.rename(folder / f"rank-{facts.rank}.json")
+
+
+def gather(folder: Path, ranks: int, limit_s: float) -> tuple[RankFacts, ...]:
+    """The facts of all ranks, by rank; after `limit_s` seconds, of those that told them by then."""
+    end = time.monotonic() + limit_s
+    while len(found := list(folder.glob("rank-*.json"))) < ranks and time.monotonic() < end:
+        time.sleep(0.01)
+    facts = [one for path in found if (one := _read(path)) and one.rank < ranks]
+    for path in found:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a rank that comes too late still writes to it
+        folder.rmdir()
+    return tuple(sorted(facts, key=lambda one: one.rank))
+
+
+def _read(path: Path) -> RankFacts | None:
+    from cattrs import structure
+
+    try:
+        return structure(json.loads(path.read_text()), RankFacts)
+    except Exception:  # noqa: BLE001 - cattrs raises groups of anything; a damaged file counts as missing
+        return None
