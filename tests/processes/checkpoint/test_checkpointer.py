@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from fivefold.checkpoint.signals import STOPPED
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.launch.environment import without_places
+from fivefold.launch.port import reserved_port
 
 SCRIPT = Path(__file__).parents[2] / "checkpoint_run.py"
 TIMEOUT_S = 90.0
@@ -29,9 +30,8 @@ class Run:
 
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        self._held = ExitStack()
+        port = str(self._held.enter_context(reserved_port(None)))
         self.logs = [folder / f"rank-{rank}.log" for rank in range(2)]
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank, log in enumerate(self.logs):
@@ -66,12 +66,13 @@ class Run:
             time.sleep(0.02)
 
     def ends(self) -> list[int]:
-        return [process.wait(TIMEOUT_S) for process in self.processes]
+        with self._held:
+            return [process.wait(TIMEOUT_S) for process in self.processes]
 
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait(TIMEOUT_S)
+        self.ends()
 
     def steps(self, rank: int) -> dict[int, str]:
         found = re.findall(r"^step (\d+) pid \d+ (\w+)$", self.text(rank), re.MULTILINE)
