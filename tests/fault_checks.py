@@ -93,8 +93,8 @@ def run(
     return nodes.job(argv, on=on, env=extra, before=before)
 
 
-def ended(job: Job) -> list[Told]:
-    return [Told(text) for text in job.succeed(90.0)]
+def ended(job: Job, limit_s: float = 90.0) -> list[Told]:
+    return [Told(text) for text in job.succeed(limit_s)]
 
 
 def broken(job: Job, victim: int, nodes: Nodes) -> None:

@@ -81,6 +81,10 @@ class Unrecoverable(CheckpointError):
     """More of a checkpoint is lost than its redundancy can give back."""
 
 
+class AllLost(Unrecoverable, UsageError):
+    """A run has made saves, and none of them can be loaded: somebody has to decide."""
+
+
 class Foreign(CheckpointError, UsageError):
     """A checkpoint of another run, or of a newer version of Fivefold."""
 

@@ -227,6 +227,8 @@ class Checkpoint:
     """the most nodes that protect each other"""
     keep: int = 2
     """how many saves each node keeps, at least"""
+    keep_flushed: int = 3
+    """how many copies stay in the persistent directory; older ones of the run are removed; 0: all"""
     flush_every: int = 10
     """every n-th save is copied to the persistent directory; 0: only the last"""
     flush_bytes_per_s: float = 200e6
@@ -239,7 +241,8 @@ class Checkpoint:
     """the most that saving may lengthen training, as a fraction, where `every_steps` is 0; 0: no bound"""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", self, set_size=2, keep=2, flush_every=0, flush_bytes_per_s=0)
+        _at_least("checkpoint", self, set_size=2, keep=2, keep_flushed=0, flush_every=0)
+        _at_least("checkpoint", self, flush_bytes_per_s=0)
         _at_least("checkpoint", self, every_steps=0, mtbf_s=1, max_overhead=0)
         if self.max_overhead >= 1:
             raise PlanError(

@@ -59,12 +59,18 @@ class Desk:
         self._addresses: dict[int, Address] = {}
         self._begun = time.monotonic()
         self._done: dict[str, dict[str, float]] = {}
+        self._flushing: dict[int, tuple[int, float]] = {}
+        """by thread that copies: its clock, and what that showed at the beginning"""
+        self._flush_cpu_s = 0.0
+        self._flush_rates: list[Rate] = []
+        self._hurry = False
         self.commands: dict[str, Callable[[Given], Answer]] = {
             "hello": self.hello,
             "peers": self.peers,
             "protect": self.protect,
             "flush": self.flush,
             "finish": self.finish,
+            "hurry": self.hurry,
             "rebuild": self.rebuild,
             "inventory": self.inventory,
             "look": self.look,
@@ -112,17 +118,42 @@ class Desk:
 
     def flush(self, given: Given) -> Answer:
         """Copy payload of this node, and the metadata if told, to the persistent level."""
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
+        self._flushing[thread] = clock, time.clock_gettime(clock)
+        try:
+            answer = self._flush(given)
+        finally:
+            begun = self._flushing.pop(thread)[1]
+            cpu_s = time.clock_gettime(clock) - begun
+            self._flush_cpu_s += cpu_s
+        return {**answer, "cpu_s": cpu_s}
+
+    def _flush(self, given: Given) -> Answer:
         manifest = self._shelf.manifest(str(given["generation"]))
         copied = copy_files(
             self._shelf.path(manifest.name),
             place_at(given["url"], self._files),
             manifest,
             items_of(manifest, given["members"], metadata=given["metadata"]),
-            rate=Rate(given["bytes_per_s"], self._stop),
+            rate=self._flush_rate(given["bytes_per_s"]),
             files=self._files,
         )
         self._count("flush", copied.copied_bytes)
         return {"names": copied.names, "copied_bytes": copied.copied_bytes}
+
+    def _flush_rate(self, bytes_per_s: float | None) -> Rate:
+        rate = Rate(None if self._hurry else bytes_per_s, self._stop)
+        self._flush_rates.append(rate)
+        return rate
+
+    def hurry(self, given: Given) -> Answer:
+        """Copy as fast as it goes from now on: there is no training any more that would feel it."""
+        del given
+        self._hurry = True
+        for rate in [*self._flush_rates]:
+            rate.bytes_per_s = None
+        return {}
 
     def finish(self, given: Given) -> Answer:
         """Write the manifest of a flushed generation, when all nodes have copied."""
@@ -176,6 +207,9 @@ class Desk:
         assert self._server is not None
         return {
             "cpu_s": time.process_time(),
+            "flush_cpu_s": self._flush_cpu_s
+            + sum(time.clock_gettime(clock) - begun for clock, begun in [*self._flushing.values()]),
+            "flush_bytes": sum(rate.taken_bytes for rate in [*self._flush_rates]),
             "wall_s": time.monotonic() - self._begun,
             "sent_bytes": self._server.sent_bytes,
             "done": self._done,

@@ -53,6 +53,10 @@ class Figures:
     """What an agent has done and used since it was started."""
 
     cpu_s: float
+    flush_cpu_s: float
+    """of it, for copies to the persistent level"""
+    flush_bytes: int
+    """read so far for those copies"""
     wall_s: float
     sent_bytes: int
     """served to peers"""
@@ -169,8 +173,14 @@ class Agent(Closing):
             "metadata": metadata, "bytes_per_s": bytes_per_s,
         }  # fmt: skip
         return self._ask(
-            "flush", given, lambda did: Copied(tuple(did["names"]), int(did["copied_bytes"]))
+            "flush",
+            given,
+            lambda did: Copied(tuple(did["names"]), int(did["copied_bytes"]), float(did["cpu_s"])),
         )
+
+    def hurry(self) -> Future[None]:
+        """Copy without limit from now on, what is under way included."""
+        return self._ask("hurry", {}, lambda _: None)
 
     def finish_flush(self, generation: str, url: str | Path) -> Future[None]:
         """On one node, when all have copied: the manifest makes the copy a checkpoint."""

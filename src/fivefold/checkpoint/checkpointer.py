@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
 from fivefold.checkpoint.saving import Saved
 from fivefold.checkpoint.settings import settings_of
+from fivefold.checkpoint.sharing import agents_share
 from fivefold.checkpoint.signals import STOPPED, Signals
 from fivefold.checkpoint.staging import Staging, wait_before_steps
 from fivefold.checkpoint.state import State
@@ -75,9 +77,12 @@ class Checkpointer(Closing):
         flush_every: every n-th save is copied to `directory`; 0: the last alone.
         flush_bytes_per_s: how fast each node copies; 0: as fast as it goes.
         keep: how many saves each node keeps, at least.
+        keep_flushed: how many copies stay in `directory`; older ones of this run are removed. 0: all.
         mtbf_s: mean time between failures of the whole job, in seconds.
         max_overhead: the most that saving may lengthen training, as a fraction.
         signals: whether SIGTERM and SIGUSR1 make the run save and end, with exit code 75.
+        begin_again: whether the run may begin at step 0 where it has made saves and none can be loaded;
+            without it, that is an error. Where one can be loaded, the run goes on from it.
         node: name of this rank's node, the host name by default: ranks with one name share a disk.
         objects: what is saved, by name: modules, optimisers, loaders, schedulers, scalers and whatever else
             has state_dict and load_state_dict; tensors and dicts, which are changed in place.
@@ -100,20 +105,25 @@ class Checkpointer(Closing):
         flush_every: int | None = None,
         flush_bytes_per_s: float | None = None,
         keep: int | None = None,
+        keep_flushed: int | None = None,
         mtbf_s: float | None = None,
         max_overhead: float | None = None,
         signals: bool = True,
+        begin_again: bool = False,
         node: str | None = None,
         **objects: Any,
     ) -> None:
         given = {
             "local": local, "scheme": scheme, "set_size": set_size, "every_steps": every,
             "flush_every": flush_every, "flush_bytes_per_s": flush_bytes_per_s, "keep": keep,
-            "mtbf_s": mtbf_s, "max_overhead": max_overhead,
+            "keep_flushed": keep_flushed, "mtbf_s": mtbf_s, "max_overhead": max_overhead,
         }  # fmt: skip
         plan = None if mesh is None else mesh.plan
         self._settings = settings = settings_of(directory, plan, node, given)
         groups = cpu_groups(process_group, 3, settings.timeout_s)
+        self._begin_again = begin_again
+        on_cpu = mesh is None or mesh.device.type == "cpu"
+        self._threads = torch.get_num_threads() if on_cpu else 1
         self._channels = Channels(*map(Ranks, groups))
         self._notices = Notices(self._channels.training)
         self._layout = Layout(data=self._channels.training.size) if mesh is None else mesh.layout
@@ -131,6 +141,7 @@ class Checkpointer(Closing):
         members = members_of(ranks, self._settings.node, store.root, store.files)
         self._scheme = resolved_scheme(values.scheme, members, values.set_size)
         self._node = Node(store, members, timeout_s=min(self._settings.timeout_s, 60.0))
+        self._shared = agents_share(ranks, members, self._threads)
 
     def _hook(self, objects: Mapping[str, Any], *, signals: bool) -> None:
         """Be called before the optimisers' steps, and by signals."""
@@ -139,7 +150,9 @@ class Checkpointer(Closing):
         self._staging = Staging(at_once=not optimizers)
         self._unhook = wait_before_steps(optimizers, self._wait_for_staging)
         self._comparing = Comparing(self._channels.training)
-        self._rhythm = Rhythm(values.every_steps, values.mtbf_s, values.max_overhead)
+        self._rhythm = Rhythm(
+            values.every_steps, values.mtbf_s, values.max_overhead, values.flush_every
+        )
         self._signals = Signals() if signals else None
         self._writing: Writing | None = None
         self._resumed: tuple[int, int] | None = None
@@ -162,7 +175,7 @@ class Checkpointer(Closing):
         Saves that are damaged, or that too many nodes took with them, are passed over with a warning.
 
         Raises:
-            CheckpointError: there are saves, and none can be loaded.
+            AllLost: the run has made saves, and none can be loaded; see `begin_again`.
             UsageError: the saves are of another model, or of a number of ranks that will not do.
         """
         self._asked = True
@@ -175,6 +188,7 @@ class Checkpointer(Closing):
                 opened=self._opened,
                 state=self._state,
                 local=self._settings.local,
+                begin_again=self._begin_again,
                 warn=notes.append,
             )
         for note in notes:  # now that no rank waits for another
@@ -259,7 +273,11 @@ class Checkpointer(Closing):
         self._stall_s = time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Return when the save under way is protected and copies under way are complete, or have failed."""
+        """Return when the save under way is protected and copies under way are complete, or have failed.
+
+        Waits without limit for what still gets on: copies keep to `flush_bytes_per_s`. What failed is told by
+        warnings.
+        """
         self._finish_save()
         if self._writing is not None:
             self._writing.wait()
@@ -267,7 +285,13 @@ class Checkpointer(Closing):
         self._notices.meet()
 
     def close(self) -> None:
-        """Finish what is under way, copy the last save to the persistent directory, and end the helpers."""
+        """Finish what is under way, copy the last save to the persistent directory, and end the helpers.
+
+        In this order, so that little time does most: the save under way is written and protected; copies
+        under way are completed, from now on as fast as it goes; the last save is copied. A line on standard
+        error tells what is waited for if it takes longer than a moment. Of a copy that stands still for
+        `comm.timeout_s` of the plan a warning tells, and it is given up: the save is on the nodes.
+        """
         if self._closed:
             return
         self._closed = True
@@ -322,6 +346,8 @@ class Checkpointer(Closing):
             layout=self._layout,
             scheme=self._scheme,
             resumed=self._resumed,
+            rhythm=self._rhythm,
+            shared=self._shared,
         )
         return self._writing
 
@@ -337,7 +363,8 @@ class Checkpointer(Closing):
             if self.last.problem:
                 self._notices.warn(self.last.problem)
             else:
-                self._rhythm.measured(self._stall_s + self.last.cpu_s)
+                agent_s = self.last.agent_cpu_s if self._shared else 0.0
+                self._rhythm.measured(self._stall_s + self.last.cpu_s + agent_s)
         for problem in self._writing.problems() if self._writing is not None else ():
             self._notices.warn(problem)
 

@@ -35,6 +35,8 @@ class Copied:
     names: tuple[str, ...]
     """files that were copied; the others were there already"""
     copied_bytes: int
+    cpu_s: float = 0.0
+    """processor time of the agent for it"""
 
 
 def items_of(manifest: Manifest, members: Collection[int], *, metadata: bool) -> list[Item]:

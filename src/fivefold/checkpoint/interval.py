@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from fivefold.errors import UsageError
 
-__all__ = ["Interval", "Level", "daly", "two_level", "young"]
+__all__ = ["Interval", "Level", "daly", "two_level", "with_flushes", "young"]
 
 _LEAST_COST_S = 1e-6
 _MOST_FLUSHES = 1_000_000
@@ -108,23 +108,33 @@ def two_level(local: Level, flush: Level, max_overhead: float = 0.0) -> Interval
         max_overhead: share of the time that saving may add at most, 0.035 for 3.5 %; saves are rarer then
             than least waste would have them. 0: no such bound.
     """
+    near, far = 1 / local.mtbf_s, 1 / flush.mtbf_s
+    if not far:
+        return with_flushes(local, flush, 0, max_overhead)
+    best = math.sqrt(flush.cost_s * near / (max(local.cost_s, _LEAST_COST_S) * far))
+    candidates = {min(max(1, n), _MOST_FLUSHES) for n in (math.floor(best), math.ceil(best))}
+    found = [with_flushes(local, flush, n, max_overhead) for n in sorted(candidates)]
+    return min(found, key=lambda interval: interval.waste)
+
+
+def with_flushes(
+    local: Level, flush: Level, flush_every: int, max_overhead: float = 0.0
+) -> Interval:
+    """The interval with least waste where every `flush_every`-th save is flushed, 0: none; see `two_level`.
+
+    >>> round(with_flushes(Level(0.5, 3600), Level(4.0), 0).every_s)
+    60
+    >>> round(with_flushes(Level(0.5, 3600), Level(4.0), 8).every_s)
+    85
+    """
     if not 0 <= max_overhead < 1:
         raise UsageError(f"an overhead of {max_overhead}: expected a share from 0 to below 1")
-    cost, flushing = max(local.cost_s, _LEAST_COST_S), flush.cost_s
-    near, far = 1 / local.mtbf_s, 1 / flush.mtbf_s
-
-    def at(n: int) -> Interval:
-        saving = cost + (flushing / n if n else 0.0)
-        failing = near + n * far
-        every = math.sqrt(2 * saving / failing) if failing else math.inf
-        if max_overhead:
-            every = max(every, saving / max_overhead)
-        if math.isinf(every):
-            return Interval(every, n, 0.0, 0.0)
-        return Interval(every, n, saving / every, saving / every + every * failing / 2)
-
-    if not far:
-        return at(0)
-    best = math.sqrt(flushing * near / (cost * far))
-    candidates = {min(max(1, n), _MOST_FLUSHES) for n in (math.floor(best), math.ceil(best))}
-    return min((at(n) for n in sorted(candidates)), key=lambda interval: interval.waste)
+    saving = max(local.cost_s, _LEAST_COST_S) + (flush.cost_s / flush_every if flush_every else 0.0)
+    failing = 1 / local.mtbf_s + flush_every / flush.mtbf_s
+    every = math.sqrt(2 * saving / failing) if failing else math.inf
+    if max_overhead:
+        every = max(every, saving / max_overhead)
+    if math.isinf(every):
+        return Interval(every, flush_every, 0.0, 0.0)
+    overhead = saving / every
+    return Interval(every, flush_every, overhead, overhead + every * failing / 2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from fivefold.checkpoint import dcp
 from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.metadata import metadata_of
 from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.note import last_save, read_note
 from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.recovering import Pieces, Recovery
-from fivefold.checkpoint.recovery import Choice, Plan
+from fivefold.checkpoint.recovery import Passed, Plan
 from fivefold.checkpoint.state import Request, State, saved_in
 from fivefold.checkpoint.store import PersistentStore
-from fivefold.errors import CheckpointError, Unrecoverable, UsageError
+from fivefold.errors import AllLost, CheckpointError, Unrecoverable, UsageError
 
 __all__ = ["Loaded", "load"]
 
@@ -40,6 +42,8 @@ class _Loading:
     node: Node
     persistent: PersistentStore
     state: State
+    opened: Opened
+    begin_again: bool
     warn: Callable[[str], None]
 
 
@@ -51,32 +55,34 @@ def load(
     opened: Opened,
     state: State,
     local: Path,
+    begin_again: bool,
     warn: Callable[[str], None],
 ) -> Loaded | None:
     """Find the newest save, rebuild what is lost of it, and read it. None if there is none. Collective.
 
     Raises:
-        Unrecoverable: there are saves, and none can be loaded.
+        Unrecoverable: what was whole when it was looked at could not be read.
+        AllLost: there were saves, and none can be loaded, and nobody said to begin again then.
         UsageError: the save is of another model, or of a number of ranks that will not do.
     """
+    loading = _Loading(ranks, node, persistent, state, opened, begin_again, warn)
     if not _any_left(ranks, node, persistent):
-        return _again(persistent, opened, warn)
+        return _again(loading, "", ())
     node.start(ranks, local)
     crash_at("restarting")
     recovery = Recovery(ranks, node, persistent, opened.run)
     failed: dict[str, str] = {}
     told: set[str] = set()
-    loading = _Loading(ranks, node, persistent, state, warn)
     while True:
         choice = recovery.find(failed)
         for passed in choice.passed:
             if passed.name not in told:
                 told.add(passed.name)
                 warn(f"a newer save is passed over: {passed}")
-        if choice.plan is None and not choice.passed:
-            return _again(persistent, opened, warn)
+        if choice.plan is None and failed:
+            raise _unreadable(persistent, failed)
         if choice.plan is None:
-            raise _nothing(persistent, choice)
+            return _again(loading, recovery.completed, choice.passed)
         manifest = choice.plan.manifest
         try:
             rebuilt = recovery.rebuild(choice.plan)
@@ -103,20 +109,48 @@ def _any_left(ranks: Ranks, node: Node, persistent: PersistentStore) -> bool:
     return any(one["any"] for one in ranks.agree("looking for checkpoints", look))
 
 
-def _again(persistent: PersistentStore, opened: Opened, warn: Callable[[str], None]) -> None:
-    """No save was ever completed, or none is left of any: the run begins."""
-    if opened.known:
-        warn(
-            f"{persistent.place.where()} is of a run that was started {opened.run.epoch} time(s), but no "
-            "complete save of it is left: it begins again"
-        )
+def _again(loading: _Loading, completed: str, passed: Sequence[Passed]) -> None:
+    """No save can be loaded: the run begins, if it never completed one, or if that was asked for.
+
+    `completed` names a save that a node knows to have been completed. Raises `AllLost`.
+    """
+    opened, persistent = loading.opened, loading.persistent
+    if not opened.known:
+        return
+
+    def look() -> dict[str, Any]:
+        first = loading.ranks.rank == 0
+        return {
+            "last": last_save(opened.run, partial(read_note, persistent.place)) if first else ""
+        }
+
+    last = loading.ranks.agree(f"reading {persistent.place.where()}", look)[0]["last"] or completed
+    if last and not loading.begin_again:
+        raise _all_lost(loading, last, passed)
+    why = f"none of its saves can be loaded (the last: {last})" if last else "it completed no save"
+    loading.warn(
+        f"{persistent.place.where()} is of a run that was started {opened.run.epoch} time(s), and {why}: it "
+        "begins again at step 0"
+    )
 
 
-def _nothing(persistent: PersistentStore, choice: Choice) -> Unrecoverable:
-    reasons = "; ".join(map(str, choice.passed))
+def _unreadable(persistent: PersistentStore, failed: Mapping[str, str]) -> Unrecoverable:
+    """Some objects may hold a part of a save by now: a run must not begin like that."""
+    reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
     return Unrecoverable(
-        f"none of the saves of the run in {persistent.place.where()} can be loaded: {reasons}. Bring back "
-        "the nodes that have the missing files, or begin a new run in another directory"
+        f"no save of the run in {persistent.place.where()} could be read: {reasons}. Start it again; if that "
+        "does not help, remove what cannot be read with `fivefold checkpoint drop`"
+    )
+
+
+def _all_lost(loading: _Loading, last: str, passed: Sequence[Passed]) -> AllLost:
+    node, where = loading.node, loading.persistent.place.where()
+    reasons = "".join(f"; {one}" for one in passed)
+    return AllLost(
+        f"the run in {where} has made saves (the last: {last}), and none of them can be loaded. Looked at: "
+        f"{where}; {node.store.root} on {', '.join(node.members.hosts)}{reasons}. Bring back the nodes or "
+        "files that are missing; or begin at step 0 with begin_again=True (fivefold train: --begin-again), "
+        "or in another directory"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from fivefold.checkpoint.agent_client import Agent, Protection
+from fivefold.checkpoint.agent_client import Agent, Figures, Protection
 from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.members import Members
@@ -17,8 +17,12 @@ from fivefold.checkpoint.pieces import Address, new_key
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import LocalStore
 from fivefold.closing import Closing
+from fivefold.errors import CheckpointError
 
 __all__ = ["Node", "own_address"]
+
+_FIGURES_S = 5.0
+"""how long the agent may take to tell what it has done"""
 
 
 class Node(Closing):
@@ -45,6 +49,7 @@ class Node(Closing):
         """of the agents, by node"""
         self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
         self._agent: Agent | None = None
+        self._used_cpu_s = 0.0
 
     @property
     def timeout_s(self) -> float:
@@ -120,6 +125,28 @@ class Node(Closing):
             metadata=self.members.me == 0,
             bytes_per_s=bytes_per_s,
         )
+
+    def figures(self) -> Figures | None:
+        """What the agent has done so far; None on other ranks, and where it gives no answer."""
+        if self._agent is None:
+            return None
+        try:
+            return self._agent.figures().result(_FIGURES_S)
+        except (CheckpointError, TimeoutError):
+            return None
+
+    def used_cpu_s(self) -> float:
+        """Processor time that the agent has used since the last call, copies apart; 0 on other ranks."""
+        if (figures := self.figures()) is None:
+            return 0.0
+        before, self._used_cpu_s = self._used_cpu_s, figures.cpu_s - figures.flush_cpu_s
+        # An agent that was started again begins at 0.
+        return self._used_cpu_s - (before if before <= self._used_cpu_s else 0.0)
+
+    def hurry(self) -> None:
+        """Let the agent copy without limit from now on."""
+        if self._agent is not None:
+            self._agent.hurry()
 
     def homes(self, nodes: Mapping[int, int]) -> dict[int, Address]:
         """Addresses by member, from the nodes that answer for them."""

@@ -65,10 +65,16 @@ class Ranks:
             raise CheckpointError(f"{what} failed on {_listed(reasons)}") from problem
         return [one["told"] for one in every]
 
-    def agree_later(self, what: str, begin: Callable[[], Future[_T] | None]) -> _T | None:
+    def agree_later(
+        self,
+        what: str,
+        begin: Callable[[], Future[_T] | None],
+        tired: Callable[[], str] = str,
+    ) -> _T | None:
         """As `agree`, for what may take longer than ranks wait for one another; the own part's result.
 
         Ranks whose part is done, or that have none, tell the others again and again that they are there.
+        All give up, with `CheckpointError`, once `tired` gives a reason on a rank whose part is not done.
         """
         own: list[Future[_T] | None] = []
 
@@ -82,8 +88,14 @@ class Ranks:
             if mine is not None:
                 wait([mine], _ROUND_S)
             busy = mine is not None and not mine.done()
-            if not any(one["busy"] for one in self.gather({"busy": busy})):
+            told = self.gather({"busy": busy, "tired": tired() if busy else ""})
+            if not any(one["busy"] for one in told):
                 break
+            given_up = [
+                f"rank {rank}: {one['tired']}" for rank, one in enumerate(told) if one["tired"]
+            ]
+            if given_up:
+                raise CheckpointError(f"{what} was given up on {_listed(given_up)}")
 
         def end() -> dict[str, Any]:
             if mine is not None:

@@ -31,6 +31,8 @@ class Rate:
                 f"a rate of {bytes_per_s:g} bytes per second moves nothing; leave it out"
             )
         self.bytes_per_s = bytes_per_s
+        self.taken_bytes = 0
+        """let through so far"""
         self._stop = stop or threading.Event()
         self._due = 0.0
         self._lock = threading.Lock()
@@ -38,8 +40,9 @@ class Rate:
     def take(self, count: int) -> None:
         """Wait until another `count` bytes may be moved."""
         wait_s = 0.0
-        if self.bytes_per_s is not None:
-            with self._lock:
+        with self._lock:
+            self.taken_bytes += count
+            if self.bytes_per_s is not None:
                 # Time that nobody used is lost, but for a moment: bursts stay short.
                 now = time.monotonic()
                 begin = max(self._due, now - _BURST_S)

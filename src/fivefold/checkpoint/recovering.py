@@ -42,11 +42,14 @@ class Recovery:
         """saves of which every node has read its files"""
         self._read: set[str] = set()
         """files of the persistent level that were read"""
+        self.completed = ""
+        """the newest save of the run that a node knows to be protected or flushed; of `find`"""
 
     def find(self, failed: Mapping[str, str]) -> Choice:
         """The newest save whose files are as they were saved, those of `failed` left out."""
         if not self._inventories:
             self._inventories = self._stock()
+            self.completed = self._newest_completed() or self.completed
         while True:
             choice = choose(
                 self._inventories,
@@ -102,6 +105,17 @@ class Recovery:
             return {}
 
         self._ranks.agree(f"protecting {plan.manifest.name} again", settle)
+
+    def _newest_completed(self) -> str:
+        known = [
+            holding.manifest
+            for one in self._inventories
+            for holding in one.holdings
+            if holding.manifest.state != "local"
+            and self._run.holds(holding.manifest.step, holding.manifest.epoch)
+        ]
+        newest = max(known, key=lambda manifest: (manifest.epoch, manifest.step), default=None)
+        return "" if newest is None else newest.name
 
     def _stock(self) -> list[Inventory]:
         """What every node and the persistent level have, by presence and length."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Setting:
     """begins to make what this node keeps for the others; None on all but its first rank"""
     settled: Callable[[Manifest], None]
     """called on every rank with a save that is protected"""
+    used_cpu_s: Callable[[], float]
+    """what `Node.used_cpu_s` tells"""
+    ended: Callable[[Manifest], None]
+    """called on every rank with a save that is there, protected or not"""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Saved:
     protected_s: float
     cpu_s: float
     """processor time of this process for all of it"""
+    agent_cpu_s: float = 0.0
+    """of this node's agent since the save before, copies to the persistent level apart; on its first rank"""
     problem: str = ""
     """why the save is not protected, or not even there"""
     manifest: Manifest | None = None
@@ -166,8 +172,11 @@ class Saver(Closing):
         generation = self._committed(job.step, items, metadata)
         job.mark()
         problem = self._protected(generation)
+        assert generation.manifest is not None
+        self._setting.ended(generation.manifest)
         job.mark()
-        return self._told(job, problem, generation.manifest)
+        told = self._told(job, problem, generation.manifest)
+        return replace(told, agent_cpu_s=self._setting.used_cpu_s())
 
     def _clear(self, step: int) -> None:
         """Give back the room that a save without manifest takes."""

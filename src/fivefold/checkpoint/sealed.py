@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -70,6 +71,17 @@ class Fields:
     def count(self, name: str) -> int:
         """A whole number, not negative."""
         return count(self._values[name])
+
+    def number(self, name: str) -> float:
+        """A number, finite and not negative."""
+        value = self._values[name]
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value < math.inf
+        ):
+            raise TypeError(f"{name} is {value!r:.40}")
+        return float(value)
 
     def optional_count(self, name: str) -> int | None:
         """The same, or None."""

@@ -22,6 +22,7 @@ from fivefold.checkpoint.manifest import (
     generation_name,
     parse_generation_name,
 )
+from fivefold.checkpoint.note import is_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.run import Run, check_run_id
 from fivefold.errors import CheckpointError, Damaged, Foreign, UsageError
@@ -277,6 +278,7 @@ class PersistentStore(Store):
             copy = self._run(_RUN_COPY)
         except (FileNotFoundError, Damaged):
             saved = any(g.manifest is not None for g in self.generations())
+            saved = saved or any(map(is_note, self.place.list()))
             if saved or isinstance(first, Damaged):
                 state = "damaged, and so is its copy" if isinstance(first, Damaged) else "missing"
                 raise Damaged(

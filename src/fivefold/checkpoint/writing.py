@@ -11,14 +11,19 @@ from fivefold.checkpoint.flushing import Flusher
 from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.note import Costs, Note, write_note
 from fivefold.checkpoint.opening import Opened, claim, record
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.retention import retain
+from fivefold.checkpoint.rhythm import Rhythm
 from fivefold.checkpoint.saving import Saved, Saver, Setting
 from fivefold.checkpoint.settings import Settings
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.closing import Closing
+from fivefold.errors import CheckpointError
 from fivefold.plan import Layout
 
 __all__ = ["Channels", "Writing"]
@@ -46,6 +51,8 @@ class Writing(Closing):
         layout: of the mesh.
         scheme: what nodes keep for each other, and in which sets.
         resumed: (step, epoch) of the save that the run went on from.
+        rhythm: is told what copies cost.
+        shared: whether agents run on the cores of training.
 
     Raises:
         InUse: another job writes to the directory.
@@ -65,11 +72,16 @@ class Writing(Closing):
         layout: Layout,
         scheme: tuple[str, tuple[tuple[int, ...], ...]],
         resumed: tuple[int, int] | None,
+        rhythm: Rhythm,
+        shared: bool,
     ) -> None:
         self._channels, self._node, self._persistent = channels, node, persistent
         self._opened, self._settings, self._resumed = opened, settings, resumed
+        self._rhythm, self._shared = rhythm, shared
         self._lock = threading.Lock()
         self._flushes: list[Future[str]] = []
+        self._failed: list[str] = []
+        """what went wrong besides"""
         self._count = 0
         """saves that were protected"""
         self._settled: Manifest | None = None
@@ -81,7 +93,9 @@ class Writing(Closing):
             node,
             settings.directory,
             bytes_per_s=settings.plan.flush_bytes_per_s or None,
+            patience_s=settings.timeout_s,
             allowed=self._still_ours,
+            flushed=self._flushed,
         )
         setting = Setting(
             run=opened.run.run,
@@ -93,6 +107,8 @@ class Writing(Closing):
             revive=lambda ranks: node.revive(ranks, settings.local),
             protect=node.protect,
             settled=self._protected,
+            used_cpu_s=node.used_cpu_s,
+            ended=self._note,
         )
         self._saver = Saver(channels.saves, node.members, node.store, staging, setting)
 
@@ -101,10 +117,12 @@ class Writing(Closing):
         return self._saver.start(step, captured)
 
     def problems(self) -> Iterator[str]:
-        """What went wrong with copies to the persistent directory that have ended; each is told once."""
+        """What went wrong with copies that have ended, and in the persistent directory; each is told once."""
         with self._lock:
+            failed, self._failed = self._failed, []
             ended = [flush for flush in self._flushes if flush.done()]
             self._flushes = [flush for flush in self._flushes if not flush.done()]
+        yield from failed
         for flush in ended:
             if problem := flush.result():
                 yield problem
@@ -117,10 +135,13 @@ class Writing(Closing):
             flush.result()
 
     def close(self) -> None:
-        """End when all is written, protected and copied that was begun, and the last save copied as well."""
+        """End when all is written, protected and copied that was begun, and the last save copied as well.
+
+        First what is under way becomes safe on the nodes; then it is copied. See `Flusher.close`.
+        """
         self._saver.close()
         if self._settled is not None and self._settled is not self._flushed_last:
-            self._flush(self._settled, hurry=True)
+            self._flush(self._settled)
         self._flusher.close()
         self.abandon()
 
@@ -151,8 +172,47 @@ class Writing(Closing):
             run = self._opened.started(self._resumed)
             self._node.store.keep(self._settings.plan.keep, run=run, busy=self._flusher.busy)
 
-    def _flush(self, manifest: Manifest, *, hurry: bool = False) -> None:
+    def _flush(self, manifest: Manifest) -> None:
         self._flushed_last = manifest
-        flush = self._flusher.start(manifest, hurry=hurry)
+        flush = self._flusher.start(manifest)
         with self._lock:
             self._flushes.append(flush)
+
+    def _note(self, manifest: Manifest) -> None:
+        """On the first rank: tell in the persistent directory what was saved, and at what costs."""
+        if self._channels.saves.rank != 0:
+            return
+        rhythm, plan = self._rhythm, self._settings.plan
+        costs = Costs(
+            save_s=rhythm.cost_s if rhythm.known else 0.0,
+            flush_s=rhythm.flush_s,
+            every_s=0.0 if plan.every_steps else rhythm.interval_s,
+            mtbf_s=plan.mtbf_s,
+            flush_every=plan.flush_every,
+        )
+        hosts = tuple(member.host for member in manifest.members)
+        note = Note(manifest.run, manifest.epoch, manifest.step, hosts, manifest.scheme, costs)
+        try:
+            self._still_ours()
+            write_note(self._persistent.place, note)
+        except (CheckpointError, OSError) as problem:
+            where = self._persistent.place.where()
+            self._tell(
+                f"step {manifest.step} is saved, but {where} does not know of it: {described(problem)}"
+            )
+
+    # ---- called in the thread of flushes, on the first rank
+
+    def _flushed(self, manifest: Manifest, cpu_s: float) -> None:
+        self._rhythm.flushed(cpu_s if self._shared else 0.0)
+        run = self._opened.started(self._resumed)
+        count = self._settings.plan.keep_flushed
+        try:
+            retain(self._persistent, manifest, count, run, self._still_ours)
+        except (CheckpointError, OSError) as problem:
+            where = self._persistent.place.where()
+            self._tell(f"old copies in {where} were not removed: {described(problem)}")
+
+    def _tell(self, problem: str) -> None:
+        with self._lock:
+            self._failed.append(problem)

@@ -67,6 +67,10 @@ class Train:
     """where runs are written; default: FIVEFOLD_RUN_DIR, or runs"""
     checkpoint: Annotated[str | None, _option("DIR")] = None
     """where the state is saved now and then; a run that was saved there goes on"""
+    begin_again: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")
+    ] = False
+    """begin at step 0 where that run has made saves and none can be loaded"""
     words: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -89,6 +93,7 @@ class Train:
             train(
                 recipe, plan,
                 directory=self.data, size=self.size, out=out, checkpoints=self.checkpoint or "",
+                begin_again=self.begin_again,
             )  # fmt: skip
         else:
             _launch(self.words, plan.layout.size)

@@ -32,6 +32,7 @@ def train(
     size: int | None = None,
     out: Path = Path("runs"),
     checkpoints: str = "",
+    begin_again: bool = False,
     console: Console | None = None,
 ) -> Summary:
     """Train `recipe` as `plan` says, on the processes that were started with this one. Collective.
@@ -44,6 +45,7 @@ def train(
         out: a new directory for this run is made in it, once data and plan have proved to be good.
         checkpoints: directory, or URL, where the state is saved as the plan's section `[checkpoint]` says;
             a run that was saved there goes on.
+        begin_again: whether it begins anew where it was saved and all saves are lost.
         console: where rank 0 tells how it goes; standard output by default.
 
     Raises `UsageError`, of which `DataError` and `PlanError` are kinds, for what cannot be done as asked.
@@ -70,6 +72,7 @@ def train(
             summary = _fit(
                 model, batches, tests, plan, task,
                 mesh=mesh, run=run, console=console, checkpoints=checkpoints,
+                begin_again=begin_again,
             )  # fmt: skip
         for line in summary.lines():
             _say(console, line)
@@ -103,6 +106,7 @@ def _fit(
     run: Run,
     console: Console,
     checkpoints: str,
+    begin_again: bool,
 ) -> Summary:
     t = plan.train
     optimizer = _optimizer(model, t)
@@ -113,8 +117,9 @@ def _fit(
         saved = None
         if checkpoints:
             saved = Checkpointer(
-                checkpoints, mesh, model=model, optim=optimizer, schedule=schedule, data=batches
-            )
+                checkpoints, mesh, begin_again=begin_again,
+                model=model, optim=optimizer, schedule=schedule, data=batches,
+            )  # fmt: skip
             held.enter_context(saved)
             if (step := saved.load()) is not None:
                 _say(console, f"going on after step {step}, saved in {checkpoints}")

@@ -53,7 +53,7 @@ def test_nodes_die_at_random(scheme: str, template: Template) -> None:
     draw = random.Random(scheme)
     options = [f"--scheme={scheme}"]
     with cluster(4, template) as nodes:
-        oracle = ended(run(nodes, *options, steps=MANY_STEPS))
+        oracle = ended(run(nodes, *options, steps=MANY_STEPS), 900.0)
     lost = deaths = 0
     with cluster(4, template) as nodes:
         while True:

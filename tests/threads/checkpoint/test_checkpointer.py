@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fivefold.checkpoint import staging
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.note import newest_note
+from fivefold.checkpoint.place import place_at
 from fivefold.checkpoint.rhythm import Rhythm
 from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.errors import UsageError
@@ -118,6 +120,39 @@ def test_old_saves_are_dropped(tmp_path: Path) -> None:
     run_ranks(2, lambda mesh: train(mesh, tmp_path, 12, nodes="ab", keep=3))
     for node in "ab":
         assert names(tmp_path, node) == [f"step-{n:08}-epoch-1" for n in (8, 10, 12)]
+
+
+def test_old_copies_are_removed(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"flush_every": 1, "keep_flushed": 2}
+    run_ranks(2, lambda mesh: train(mesh, tmp_path, 12, nodes="ab", **how))
+    far = PersistentStore(tmp_path / "far")
+    assert [g.step for g in far.generations()] == [10, 12]
+    run_ranks(2, lambda mesh: train(mesh, tmp_path, 14, nodes="ab", resumes=12, **how))
+    assert [(g.step, g.epoch) for g in far.generations()] == [(12, 1), (14, 2)]
+    how["keep_flushed"] = 0
+    run_ranks(2, lambda mesh: train(mesh, tmp_path, 18, nodes="ab", resumes=14, **how))
+    assert [g.step for g in far.generations()] == [12, 14, 16, 18]
+    assert all(far.verify(g) == [] for g in far.generations())
+
+
+def test_what_saves_and_copies_cost_is_measured_and_noted(tmp_path: Path) -> None:
+    def check(mesh: Mesh) -> float:
+        node, weight = "ab"[mesh.rank], torch.ones(2 << 20)
+        given: dict[str, Any] = {"local": tmp_path / node, "node": node, "flush_every": 1}
+        with Checkpointer(tmp_path / "far", mesh, **given, every=1, weight=weight) as ckpt:
+            ckpt._shared = True
+            for step in range(1, 4):
+                ckpt.maybe_save(step)
+                ckpt.wait()
+            assert ckpt.last is not None
+            return ckpt.last.agent_cpu_s
+
+    used = run_ranks(2, check)
+    assert all(0 < one < 10 for one in used), used
+    note = newest_note(place_at(tmp_path / "far"))
+    assert note is not None and (note.step, note.hosts) == (3, ("a", "b"))
+    assert 0 < note.costs.save_s < 10 and 0 < note.costs.flush_s < 10
+    assert note.costs.every_s == 0, "steps decide"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import nn
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.store import LocalStore
-from fivefold.errors import CheckpointWarning, Unrecoverable, UsageError
+from fivefold.errors import AllLost, CheckpointWarning, UsageError
 from fivefold.mesh import Mesh
 from ranks import run_ranks
 
@@ -205,18 +205,106 @@ def test_more_damage_than_the_scheme_can_mend_leads_to_an_older_save(tmp_path: P
             flip(path)
     for path in (tmp_path / "far").glob("step-*/__*"):
         flip(path)
-    with told(), pytest.raises(Unrecoverable, match="none of the saves"):
+    with told(), pytest.raises(AllLost, match="has made saves") as caught:
         run_ranks(3, run, tmp_path, range(4, 5))
+    said = str(caught.value)
+    assert "the last: step 3 of start 2, on node-0, node-1, node-2 with scheme xor" in said
+    assert f"Looked at: {tmp_path / 'far'}; " in said and "begin_again=True" in said
+    assert all(f"step-{step:08}-epoch-" in said for step in (2, 3)), "why each cannot be loaded"
+    assert caught.value.exit_code == 2
 
 
-def test_a_run_that_never_completed_a_save_begins_again(tmp_path: Path) -> None:
-    run_ranks(2, run, tmp_path, range(1, 2))
-    for path in tmp_path.rglob("manifest.json"):
-        path.unlink()
+def test_a_run_that_never_completed_a_save_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LocalStore, "commit", fails)
+    with told():
+        run_ranks(2, run, tmp_path, range(1, 3))
+    monkeypatch.undo()
     with told() as warned:
         assert run_ranks(2, run, tmp_path, range(1, 3)) == [(None, 2)] * 2
-    assert "no complete save of it is left: it begins again" in warned[0]
+    [text] = warned
+    assert "started 1 time(s), and it completed no save: it begins again at step 0" in text
     assert run_ranks(2, run, tmp_path, range(3, 4)) == [(2, 3)] * 2
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_a_run_that_lost_all_its_saves_stops_until_it_is_told_to_begin_again(
+    tmp_path: Path, starts: int
+) -> None:
+    """Also where the second start made no save: it had loaded one."""
+    run_ranks(2, run, tmp_path, range(1, 3))
+    for _ in range(starts - 1):
+        run_ranks(2, lambda mesh: record_only(mesh, tmp_path))
+    for path in [*tmp_path.glob("node-*"), *(tmp_path / "far").glob("step-*")]:
+        shutil.rmtree(path)
+    for _ in range(2):  # asking twice is no answer
+        with pytest.raises(AllLost, match="has made saves") as caught:
+            run_ranks(2, run, tmp_path, range(1, 3))
+    assert "step 2 of start 1" in str(caught.value)
+    assert all(f"/node-{rank}/" in str(caught.value) for rank in range(1))
+    with told() as warned:
+        again = run_ranks(2, lambda mesh: run(mesh, tmp_path, range(1, 2), begin_again=True))
+    assert again == [(None, 1)] * 2
+    [text] = warned
+    assert "none of its saves can be loaded (the last: step 2 of start 1" in text
+    assert "it begins again at step 0" in text
+    # It goes on from what it has now, whether it may begin again or not.
+    assert (
+        run_ranks(2, lambda mesh: run(mesh, tmp_path, range(2, 3), begin_again=True))
+        == [(1, 2)] * 2
+    )
+
+
+def test_a_run_that_began_again_and_made_no_save_has_nothing_to_lose(tmp_path: Path) -> None:
+    run_ranks(2, run, tmp_path, range(1, 3))
+    away = tmp_path / "away"
+    away.mkdir()
+    for path in [*tmp_path.glob("node-*"), *(tmp_path / "far").glob("step-*")]:
+        path.rename(away / path.name)
+    with told():
+        run_ranks(2, lambda mesh: record_only(mesh, tmp_path, begin_again=True))
+    for path in away.glob("node-*"):  # the nodes come back, too late
+        shutil.rmtree(tmp_path / path.name)
+        path.rename(tmp_path / path.name)
+    with told() as warned:
+        assert run_ranks(2, run, tmp_path, range(1, 2)) == [(None, 1)] * 2
+    assert "a later start of the run went on from before it" in warned[0]
+    assert "it completed no save: it begins again" in warned[-1]
+
+
+def record_only(mesh: Mesh, folder: Path, **how: Any) -> None:
+    """A start that goes on, is recorded, and dies in its first save."""
+    node, weight = f"node-{mesh.rank}", nn.Linear(64, 64)
+    how = {"local": folder / node, "node": node, "weight": weight, "count": {"steps": 0}, **how}
+    with Checkpointer(folder / "far", mesh, **how) as ckpt:
+        ckpt.load()
+        writing = ckpt._prepare()
+        if mesh.rank == 0:
+            writing._record()
+
+
+def test_a_directory_that_takes_no_note_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("fivefold.checkpoint.writing.write_note", fails)
+    with told() as warned:
+        run_ranks(2, run, tmp_path, range(1, 2))
+    [text] = warned
+    assert (
+        f"step 1 is saved, but {tmp_path / 'far'} does not know of it: Disk quota exceeded" in text
+    )
+    shutil.rmtree(tmp_path / "far" / "step-00000001-epoch-1")
+    for rank in range(2):
+        flip(generation(tmp_path, f"node-{rank}", 1) / ".metadata")
+    with told(), pytest.raises(AllLost, match="the last: step-00000001-epoch-1"):
+        run_ranks(2, run, tmp_path, range(1, 2))  # the manifests on the nodes know
 
 
 def test_without_its_agent_a_node_saves_for_itself(

@@ -36,3 +36,17 @@ def test_it_is_not_time_right_after_a_save_however_little_it_costs() -> None:
     rhythm.saved()
     assert not rhythm.by_time()
     assert 0 < rhythm.interval_s < 1
+
+
+def test_flushes_are_shared_by_the_saves_between_them() -> None:
+    rhythm = Rhythm(every=0, mtbf_s=3600, max_overhead=0, flush_every=10)
+    rhythm.measured(0.5)
+    assert rhythm.interval_s == pytest.approx((2 * 0.5 * 3600) ** 0.5, rel=0.05)
+    for cost_s in (5.0, 5.0, 90.0):
+        rhythm.flushed(cost_s)
+    assert rhythm.flush_s == 5.0
+    assert rhythm.interval_s == pytest.approx((2 * (0.5 + 5.0 / 10) * 3600) ** 0.5, rel=0.05)
+    capped = Rhythm(every=0, mtbf_s=60, max_overhead=0.01, flush_every=10)
+    capped.measured(0.5)
+    capped.flushed(5.0)
+    assert capped.interval_s == pytest.approx((0.5 + 0.5) / 0.01)
