@@ -55,11 +55,16 @@ class Cost:
 
 
 def of_blocks(blocks: Mapping[str, Any], cores: int) -> Cost:
-    """Of one round. A step's own time is the mean of those in the block before, which had no save."""
+    """Of one round. A step's own time is the mean of those in the block before, which had no save.
+
+    Wall time begins after the step that opens a block, processor time before it.
+    """
     quiet, saved = blocks["quiet"], blocks["saved"]
-    times = len(saved["step_s"]) / len(quiet["step_s"])
+    steps, quiet_steps = len(saved["step_s"]), len(quiet["step_s"])
     return Cost(
-        saved["wall_s"] - quiet["wall_s"] * times, saved["cpu_s"] - quiet["cpu_s"] * times, cores
+        saved["wall_s"] - quiet["wall_s"] * steps / quiet_steps,
+        saved["cpu_s"] - quiet["cpu_s"] * (steps + 1) / (quiet_steps + 1),
+        cores,
     )
 
 

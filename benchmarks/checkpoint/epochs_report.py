@@ -49,7 +49,7 @@ def section(result: dict[str, Any]) -> str:
     title, images = PARTS[result["part"]]
     header = [
         "", "epoch, s [95 %]", "a checkpoint adds, s", f"{PROJECTED} epochs, h",
-        "overhead by the clock [95 %]", "processor time",
+        "overhead by the clock [95 %]", "CPU added, s",
     ]  # fmt: skip
     told = (
         f"An epoch is {result['steps']} steps of {result['batch']} samples per rank, {images}. Published for "
@@ -69,10 +69,13 @@ def _row(
     hours = f"{own.value * PROJECTED / 3600:.2f}"
     if name == "none":
         return [ROWS[name], str(own), "", hours, "", ""]
-    added = Median.of([a - b for a, b in zip(wall[name], wall["none"], strict=True)])
+    added, more = (
+        Median.of([a - b for a, b in zip(used[name], used["none"], strict=True)])
+        for used in (wall, cpu)
+    )
     return [
         ROWS[name], str(own), str(added), hours if name in ("rank0", "tenth") else "",
-        _percent(shares(wall, name)), f"{shares(cpu, name).value:+.1%}",
+        _percent(shares(wall, name)), f"{more.value:.2f}",
     ]  # fmt: skip
 
 

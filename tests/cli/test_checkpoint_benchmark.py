@@ -144,8 +144,8 @@ def test_what_lies_elsewhere_is_left_alone(modules: dict[str, ModuleType], tmp_p
 
 
 def test_a_cost_is_what_a_save_adds(modules: dict[str, ModuleType]) -> None:
-    quiet = {"wall_s": 2.0, "cpu_s": 4.0, "step_s": [0.5] * 4}
-    saved = {"wall_s": 3.75, "cpu_s": 9.0, "step_s": [0.5] * 6, "call_s": 0.1}
+    quiet = {"wall_s": 2.0, "cpu_s": 5.0, "step_s": [0.5] * 4}
+    saved = {"wall_s": 3.75, "cpu_s": 10.0, "step_s": [0.5] * 6, "call_s": 0.1}
     costs = modules["costs"]
     cost = costs.of_blocks({"quiet": quiet, "saved": saved}, 2)
     assert (cost.stall_s, cost.cpu_s) == (pytest.approx(0.75), pytest.approx(3.0))
