@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fivefold.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.errors import CheckpointWarning
 
 SAMPLES, BATCH, WIDTH = 64, 2, 48
 
