@@ -10,13 +10,14 @@ from fivefold.errors import CheckpointError, UsageError
 __all__ = ["Rate"]
 
 _BURST_S = 0.05
+_LOOK_S = 0.25
 
 
 class Rate:
     """Lets `bytes_per_s` through, over all threads that share it; None lets everything through.
 
     Args:
-        bytes_per_s: over a second or so.
+        bytes_per_s: over a second or so; whoever sets it to None later lifts the limit.
         stop: when it is set, whoever takes gets a `CheckpointError`, at once.
 
     Raises:
@@ -48,5 +49,10 @@ class Rate:
                 begin = max(self._due, now - _BURST_S)
                 self._due = begin + count / self.bytes_per_s
                 wait_s = max(0.0, begin - now)
-        if self._stop.wait(wait_s) if wait_s else self._stop.is_set():
+        end = time.monotonic() + wait_s
+        # In short waits: the limit may be lifted meanwhile.
+        while self.bytes_per_s is not None and (left := end - time.monotonic()) > 0:
+            if self._stop.wait(min(left, _LOOK_S)):
+                break
+        if self._stop.is_set():
             raise CheckpointError("it was stopped: the run ends")
