@@ -135,11 +135,12 @@ def two_sockets(root: Path, mask: str = "0-127") -> Path:
     files |= numa(0, "0-31,64-95", 263_000_000) | numa(1, "32-63,96-127", 264_000_000)
     places = {"0000:01:00.0": 0, "0000:41:00.0": 0, "0000:81:00.0": 1, "0000:c1:00.0": 1}
     for index, (address, node) in enumerate(places.items()):
+        files[f"dev/nvidia{index}"] = ""
         files |= pci(address, "0x10de\n", "0x030200\n", node, "nvidia")
         files[f"proc/driver/nvidia/gpus/{address}/information"] = (
             "Model: \t\t NVIDIA A100-SXM4-40GB\nIRQ:   \t\t 412\n"
             f"GPU UUID: \t GPU-{index}1b2c3d4-0000-4000-8000-00000000000{index}\n"
-            f"Bus Location: \t {address}\n"
+            f"Bus Location: \t {address}\nDevice Minor: \t {index}\n"
         )
     files |= pci("0000:62:00.0", "0x1a03\n", "0x030000\n", 0, "ast")  # the console's
     files |= pci("0000:21:00.0", "0x15b3\n", "0x020700\n", 0, "mlx5_core")

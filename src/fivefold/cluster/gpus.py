@@ -43,6 +43,8 @@ class Gpu:
     uuid: str = ""
     integrated: bool = False
     """part of the processor, of no use for training"""
+    granted: bool = True
+    """whether this process may open it: Slurm and containers withhold GPUs that /sys shows all the same"""
 
 
 def gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
@@ -59,9 +61,10 @@ def gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
 def visible(found: Iterable[Gpu], environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     """Those that a process with this environment may use, in the order in which it counts them.
 
-    Reads CUDA_VISIBLE_DEVICES and its relatives. Parts of a GPU (MIG) are not told apart.
+    Those that it was granted, less what CUDA_VISIBLE_DEVICES and its relatives leave out. Parts of a GPU
+    (MIG) are not told apart.
     """
-    left = [gpu for gpu in found if not gpu.integrated]
+    left = [gpu for gpu in found if gpu.granted and not gpu.integrated]
     for vendor, names in _CHOICE.items():
         for choice in names:
             told = next((environ[name] for name in choice.split() if name in environ), None)
@@ -104,7 +107,17 @@ def _gpu(path: Path, root: Path) -> Gpu | None:
         driver=_driver(path),
         uuid=told.get("GPU UUID", ""),
         integrated=_integrated(maker, path.name, memory),
+        granted=_granted(path, _driver(path), told.get("Device Minor", ""), root),
     )
+
+
+def _granted(path: Path, driver: str, minor: str, root: Path) -> bool:
+    """Whether the device may be opened. The kernel asks the control group when it is asked for access."""
+    if driver == "nvidia":
+        # A container sees /proc/driver/nvidia of the GPUs that were passed on to it alone.
+        return bool(minor) and os.access(root / f"dev/nvidia{minor}", os.R_OK | os.W_OK)
+    nodes = [one.name for one in reading.entries(path / "drm") if one.name.startswith("render")]
+    return all(os.access(root / "dev/dri" / name, os.R_OK | os.W_OK) for name in nodes)
 
 
 def _integrated(maker: str, address: str, memory: int | None) -> bool:

@@ -64,6 +64,8 @@ def _gpu(gpu: Gpu) -> str:
     if gpu.memory_bytes is not None:
         parts.append(gib(gpu.memory_bytes))
     parts.append(f"driver {gpu.driver}" if gpu.driver else "no driver")
+    if not gpu.granted:
+        parts.append("not granted")
     if gpu.integrated:
         parts.append("part of the processor")
     return f"{gpu.name or gpu.vendor} ({', '.join(parts)})"

@@ -41,6 +41,26 @@ def test_without_a_choice_all_are_visible_but_those_inside_a_processor(
     assert visible(gpus(machines.laptop(tmp_path / "laptop")), {}) == ()
 
 
+def test_gpus_that_a_control_group_withholds_are_not_counted(tmp_path: Path) -> None:
+    root = machines.two_sockets(tmp_path)
+    (root / "dev/nvidia0").unlink()
+    (root / "dev/nvidia2").unlink()
+    found = gpus(root)
+    assert [gpu.granted for gpu in found] == [False, True, False, True]
+    # As Slurm sets it for a task with --gpus-per-task=1: the first of those that it may open.
+    assert [gpu.address for gpu in visible(found, {"CUDA_VISIBLE_DEVICES": "0"})] == [
+        "0000:41:00.0"
+    ]
+
+
+def test_render_nodes_of_other_makers(tmp_path: Path) -> None:
+    root = machines.crusher(tmp_path)
+    (root / "sys/bus/pci/devices/0000:c1:00.0/drm/renderD128").mkdir(parents=True)
+    assert visible(gpus(root), {}) == ()
+    machines.write(root, {"dev/dri/renderD128": ""})
+    assert len(visible(gpus(root), {})) == 1
+
+
 def test_amd_counts_what_rocr_left(tmp_path: Path) -> None:
     own = visible(gpus(machines.crusher(tmp_path)), {})
     assert len(own) == 1

@@ -279,6 +279,13 @@ def test_gpus_that_are_not_wanted_are_not_missed(node: Node, tmp_path: Path) -> 
     silent("gpu-not-used", job(on(tmp_path / "laptop", machines.laptop), NEAR, torch=SEES_NONE))
 
 
+def test_gpus_that_stay_outside_a_container(node: Node) -> None:
+    outside = replace(node, gpus=tuple(replace(gpu, granted=False) for gpu in node.gpus))
+    silent("gpu-not-used", job(outside, NEAR))  # a job of Slurm that asked for none
+    found = said("gpu-not-used", job(replace(outside, container="docker"), NEAR))
+    assert found.what == "the node has 4 GPUs of NVIDIA, but none is passed on to this container"
+
+
 def test_gpu_far(node: Node) -> None:
     found = said("gpu-far", job(node, list(reversed(NEAR))))
     assert found.what.startswith(

@@ -27,8 +27,10 @@ def torch_unusable(job: Situation) -> Finding | None:
 def gpu_not_used(job: Situation) -> Finding | None:
     """The node has GPUs, and PyTorch sees none of them."""
     found = [gpu for one in job.ranks for gpu in one.gpus]
-    if job.torch.problem or job.torch.devices or not found:
+    if job.torch.problem or job.torch.devices:
         return None
+    if not found:
+        return _not_passed_on(job)
     vendor, build = found[0].vendor, _BUILDS[found[0].vendor]
     count = len({gpu.address for gpu in found})
     if not job.torch.gpus_of.startswith(build):
@@ -54,10 +56,27 @@ def gpu_not_used(job: Situation) -> Finding | None:
         )
     return Finding(
         "gpu-not-used",
-        f"{count} GPU{'s' if count > 1 else ''} of {vendor}, but PyTorch sees none: {why}",
+        f"{_count(count, vendor)}, but PyTorch sees none: {why}",
         "the run uses the CPU, and nothing says so",
         f"{remedy}; if the CPU is what you want, hide them: CUDA_VISIBLE_DEVICES=''",
     )
+
+
+def _not_passed_on(job: Situation) -> Finding | None:
+    """GPUs that stay outside a container. On bare nodes, whoever asked for no GPU rightly gets none."""
+    withheld = [gpu for gpu in job.node.gpus if not gpu.granted and not gpu.integrated]
+    if not withheld or not job.node.container:
+        return None
+    return Finding(
+        "gpu-not-used",
+        f"the node has {_count(len(withheld), withheld[0].vendor)}, but none is passed on to this container",
+        "the run uses the CPU, and nothing says so",
+        "start the container with its GPUs (docker --gpus all, apptainer --nv or --rocm), if that is wanted",
+    )
+
+
+def _count(count: int, vendor: str) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''} of {vendor}"
 
 
 def gpu_far(job: Situation) -> Finding | None:
