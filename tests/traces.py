@@ -87,7 +87,9 @@ class Story:
         self, rank: int, ns: int = 12 * MS, where: str = "model.py:42 forward (time.sleep)"
     ) -> Story:
         """It sleeps in a layer."""
-        self.stacks[rank] = {"forward": [(where, 60), ("model.py:50 forward", 100)]}
+        for one in range(self.ranks):
+            self.stacks[one] = {"forward": [("model.py:50 forward", 100)]}
+        self.stacks[rank] = {"forward": [("model.py:50 forward", 100), (where, 60)]}
         return self.more(rank, Phase.FORWARD, ns, cpu=False)
 
     # --- files ------------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ COMMANDS = {
     "train": _Entry("fivefold.cli.train:Train", "Train a recipe"),
     "verify": _Entry("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
     "plan": _Entry("fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"),
+    "report": _Entry(
+        "fivefold.cli.report:Report", "Tell where the time of a run went, and what to do about it"
+    ),
     "doctor": _Entry("fivefold.cli.doctor:Doctor", "Look at this node before a run"),
     "bench": _Entry("fivefold.cli.bench:Bench", "Measure how fast processes communicate"),
     "checkpoint": _Entry(

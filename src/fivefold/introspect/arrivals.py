@@ -8,13 +8,14 @@ the clock of that rank alone.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.introspect.groups import Group, groups
+from fivefold.introspect.groups import Group
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.steps import Floats, behind_others
 from fivefold.trace.fold import bit_lengths
@@ -95,11 +96,13 @@ class Meetings:
         return sum(len(meeting.number) for meeting in self.met)
 
 
-def meetings(run: TracedRun, first_step: int = 0) -> Meetings:
+def meetings(
+    run: TracedRun, known: Mapping[tuple[int, int], Group], first_step: int = 0
+) -> Meetings:
     """Compare arrivals in steps from `first_step` on, or in all if there are none."""
-    found = [m for m in _all(run, first_step) if len(m.number)]
+    found = [m for m in _all(run, known, first_step) if len(m.number)]
     if not found and first_step:
-        found = [m for m in _all(run, 0) if len(m.number)]
+        found = [m for m in _all(run, known, 0) if len(m.number)]
     ranks = np.array([trace.rank for trace in run.ranks])
     size = len(ranks)
     late, times, last = np.zeros((3, size))
@@ -161,8 +164,7 @@ class _Part:
     offset_ns: int
 
 
-def _all(run: TracedRun, first_step: int) -> list[Meeting]:
-    known = groups(run)
+def _all(run: TracedRun, known: Mapping[tuple[int, int], Group], first_step: int) -> list[Meeting]:
     parts: dict[Group, list[_Part]] = defaultdict(list)
     for trace in run.ranks:
         for index, part in _parts(trace, first_step):

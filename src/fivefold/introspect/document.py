@@ -7,16 +7,17 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
-from fivefold.introspect.arrivals import meetings
+from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.breakdown import breakdown, steady, throughput
 from fivefold.introspect.charts import heat, outstanding, rank_table, series, timeline
 from fivefold.introspect.facts import calibrated, configuration, facts, marks
+from fivefold.introspect.findings import as_data
 from fivefold.introspect.matrix import arrivals
 from fivefold.introspect.numbers import plain
-from fivefold.introspect.operations import operations
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.shape import SHAPE, Document
 from fivefold.introspect.steps import Steps
+from fivefold.introspect.verdict import findings, verdict
 
 __all__ = ["document", "made_by"]
 
@@ -28,23 +29,24 @@ _VALUES = 20_000
 
 def document(run: TracedRun) -> Document:
     """Everything that a report says about a run, as data for `json.dumps`."""
-    steps = Steps.of(run)
-    met = meetings(run, int(steps.first_step[steps.steady][0]) if steps else 0)
+    analysis = Analysis(run)
+    steps, met = analysis.steps, analysis.met
     chosen = outstanding(run, steps, met)
+    found = findings(analysis)
     drawn = Steps.of(run, max(50, min(500, _VALUES // max(1, len(chosen)))))
-    found: Any = {
-        "shape": SHAPE, "kind": "run", **made_by(), "run": facts(run, steps),
+    made: Any = {
+        "shape": SHAPE, "kind": "run", **made_by(), "run": facts(run, steps, analysis.groups),
         "problems": list(run.problems),
-        "verdict": {"text": "", "level": "notice"}, "findings": [],
+        "verdict": verdict(analysis, found), "findings": [as_data(finding) for finding in found],
         "steady": steady(steps), "breakdown": breakdown(run, steps),
         "timeline": timeline(drawn, chosen), "heat": heat(drawn),
         "ranks": rank_table(run, steps, met, chosen),
-        "operations": plain(operations(run, met)), "arrivals": arrivals(met, steps.origin_ns if steps else 0),
+        "operations": plain(analysis.operations), "arrivals": arrivals(met, steps.origin_ns if steps else 0),
         "series": series(run, drawn), "marks": marks(run, steps),
         "throughput": throughput(run, steps), "calibration": calibrated(run),
         "configuration": configuration(run), "stacks": _stacks(run, chosen),
     }  # fmt: skip
-    return cast("Document", found)
+    return cast("Document", made)
 
 
 def made_by() -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 
-from fivefold.introspect.groups import groups
+from fivefold.introspect.groups import Group
 from fivefold.introspect.numbers import bytes_text, plain, seconds_text
 from fivefold.introspect.operations import Calibrated, calibration
 from fivefold.introspect.run import FULL, TracedRun
@@ -25,7 +26,7 @@ def first_told(run: TracedRun, name: str) -> Any:
     return next((t.meta[name] for t in run.ranks if t.meta.get(name) not in (None, "")), None)
 
 
-def facts(run: TracedRun, steps: Steps | None) -> RunFacts:
+def facts(run: TracedRun, steps: Steps | None, known: Mapping[tuple[int, int], Group]) -> RunFacts:
     """What ran, and where."""
     hosts = [str(t.meta.get("host") or "unknown") for t in run.ranks]
     text = {
@@ -45,7 +46,7 @@ def facts(run: TracedRun, steps: Steps | None) -> RunFacts:
         "layout": {str(k): int(v) for k, v in layout.items()} if isinstance(layout, dict) else {},
         "seconds": steps.seconds if steps else 0.0,
         "steps": int(steps.count.max(0).sum()) if steps else 0,
-        "groups": _groups(run),
+        "groups": _groups(known),
         "clock_error_s": max(float(t.meta.get("clock_error_ns") or 0) for t in run.ranks) / 1e9,
     }  # fmt: skip
 
@@ -59,8 +60,7 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _groups(run: TracedRun) -> list[dict[str, Any]]:
-    known = groups(run)
+def _groups(known: Mapping[tuple[int, int], Group]) -> list[dict[str, Any]]:
     found: dict[Any, dict[str, Any]] = {}
     for (_, index), group in sorted(known.items()):
         row = {"index": index, "name": group.name, "size": group.size,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from fivefold.introspect.run import TracedRun
+from fivefold.trace.schema import NOTHING
 
 __all__ = ["Group", "groups"]
 
@@ -16,6 +21,8 @@ class Group:
     name: str
     ranks: tuple[int, ...]
     backend: str = ""
+    key: str = ""
+    """tells groups of the same ranks apart; the same on all of them"""
 
     @property
     def size(self) -> int:
@@ -30,18 +37,22 @@ def groups(run: TracedRun) -> dict[tuple[int, int], Group]:
         for note in trace.notes:
             if note.get("kind") != "group" or not isinstance(note.get("index"), int):
                 continue
-            ranks = tuple(rank for rank in note.get("ranks") or () if isinstance(rank, int))
-            name = str(note.get("name") or f"group {note['index']}")
-            found[trace.rank, note["index"]] = Group(name, ranks, str(note.get("backend") or ""))
+            found[trace.rank, note["index"]] = _group(note)
+    untold: dict[int, list[int]] = defaultdict(list)
     for trace in run.ranks:
-        for index in {int(i) for i in trace.sums["group"][trace.sums["kind"] > 0]}:
+        for index in np.unique(trace.sums["group"][trace.sums["kind"] > 0]).tolist():
             if (trace.rank, index) not in found:
-                found[trace.rank, index] = _untold(run, index)
+                untold[index].append(trace.rank)
+    for index, ranks in untold.items():
+        group = Group("no group" if index == NOTHING else f"group {index}", tuple(ranks))
+        found |= {(rank, index): group for rank in ranks}
     return found
 
 
-def _untold(run: TracedRun, index: int) -> Group:
-    having = (
-        t.rank for t in run.ranks if bool(((t.sums["group"] == index) & (t.sums["kind"] > 0)).any())
-    )
-    return Group("no group" if index == 255 else f"group {index}", tuple(having))
+def _group(note: dict[str, Any]) -> Group:
+    told = note.get("ranks")
+    ranks = tuple(told) if isinstance(told, list) else ()
+    if any(not isinstance(rank, int) for rank in ranks[:1]):
+        ranks = ()
+    name = str(note.get("name") or f"group {note['index']}")
+    return Group(name, ranks, str(note.get("backend") or ""), str(note.get("key") or ""))

@@ -62,6 +62,8 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.0123), seconds_text(3.2e-05), seconds_text(75.0), seconds_text(7300)
     ('12 ms', '32 us', '75 s', '2.0 h')
     """
+    if not seconds:
+        return "0 s"
     for least, scale, unit in ((3600, 3600, "h"), (1, 1, "s"), (1e-3, 1e-3, "ms")):
         if abs(seconds) >= least:
             return f"{_figure(seconds / scale)} {unit}"

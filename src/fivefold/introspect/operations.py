@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.introspect.arrivals import Meetings, Transfer
-from fivefold.introspect.groups import Group, groups
+from fivefold.introspect.groups import Group
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.tables import Operation
 from fivefold.trace.schema import KINDS, TAGS
@@ -108,9 +108,10 @@ def calibration(run: TracedRun) -> list[Calibrated]:
     ]
 
 
-def operations(run: TracedRun, met: Meetings) -> list[Operation]:
+def operations(
+    run: TracedRun, known: Mapping[tuple[int, int], Group], met: Meetings
+) -> list[Operation]:
     """A row per operation, tag, group and size; those that take most time first."""
-    known = groups(run)
     curves = {(c.operation, c.group): c for c in calibration(run)}
     parts: dict[Transfer, list[tuple[Group, int, NDArray[np.void]]]] = defaultdict(list)
     for rank, index, key, rows in _by_key(run):

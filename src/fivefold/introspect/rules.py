@@ -1,0 +1,238 @@
+"""What can cost a run time: one small rule for each, none speaks without its numbers.
+
+A gain is what a step could become shorter: the time that would leave the rank that works longest, in each row
+of steps. It is an upper bound, and gains of several findings do not add up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from fivefold.introspect.advice import for_tag
+from fivefold.introspect.analysis import Analysis
+from fivefold.introspect.causes import Straggler, stragglers
+from fivefold.introspect.facts import first_told
+from fivefold.introspect.findings import Finding, evidence
+from fivefold.introspect.numbers import bytes_text, seconds_text, share_text
+from fivefold.introspect.run import listed
+from fivefold.introspect.steps import Floats
+from fivefold.trace.phases import Phase
+from fivefold.trace.schema import PHASES, TAGS
+
+__all__ = [
+    "RULES",
+    "checkpointing",
+    "exposed",
+    "late_ranks",
+    "starved",
+    "tiny",
+    "turns",
+    "validating",
+]
+
+_WORTH = 0.05
+"""share of a step from which a rule speaks"""
+_MOST = 0.5
+"""share of ranks that have to wait for data, more than that, before all are said to"""
+_TINY_BYTES, _TINY_SHARE, _TINY_CALLS = 4096, 0.03, 20
+
+
+def late_ranks(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that others wait for; those with the same cause in the same phase are one finding."""
+    alike: dict[tuple[str, str], list[Straggler]] = defaultdict(list)
+    for straggler in stragglers(analysis):
+        alike[straggler.cause.id, straggler.phase].append(straggler)
+    for found in alike.values():
+        yield _late(analysis, found)
+
+
+def _late(analysis: Analysis, found: list[Straggler]) -> Finding:
+    steps, worst = analysis.sure_steps, found[0]
+    ranks = tuple(sorted(one.rank for one in found))
+    places = [steps.index(rank) for rank in ranks]
+    others = np.setdiff1d(np.arange(len(steps.ranks)), places)
+    work = analysis.work.copy()
+    work[places] = (
+        np.minimum(work[places], np.nanmedian(work[others], axis=0)) if len(others) else 0.0
+    )
+    gain = analysis.gain_s(work)
+    who, arrive = (listed(ranks), "arrives" if len(ranks) == 1 else "arrive up to")
+    cause = worst.cause
+    title = (
+        f"{who} {arrive} {seconds_text(worst.late_s)} late in {share_text(worst.share)} of steps because "
+        + (cause.text if len(ranks) == 1 else f"of rank {worst.rank}: {cause.text}; others alike")
+    )
+    return Finding(
+        "straggler", title, cause.advice, worst.late_s / steps.step_s, ranks, gain,
+        (
+            evidence("heat", f"rank {worst.rank} works {seconds_text(worst.late_s)} per step longer than the "
+                     f"median of others, of {seconds_text(steps.step_s)}", ranks=ranks),
+            evidence("ranks", f"of it {seconds_text(worst.surplus_s)} in {worst.phase}", ranks=ranks,
+                     phase=None if worst.phase == "outside" else worst.phase),
+            evidence("arrivals", _met(analysis, worst.rank), ranks=ranks),
+            *([evidence("stacks", f"seen at {cause.figures['place']}", ranks=ranks, phase=worst.phase)]
+              if cause.figures.get("place") else []),
+        ),
+        {"rank": worst.rank, "late_s": worst.late_s, "share_of_steps": worst.share, "phase": worst.phase,
+         "surplus_s": worst.surplus_s, "cause": cause.id, **cause.figures},
+    )  # fmt: skip
+
+
+def _met(analysis: Analysis, rank: int) -> str:
+    met = analysis.met
+    at = int(np.searchsorted(met.ranks, rank))
+    if not np.isfinite(met.late_s[at]):
+        return "no operation in the rings was found on all ranks"
+    return (
+        f"rank {rank} comes last in {share_text(float(met.last_share[at]))} of {met.steps} steps, "
+        f"others wait "
+        f"{seconds_text(float(met.waited_s[:, at].sum()) / max(1, met.steps))} per step for it, all together"
+    )
+
+
+def turns(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that are late by turns: no one to blame, and still all wait."""
+    steps = analysis.sure_steps
+    if len(steps.ranks) < 2:
+        return
+    work = analysis.work.copy()
+    named = [steps.index(one.rank) for one in stragglers(analysis)]
+    usual = np.nanmedian(work, axis=0)
+    work[named] = np.minimum(work[named], usual)
+    lost = np.average(np.nan_to_num(work.max(0) - usual), weights=analysis.weight)
+    if lost < _WORTH * steps.step_s:
+        return
+    yield Finding(
+        "jitter",
+        f"ranks are late by turns: the slowest works {seconds_text(float(lost))} longer than the median",
+        "find what disturbs single steps: other jobs on the nodes, uneven samples, garbage collection; fewer "
+        "points where ranks meet help too (larger batches, accumulation)",
+        float(lost) / steps.step_s, (), analysis.gain_s(np.minimum(work, usual)),
+        (evidence("heat", f"largest less median work, mean over {len(usual)} rows: "
+                          f"{seconds_text(float(lost))}"),),
+        {"lost_s": float(lost)},
+    )  # fmt: skip
+
+
+def exposed(analysis: Analysis) -> Iterator[Finding]:
+    """Communication that computing does not hide, on the rank that waits for no other."""
+    steps = analysis.sure_steps
+    for number, tag in enumerate(TAGS):
+        gain = analysis.on_critical(steps.exposed[..., number])
+        if gain < _WORTH * steps.step_s:
+            continue
+        mean = float(np.nanmean(steps.mean(steps.exposed[..., number])))
+        asked = analysis.on_critical(steps.operations[..., number])
+        hidden = max(0.0, 1 - gain / asked) if asked else 0.0
+        rows = [i for i, row in enumerate(analysis.operations) if row["tag"] == str(tag)]
+        yield Finding(
+            "exposed", f"{share_text(gain / steps.step_s)} of the step is exposed communication of {tag}",
+            for_tag(analysis, str(tag), hidden), gain / steps.step_s, (), gain,
+            (
+                evidence("breakdown", f"{seconds_text(gain)} per step on the rank that others wait for, "
+                         f"{seconds_text(mean)} on average, waiting included; {share_text(hidden)} of its "
+                         "communication is hidden", tag=str(tag)),
+                evidence("operations", f"{len(rows)} sizes", rows=rows[:20], tag=str(tag)),
+            ),
+            {"tag": str(tag), "exposed_s": gain, "mean_exposed_s": mean, "hidden_share": hidden},
+        )  # fmt: skip
+
+
+def starved(analysis: Analysis) -> Iterator[Finding]:
+    """All ranks wait for data."""
+    steps = analysis.sure_steps
+    loading = steps.computing[..., PHASES.index(Phase.LOAD)]
+    mean = np.nan_to_num(steps.mean(loading))
+    usual = float(np.quantile(mean, 0.25))
+    if np.mean(mean > _WORTH * steps.step_s) <= _MOST:
+        return
+    work = analysis.work - loading[:, steps.steady]
+    share = usual / steps.step_s
+    ready = steps.mean(steps.levels["ready"])
+    told = f", {np.nanmean(ready):.1f} batches ready on average" if np.isfinite(ready).any() else ""
+    yield Finding(
+        "loader", f"all ranks wait for data {share_text(share)} of the step{told}",
+        f"more workers for the loader (data.workers{_now(analysis, 'data.workers')}), lighter "
+        f"transforms, or data "
+        "nearer to the node",
+        share, (), analysis.gain_s(work),
+        (
+            evidence("timeline", f"load takes {seconds_text(usual)} per step on the "
+                                 f"median "
+                     "ranks even longer", phase="load"),
+            evidence("series", "batches that were ready when asked for" + told),
+        ),
+        {"load_s": usual, "ready": float(np.nanmean(ready)) if told else None},
+    )  # fmt: skip
+
+
+def _now(analysis: Analysis, key: str) -> str:
+    told = first_told(analysis.run, "plan")
+    entry = told.get(key) if isinstance(told, dict) else None
+    return f", now {entry['value']}" if isinstance(entry, dict) and "value" in entry else ""
+
+
+def _phase(analysis: Analysis, phase: Phase, advice: str) -> Iterator[Finding]:
+    steps = analysis.sure_steps
+    spent: Floats = steps.computing[..., PHASES.index(phase)]
+    gain = analysis.on_critical(spent)
+    if gain < _WORTH * steps.step_s:
+        return
+    share = gain / steps.step_s
+    yield Finding(
+        phase.value, f"{phase.value} takes {share_text(share)} of the time", advice, share, (), gain,
+        (evidence("breakdown", f"{seconds_text(gain)} per step, spread over all steps", phase=phase.value),
+         evidence("timeline", "the steps that are longer", phase=phase.value)),
+        {"seconds_per_step": gain},
+    )  # fmt: skip
+
+
+def validating(analysis: Analysis) -> Iterator[Finding]:
+    """Validation that training waits for."""
+    return _phase(
+        analysis, Phase.VALIDATE, "validate less often, or with fewer samples or larger batches"
+    )
+
+
+def checkpointing(analysis: Analysis) -> Iterator[Finding]:
+    """Checkpoints that training waits for."""
+    return _phase(
+        analysis, Phase.CHECKPOINT,
+        "save less often (`fivefold checkpoint interval` computes how often is best), or save to memory or "
+        "local storage first and let it be copied in the background",
+    )  # fmt: skip
+
+
+def tiny(analysis: Analysis) -> Iterator[Finding]:
+    """Many operations so small that only their number costs."""
+    steps = analysis.sure_steps
+    rows = [
+        (i, row) for i, row in enumerate(analysis.operations)
+        if row["size_to_bytes"] <= _TINY_BYTES and row["operation"] != "barrier"
+    ]  # fmt: skip
+    total = max(1, int(steps.count.max(0).sum())) * len(analysis.run.ranks)
+    calls, spent = (
+        sum(row["count"] for _, row in rows) / total,
+        sum(r["exposed_s"] for _, r in rows) / total,
+    )
+    if calls < _TINY_CALLS or spent < _TINY_SHARE * steps.step_s:
+        return
+    tags = sorted({row["tag"] for _, row in rows})
+    yield Finding(
+        "tiny", f"{calls:.0f} operations per step have at most {bytes_text(_TINY_BYTES)}: they cost "
+        f"{share_text(spent / steps.step_s)} of the step",
+        f"put them together ({', '.join(tags)}): larger buckets, one message for several tensors, statistics "
+        "less often", spent / steps.step_s, (), spent,
+        (evidence("operations", f"{calls:.0f} calls per step and rank, {seconds_text(spent)} exposed",
+                  rows=[i for i, _ in rows][:20]),),
+        {"calls_per_step": calls, "exposed_s": spent},
+    )  # fmt: skip
+
+
+RULES: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (
+    late_ranks, turns, exposed, starved, validating, checkpointing, tiny,
+)  # fmt: skip
+"""rules about the time of steps"""

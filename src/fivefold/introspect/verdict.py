@@ -1,0 +1,89 @@
+"""One or two sentences on a run, and what they rest on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fivefold.introspect.analysis import Analysis
+from fivefold.introspect.findings import Finding, ordered
+from fivefold.introspect.incidents import INCIDENTS
+from fivefold.introspect.machine_rules import MACHINE_RULES
+from fivefold.introspect.numbers import seconds_text, share_text
+from fivefold.introspect.rules import RULES
+from fivefold.introspect.shape import Verdict
+from fivefold.trace.schema import PHASES, TAGS
+
+__all__ = ["findings", "verdict"]
+
+_TELLS = 0.1
+"""share of a step from which exposed communication is told with a straggler"""
+
+
+def findings(analysis: Analysis) -> list[Finding]:
+    """What all rules find, most important first."""
+    rules = (*INCIDENTS, *MACHINE_RULES, *(RULES if analysis.steps is not None else ()))
+    found = [finding for rule in rules for finding in rule(analysis)]
+    return ordered(_without_doubles(found))
+
+
+def _without_doubles(found: list[Finding]) -> list[Finding]:
+    """A throttled job is ready without a core; a slow link explains a slow network."""
+    ids = {finding.id for finding in found}
+    explained = {"cores"} if "throttled" in ids else set[str]()
+    explained |= {"slow-network"} if "slow-link" in ids else set()
+    explained |= {"killed"} if {"hang", "mismatch"} & {f.id for f in found if f.broken} else set()
+    return [finding for finding in found if finding.id not in explained]
+
+
+def verdict(analysis: Analysis, found: list[Finding]) -> Verdict:
+    """The most important of what was found, in one or two sentences."""
+    broken = [finding for finding in found if finding.broken]
+    if broken:
+        return {"text": _sentences([finding.says for finding in broken[:2]]), "level": "bad"}
+    if analysis.steps is None:
+        return {"text": "No step has ended yet: there is nothing to judge.", "level": "notice"}
+    costs = [finding for finding in found if finding.gain_s]
+    if not costs:
+        told = [finding.says for finding in found[:1]]
+        text = _sentences([_filled(analysis), *told])
+        return {"text": text, "level": "notice" if told else "good"}
+    told = [finding.says for finding in costs[:2]]
+    if costs[0].id == "straggler" and (waiting := _exposed(analysis)):
+        others = [
+            f.says for f in costs[1:] if f.id != "exposed"
+        ]  # what is left of it was told just now
+        told = [f"{waiting}; {costs[0].says}", *others[:1]]
+    worst = (costs[0].gain_s or 0.0) / analysis.steps.step_s
+    return {"text": _sentences(told), "level": "bad" if worst > 0.5 else "notice"}
+
+
+def _exposed(analysis: Analysis) -> str:
+    """How much of the step ranks wait in communication, on average."""
+    steps = analysis.sure_steps
+    by_tag = np.nanmean(steps.mean(steps.exposed), axis=0) / steps.step_s
+    most = int(np.argmax(by_tag))
+    if by_tag[most] < _TELLS:
+        return ""
+    what = "reduction of gradients" if most == 0 else f"communication of {TAGS[most]}"
+    return f"{share_text(float(by_tag[most]))} of the step is exposed {what}, waiting included"
+
+
+def _filled(analysis: Analysis) -> str:
+    steps = analysis.sure_steps
+    parts = np.nanmean(steps.mean(steps.computing), axis=0)
+    total = float(np.nanmean(steps.mean(steps.wall))) or 1.0
+    computing = sum(
+        float(parts[i]) for i, phase in enumerate(PHASES)
+        if phase in ("forward", "backward", "update", "augment")
+    )  # fmt: skip
+    communicating = float(np.nanmean(steps.mean(steps.exposed).sum(1)))
+    return (
+        f"computing fills {share_text(computing / total)} of the step of {seconds_text(steps.step_s)}, "
+        f"exposed "
+        f"communication {share_text(communicating / total)}: nothing stands out"
+    )
+
+
+def _sentences(parts: list[str]) -> str:
+    kept = [part.strip().rstrip(".") for part in parts if part]
+    return " ".join(f"{part[:1].upper()}{part[1:]}." for part in kept)
