@@ -72,19 +72,26 @@ def __dir__() -> list[str]:
 
 
 def _known_to_torch() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Tell torch that there is a backend "fivefold". Torch calls this whenever it is imported.
+    """Tell torch that there is a backend "fivefold", and where FIVEFOLD_TRACE is set, see what scripts do.
 
-    It must not fail, or no program of this environment could import torch, and has to be quick: what the
-    backend needs is imported when a group is made.
+    Torch calls this whenever it is imported. It must not fail, or no program of this environment could
+    import torch, and has to be quick: what the backend needs is imported when a group is made.
     """
     import logging
+    import os
 
+    log = logging.getLogger(__name__)
     try:
         from torch.distributed import Backend
 
         Backend.register_backend("fivefold", _group, extended_api=True, devices=["cpu", "cuda"])
     except Exception as problem:  # noqa: BLE001
-        logging.getLogger(__name__).warning("torch does not know the backend fivefold: %r", problem)
+        log.warning("torch does not know the backend fivefold: %r", problem)
+    if os.environ.get("FIVEFOLD_TRACE"):
+        try:
+            import_module("fivefold.comm.script_hooks").install()
+        except Exception as problem:  # noqa: BLE001
+            log.warning("FIVEFOLD_TRACE is set, but nothing can be recorded: %r", problem)
 
 
 def _group(options: object, given: object) -> object:

@@ -2,6 +2,7 @@
 
     python tests/torch_distributed/standing_in.py fivefold        all of them, as `make torch-distributed`
     python tests/torch_distributed/standing_in.py gloo            what gloo itself makes of them
+    python tests/torch_distributed/standing_in.py traced          gloo with every operation recorded
     python tests/torch_distributed/standing_in.py fivefold -k broadcast
 
 Many of these tests ask for the backend's name and skip all but gloo and NCCL: here it answers "gloo", so
@@ -92,8 +93,25 @@ def _truly_named(test: Any) -> Any:
     return wrapper
 
 
+def _traced() -> None:
+    """Every rank records what its groups do."""
+    from fivefold.comm.tracing_groups import trace_groups
+    from fivefold.trace.process import start
+
+    trace_groups()
+    begin = c10d.init_process_group
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        begin(*arguments, **named)
+        start(Path(os.environ["TEMP_DIR"]) / f"trace-{os.getpid()}", {"rank": dist.get_rank()})
+
+    dist.init_process_group = c10d.init_process_group = functools.wraps(begin)(recorded)
+
+
 if CHOSEN == "fivefold":
     _stand_in()
+elif CHOSEN == "traced":
+    _traced()
 
 
 class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):

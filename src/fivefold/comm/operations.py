@@ -287,6 +287,8 @@ class Operations:
             self.log.skip()
             return 0
         dtype = None if kind == "barrier" else block.dtype
+        if kind == "reduce_scatter" or (kind == "scatter" and root == self.group.rank):
+            size_bytes *= self.group.size  # of what it gives, a block is for one rank
         peer = root if kind in _ROOTED else -1
         return self.log.issue(trace, KIND_NUMBERS[kind], size_bytes, dtype, peer)
 

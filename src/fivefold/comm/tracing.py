@@ -22,12 +22,14 @@ from fivefold import comm
 from fivefold.arena import node_name
 from fivefold.comm.calibrate import calibration, links
 from fivefold.comm.clocks import clock_offset
+from fivefold.comm.hang import attend
 from fivefold.launch.environment import Place
+from fivefold.launch.variables import read_seconds
 from fivefold.trace import Tag
 from fivefold.trace.process import start
 from fivefold.trace.trace import Trace
 
-__all__ = ["begin", "trace_folder"]
+__all__ = ["begin", "met", "trace_folder"]
 
 _PREFIXES = ("FIVEFOLD_", "OMP_", "MKL_", "NCCL_", "GLOO_", "SLURM_JOB_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "PBS_JOBID")
@@ -43,32 +45,35 @@ def trace_folder() -> Path | None:
 
 def begin(
     folder: Path, place: Place, group: dist.ProcessGroup | None, device: torch.device, *,
-    rows: Mapping[str, int] | None = None, **facts: Any,
+    rows: Mapping[str, int] | None = None, hang_s: float = 30.0, **facts: Any,
 ) -> Trace | None:  # fmt: skip
     """Begin the trace of this rank. Collective over `group`, all ranks; None where the rank is alone.
 
-    `rows`: as in `Trace.create`; `facts`: more fields of meta.
+    `rows`: as in `Trace.create`; `hang_s`: as in `attend`, unless FIVEFOLD_HANG_S says otherwise; `facts`:
+    more fields of meta.
     A rank that cannot write says so and goes on without; None is returned then, and where a trace is
     active already.
     """
-    met: dict[str, Any] = {"node": 0, "clock_offset_ns": 0, "clock_error_ns": 0}
-    if group is not None and group.size() > 1 and device.type == "cpu":
-        met = _met(group)
+    found = met(group)
     meta = {
         "rank": place.rank, "size": place.world_size, "local_rank": place.local_rank,
         "local_size": place.local_size, "host": platform.node(), "pid": os.getpid(),
         "launcher": place.launcher, "engine": os.environ.get("FIVEFOLD_ENGINE", ""),
-        "command": [*sys.orig_argv], "device": str(device), "threads": torch.get_num_threads(),
+        "command": [*sys.orig_argv], "device": str(device),"threads": torch.get_num_threads(),
         "cores": sorted(os.sched_getaffinity(0)), "environment": told_environment(os.environ),
-        "versions": _versions(), **met, **_placement(), **facts,
+        "versions": _versions(), **found, **_placement(), **facts,
     }  # fmt: skip
     try:
-        return start(folder, meta, rows)
+        trace = start(folder, meta, rows)
     except OSError as problem:
         _log.warning(
             "rank %d is not traced: cannot write to %s: %s", place.rank, folder, problem.strerror
         )
         return None
+    if trace is not None:
+        gpu = device.index or 0 if device.type == "cuda" else None
+        attend(trace, read_seconds("FIVEFOLD_HANG_S", hang_s), gpu=gpu)
+    return trace
 
 
 def told_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -81,8 +86,16 @@ def told_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _met(group: dist.ProcessGroup) -> dict[str, Any]:
-    """What the ranks find out together: nodes, clocks, and what their links can do."""
+def met(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """What the ranks find out together: nodes, clocks, and what their links can do. Collective.
+
+    A group that sends tensors of GPUs alone is not asked: of its nodes and clocks nothing is known.
+    """
+    if group is None or group.size() == 1:
+        return {"node": 0, "clock_offset_ns": 0, "clock_error_ns": 0}
+    places: list[torch.device] = group._device_types  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if all(device.type != "cpu" for device in places):
+        return {}
     own = torch.tensor([zlib.crc32(node_name().encode())])
     names = [int(name) for name in comm.all_gather(own, group, Tag.CONTROL)[:, 0]]
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}

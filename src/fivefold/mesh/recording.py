@@ -24,18 +24,22 @@ def record(mesh: Mesh, folder: Path, place: Place | None = None) -> Trace | None
 
     None when there is a trace, or none can be written, which is said.
     """
-    if active() is not None:
-        return None
     everyone = mesh.group(*AXES) if mesh.size > 1 else None
+    facts: dict[str, Any] = {
+        "layout": asdict(mesh.layout),
+        "coordinates": {axis: mesh.coordinate(axis) for axis in AXES},
+        "backend": str(dist.get_backend(everyone)) if everyone is not None else "none",
+        "device": str(mesh.device),
+        "plan": _told(mesh.plan),
+    }
+    if (trace := active()) is not None:
+        if "layout" not in trace.meta:
+            trace.update_meta(**facts)
+        return None
     place = place or (locate() if mesh.owns_world else _place(mesh))
-    return begin(
-        folder, place, everyone, mesh.device,
-        rows={"events": mesh.plan.trace.events},
-        layout=asdict(mesh.layout),
-        coordinates={axis: mesh.coordinate(axis) for axis in AXES},
-        backend=str(dist.get_backend(everyone)) if everyone is not None else "none",
-        plan=_told(mesh.plan),
-    )  # fmt: skip
+    rows = {"events": mesh.plan.trace.events}
+    hang_s = mesh.plan.trace.hang_s
+    return begin(folder, place, everyone, mesh.device, rows=rows, hang_s=hang_s, **facts)
 
 
 def _place(mesh: Mesh) -> Place:

@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.comm import BACKEND, register
 from fivefold.comm.tracing import trace_folder
+from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
+from fivefold.launch.port import reserved_port
 from fivefold.launch.variables import read_seconds
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
@@ -31,13 +33,16 @@ from fivefold.plan import AXES, Layout, Plan
 __all__ = ["start"]
 
 
-def start(plan: Plan | None = None, *, device: str | torch.device | None = None) -> Mesh:
+def start(
+    plan: Plan | None = None, *, device: str | torch.device | None = None, traced: bool = False
+) -> Mesh:
     """Join the processes that were started with this one, and lay `plan.layout` over them.
 
     Works alone (one process), under `fivefold run`, torchrun, Open MPI's mpirun, MPICH's mpiexec, srun,
     Cray PALS and flux. Without a plan, the one that `fivefold run --plan` named is used, else the default;
     a layout that nobody chose puts every process on the `data` axis. `device` defaults to this rank's GPU
-    where there is one, else the CPU. A torch.distributed that runs already is used as it is.
+    where there is one, else the CPU. A torch.distributed that runs already is used as it is. `traced`: make
+    groups whose operations a trace sees; where FIVEFOLD_TRACE is set they are, and the trace begins here.
 
     Raises:
         PlanError: the layout does not fit the number of processes.
@@ -50,6 +55,8 @@ def start(plan: Plan | None = None, *, device: str | torch.device | None = None)
     where = _device(place, device)
     if where.type == "cpu":
         keep_memory()
+    if traced or trace_folder() is not None:
+        trace_groups()
     if not adopted:
         _join(place, plan, where)
     names = init_device_mesh(where.type, plan.layout.sizes, mesh_dim_names=AXES)
@@ -167,19 +174,19 @@ def _open_store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
         # torch's own handler: torchrun may offer a store that its agent already holds open.
         found = dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)
         return next(iter(found))[0]
-    address, port = _mpi_address() if where.kind == "mpi" else (where.address, where.port)
-    return dist.TCPStore(address, port, place.world_size, place.rank == 0, timeout)
+    with contextlib.ExitStack() as held:
+        mpi = where.kind == "mpi"
+        address, port = _mpi_address(held) if mpi else (where.address, where.port)
+        return dist.TCPStore(address, port, place.world_size, place.rank == 0, timeout)
 
 
-def _mpi_address() -> tuple[str, int]:
-    """Rank 0's host and a free port of it, told to the others by MPI itself."""
+def _mpi_address(held: contextlib.ExitStack) -> tuple[str, int]:
+    """Rank 0's host and a free port of it, told to the others by MPI itself; kept for it until it listens."""
     from mpi4py import MPI  # starts MPI, so only where MPI started us
 
     address: tuple[str, int] | None = None
     if MPI.COMM_WORLD.Get_rank() == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            address = (_own_address(), int(probe.getsockname()[1]))
+        address = (_own_address(), held.enter_context(reserved_port(None)))
     found = MPI.COMM_WORLD.bcast(address, root=0)
     assert found is not None
     return found

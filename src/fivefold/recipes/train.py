@@ -55,7 +55,7 @@ def train(
     train_images, test_images = recipe.images(directory, size)
     torch.manual_seed(plan.numerics.seed)
     net = models.build(plan.train.model, len(train_images.classes), recipe.channels)
-    with start(plan) as mesh:
+    with start(plan, traced=plan.trace.enabled) as mesh:
         plan = settle_precision(mesh.plan, mesh)
         console = (console or Console()) if mesh.rank == 0 else Console(quiet=True)
         net = Arithmetic(plan.numerics, mesh.device).net(net)

@@ -60,10 +60,14 @@ class Trace:
         self.meta: dict[str, Any] = {}
         self.samplers: list[Callable[[np.void], None]] = []
         """called with a row of windows when it is complete, to fill in what they know"""
+        self.before_step: list[Callable[[], None]] = []
+        """called when a step ends, to tell what has come to light only now"""
         self.closers: list[Callable[[], None]] = []
         """called by `close` before anything else"""
         self.after_phase: list[Callable[[int, int, int], None]] = []
         """called when a span ends: phase, begin and end in ns"""
+        self.told_steps = False
+        """whether a training loop of Fivefold's says where steps end"""
         self.step = 1
         """under way, counted from 1"""
         self.phase = NOTHING
@@ -90,10 +94,14 @@ class Trace:
         self._window_steps, self._begun_ns = 1, 0
         self._ready: list[int] = []
         self._groups = itertools.count()
-        self._live["pid"], self._live["window_steps"] = os.getpid(), 1
-        self._live["heartbeat_ns"] = self._live["phase_since_ns"] = _now()
-        self._live["step"], self._live["phase"] = self.step, NOTHING
+        self._say_alive()
         self.update_meta(**meta)
+
+    def _say_alive(self) -> None:
+        live = self._live
+        live["pid"], live["window_steps"], live["step"] = os.getpid(), 1, self.step
+        live["heartbeat_ns"] = live["phase_since_ns"] = _now()
+        live["phase"] = NOTHING
 
     @classmethod
     def create(
@@ -186,6 +194,15 @@ class Trace:
         if seq >= self._fold_at:
             self._catch_up()
 
+    def is_here(self) -> bool:
+        """Whether this is the training thread."""
+        return threading.get_ident() == self.thread
+
+    @property
+    def nested(self) -> int:
+        """How many phases have begun and not ended."""
+        return len(self._stack)
+
     def _enter(self, phase: int, now: int) -> None:
         self.phase = phase
         _PHASE.pack_into(self._buffer, self._phase_at, phase, self._window_steps, now)
@@ -193,9 +210,9 @@ class Trace:
     # ---- steps
 
     def begin_at(self, step: int) -> None:
-        """The step under way is number `step`, and begins now: for runs that go on where another ended."""
+        """The step under way is number `step`, and begins now; the caller will say where it ends."""
         with self._lock:
-            self.step = step
+            self.step, self.told_steps = step, True
             self._live["step"] = step
             self._begun_ns = _now()
 
@@ -205,6 +222,8 @@ class Trace:
 
     def step_ended(self, samples: int = 0, loss: float | None = None) -> None:
         """The step under way is over: its row is complete, or added to that of its neighbours."""
+        for tell in self.before_step:
+            tell()
         now = _now()
         with self._lock:
             row = self._row

@@ -1,0 +1,267 @@
+"""Torch's own process groups as they are, with every operation told to the trace.
+
+torch ──► TracedGroup ──► the group that torch made ──► gloo, nccl, mpi
+              │                                            │
+              └── issue ──► trace ◄── wait, future ◄── TracedWork
+
+DistributedDataParallel, functional collectives and the like call a group's methods from C++, which finds
+ours: to patch `torch.distributed.all_reduce` would miss most of what a training step sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.comm.gpu_times import GpuTimes
+from fivefold.comm.group_log import KIND_NUMBERS, GroupLog
+from fivefold.comm.traced_works import TracedWork
+from fivefold.trace.current import current
+from fivefold.trace.trace import Trace
+
+__all__ = ["TracedGroup", "gpu_times"]
+
+_GIVEN = {
+    "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0), "broadcast": ("broadcast", 0),
+    "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1), "all_gather_single": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1), "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1), "scatter": ("scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1), "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1), "alltoall_base": ("all_to_all", 1), "all_to_all_single": ("all_to_all", 1),
+    "barrier": ("barrier", -1), "monitored_barrier": ("barrier", -1),
+    "send": ("send", 0), "recv": ("receive", 0), "recv_anysource": ("receive", 0),
+}  # fmt: skip
+"""methods of a group: the operation, and which argument holds the tensors that this rank gives"""
+_PASSED_ON = (
+    "_enable_collectives_timing", "_get_sequence_number_for_group", "_has_hooks",
+    "_register_on_completion_hook",
+    "_set_sequence_number_for_group", "_wait_for_pending_works", "get_group_store", "merge_remote_group",
+    "set_timeout", "_set_default_timeout", "split_group", "_backend_id", "_id",
+)  # fmt: skip
+_BACKENDS = {kind.name.lower(): kind for kind in dist.ProcessGroup.BackendType.__members__.values()}
+_END_S = 1.0
+"""how long callbacks of futures may take to come when a group ends"""
+
+
+class TracedGroup(dist.ProcessGroup):
+    """A group of torch's. `inner` does the work, this one notes it."""
+
+    def __init__(self, inner: dist.ProcessGroup, backend: str, ranks: Sequence[int]) -> None:
+        super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
+        self.inner = inner
+        # DistributedDataParallel's logger asks for the backend from C++, past our methods.
+        for device in self._device_types:
+            own = inner._get_backend(device)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            kind = _BACKENDS.get(str(own.name()), dist.ProcessGroup.BackendType.CUSTOM)
+            self._register_backend(device, kind, own)
+            self._set_default_backend(kind)
+        name = str(inner.group_name)
+        self.log = GroupLog(lambda: name, lambda: ranks, backend)
+        self._coalesced: list[int] | None = None
+        self._futures: list[Any] = []
+        desc = str(inner.group_desc)
+        self.log.described("" if desc in ("undefined", "default_pg") else desc)
+
+    # --- about itself --------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Of the group within."""
+        return str(self.inner.name())
+
+    def getRank(self) -> int:  # noqa: N802
+        """Of this process in the group."""
+        return self.inner.rank()
+
+    def getSize(self) -> int:  # noqa: N802
+        """Of the group."""
+        return self.inner.size()
+
+    rank, size, name, _get_backend_name = getRank, getSize, getBackendName, getBackendName
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """As torch set it."""
+        return str(self.inner.group_name)
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """As torch wants it."""
+        self.inner._set_group_name(cast(Any, name))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """As torch set it."""
+        return str(self.inner.group_desc)
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """As torch wants it."""
+        self.inner._set_group_desc(desc)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        self.log.described("" if desc in ("undefined", "default_pg") else desc)
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)  # pyright: ignore[reportIncompatibleMethodOverride]
+    group_desc = property(getGroupDesc)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.inner._device_types  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def bound_device_id(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The device that torch bound the group to."""
+        return self.inner.bound_device_id
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inner.bound_device_id = device
+
+    def shutdown(self) -> None:
+        """As the group within. Callbacks end before: they need the interpreter, which it may hold."""
+        self._settle()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        """As the group within."""
+        self.inner.abort()
+
+    def _settle(self) -> None:
+        if not self._futures:
+            return
+        until = time.monotonic() + _END_S
+        while not all(future.done() for future in self._futures) and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.01)  # for callbacks of futures that have just been set
+        self._futures.clear()
+
+    # --- coalescing ----------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner._start_coalescing(device)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        events, self._coalesced = self._coalesced or [], None
+        work: Any = self.inner._end_coalescing(device)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        trace = current.trace
+        if trace is None or not events or work is None:
+            return work
+        return TracedWork(work, trace, events, gpu_times(trace, device), self._futures)
+
+    # --- operations ----------------------------------------------------------------------------
+
+    def note(
+        self, trace: Trace, kind: str, given: Any, peer: int
+    ) -> tuple[int, torch.device | None]:
+        """Tell the trace of an operation with the tensors `given`: its number there, and their device."""
+        size, dtype, device = _told(given)
+        return self.log.issue(trace, KIND_NUMBERS[kind], size, dtype, peer), device
+
+    def run(self, method: str, kind: str, which: int, args: tuple[Any, ...], named: Any) -> Any:
+        """Call `method` of the group within, and tell the trace."""
+        call = getattr(self.inner, method)
+        trace = current.trace
+        peer = _peer(kind, args, named)
+        if trace is None:
+            if kind in ("send", "receive"):
+                self.log.skip_message(KIND_NUMBERS[kind], peer)
+            else:
+                self.log.skip()
+            return call(*args, **named)
+        given = args[which] if 0 <= which < len(args) else None
+        if kind == "scatter" and not given:
+            given = args[0]
+        event, device = self.note(trace, kind, given, peer)
+        gpu = gpu_times(trace, device)
+        mark = None if gpu is None else gpu.mark()
+        work = call(*args, **named)
+        if self._coalesced is not None:
+            self._coalesced.append(event)
+            return work
+        if work is not None and method != "monitored_barrier":
+            return TracedWork(work, trace, [event], gpu, self._futures)
+        if gpu is not None and mark is not None:
+            gpu.waited([event], mark)
+        else:
+            trace.ended(event)
+        return work
+
+
+def _peer(kind: str, args: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """The other side of a message, the root of what has one, or -1."""
+    if kind in ("send", "receive"):
+        return int(args[1]) if len(args) > 2 else -1  # else (tensors, tag): from anyone
+    if kind in ("broadcast", "reduce", "gather", "scatter"):
+        options = named.get("opts", args[-1] if args else None)
+        return int(getattr(options, "rootRank", -1))
+    return -1
+
+
+def _told(given: Any) -> tuple[int, torch.dtype | None, torch.device | None]:
+    """Bytes of tensors, in lists of lists perhaps; element type and place of the first."""
+    if isinstance(given, Tensor):
+        return _bytes(given), given.dtype, given.device
+    size, first = 0, None
+    for tensor in _tensors(given):
+        size += _bytes(tensor)
+        first = tensor if first is None else first
+    return (size, None, None) if first is None else (size, first.dtype, first.device)
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, list | tuple):
+        for part in cast("Sequence[Any]", given):
+            yield from _tensors(part)
+
+
+def _bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._values().nbytes if tensor.is_sparse else 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+_gpus: dict[int, GpuTimes] = {}
+
+
+def gpu_times(trace: Trace, device: torch.device | None) -> GpuTimes | None:
+    """What times operations on a GPU; None on CPUs."""
+    if device is None or device.type != "cuda":
+        return None
+    found = _gpus.get(id(trace))
+    if found is None:
+        _gpus.clear()
+        found = _gpus[id(trace)] = GpuTimes(trace)
+    return found
+
+
+def _noted(method: str, kind: str, which: int) -> Callable[..., Any]:
+    def call(self: TracedGroup, *args: Any, **named: Any) -> Any:
+        return self.run(method, kind, which, args, named)
+
+    call.__name__ = method
+    call.__doc__ = f"Torch's own `{method}`, noted."
+    return call
+
+
+def _passed_on(method: str) -> Callable[..., Any]:
+    def call(self: TracedGroup, *args: Any, **named: Any) -> Any:
+        return getattr(self.inner, method)(*args, **named)
+
+    call.__name__ = method
+    return call
+
+
+for _name, (_kind, _which) in _GIVEN.items():
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(TracedGroup, _name, _noted(_name, _kind, _which))
+for _name in _PASSED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(TracedGroup, _name, _passed_on(_name))

@@ -1,0 +1,101 @@
+"""Has torch make groups that are traced: those of its own backends; ours tell the trace by themselves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d  # noqa: TID251 - groups are put into its books
+
+from fivefold.comm.traced_group import TracedGroup, gpu_times
+from fivefold.comm.traced_works import TracedWork
+from fivefold.trace.current import current
+
+__all__ = ["trace_groups"]
+
+_log = logging.getLogger(__name__)
+_MAKER = "_new_process_group_helper"
+_BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+
+
+@functools.cache
+def trace_groups() -> None:
+    """From now on, groups that torch makes are traced. Calling it again does nothing."""
+    make = getattr(c10d, _MAKER, None)
+    if make is None:
+        _log.warning("this torch makes groups in another way: only the backend fivefold is traced")
+        return
+
+    @functools.wraps(make)
+    def made(*args: Any, **named: Any) -> Any:
+        group, store = make(*args, **named)
+        ranks = args[2] if len(args) > 2 else named.get("global_ranks_in_group", ())
+        if type(group) is not dist.ProcessGroup or _is_fake(group):
+            return group, store
+        traced = TracedGroup(group, _backend_of(group), ranks or range(group.size()))
+        _put(group, traced)
+        return traced, store
+
+    setattr(c10d, _MAKER, made)
+    batch = c10d.batch_isend_irecv
+    replaced = functools.wraps(batch)(functools.partial(_batched, batch))
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = replaced
+
+
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    return _backend_of(group) == "fake"
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    names = [
+        str(group._get_backend(device).name())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        for device in group._device_types  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    ]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _put(group: dist.ProcessGroup, traced: TracedGroup) -> None:
+    """In torch's books, in the place of the group."""
+    world: Any = c10d._world  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    for name in _BY_GROUP:
+        book = getattr(world, name)
+        if group in book:
+            book[traced] = book.pop(group)
+    for groups in world.tags_to_pg.values():
+        groups[:] = [traced if known is group else known for known in groups]
+    name: Any = traced.getGroupName()
+    c10d._unregister_process_group(name)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    c10d._register_process_group(name, traced)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def _batched(batch: Any, operations: Sequence[Any]) -> Any:
+    """Messages that start together: NCCL's have to, and torch looks at the type of the group to know."""
+    group = operations[0].group if operations else None
+    trace = current.trace
+    if not isinstance(group, TracedGroup):
+        default = c10d._get_default_group() if group is None and operations else None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        group = default if isinstance(default, TracedGroup) else None
+    if group is None:
+        return batch(operations)
+    device = operations[0].tensor.device
+    if not group.inner._get_backend(device).supports_coalescing:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return batch(operations)
+    within = [
+        dist.P2POp(op.op, op.tensor, group=group.inner, tag=op.tag, group_peer=op.group_peer)
+        for op in operations
+    ]
+    if trace is None:
+        return batch(within)
+    events = [
+        group.note(
+            trace, "send" if op.op in (dist.isend, dist.send) else "receive", op.tensor, op.group_peer
+        )[0]
+        for op in operations
+    ]  # fmt: skip
+    works = batch(within)
+    return [
+        TracedWork(work, trace, events, gpu_times(trace, device)) for work in works[:1]
+    ] + works[1:]
