@@ -13,9 +13,11 @@ from importlib import import_module
 from pathlib import Path
 
 from fivefold.errors import UsageError, suggest
+from fivefold.introspect.run import trace_files
+from fivefold.trace.file import TraceError
 from fivefold.trace.reader import RankTrace
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["FORMATS", "export", "read"]
 
 FORMATS = ("perfetto", "csv", "parquet", "prometheus", "tensorboard")
 """what `fivefold report --export` writes"""
@@ -37,3 +39,21 @@ def export(name: str, traces: Sequence[RankTrace], out: Path) -> str:
         return writer(traces, out)
     except OSError as problem:
         raise UsageError(f"cannot write {out}: {problem.strerror or problem}") from None
+
+
+def read(path: Path) -> tuple[list[RankTrace], list[str]]:
+    """All that the traces of a run hold, and what could not be read, a line each.
+
+    Unlike `TracedRun.load` it leaves nothing out where there are many ranks. Raises `UsageError` if there
+    is nothing to read.
+    """
+    found: list[RankTrace] = []
+    problems: list[str] = []
+    for file in trace_files(path):
+        try:
+            found.append(RankTrace.load(file))
+        except TraceError as problem:
+            problems.append(str(problem))
+    if not found:
+        raise UsageError(problems[0])
+    return sorted(found, key=lambda trace: trace.rank), problems

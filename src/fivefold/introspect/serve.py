@@ -1,0 +1,227 @@
+"""A live report over HTTP: the page, and what has changed every second or so.
+
+    GET /?token=...      303 to /, with the token as a cookie
+    GET /                the page
+    GET /document.json   the report as data
+    GET /events          server-sent events: parts of the report that have changed
+    GET /metrics         Prometheus's text format
+
+Every request needs the token, of the address, the cookie or a header `Authorization: Bearer ...`; others get
+403. There are no other routes, and no name of a file ever comes from a request. Needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.errors import UsageError
+from fivefold.introspect.live import LiveReport
+from fivefold.introspect.page import html, policy
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+__all__ = ["PORT", "application", "listening", "serve"]
+
+PORT = 8765
+"""unless asked for another"""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_POLL_S = 0.25
+_ALIVE_S = 10.0
+"""without news, a line goes to the browser so often: whoever has left is noticed"""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_MISSING = (
+    "--serve needs starlette and uvicorn: pip install 'fivefold[serve]'; "
+    "`fivefold report RUN` needs neither"
+)
+_REFUSED = "open the address that `fivefold report --serve` printed: its token is missing here\n"
+
+
+def serve(
+    path: Path, *, host: str = "127.0.0.1", port: int = PORT, say: Callable[[str], None] = print
+) -> None:
+    """Show the run at `path` until Ctrl-C. Port 0 takes a free one.
+
+    Raises `UsageError` if there is nothing to read, the port is in use, or a package is missing.
+    """
+    try:
+        import uvicorn
+    except ImportError:
+        raise UsageError(_MISSING) from None
+    report = LiveReport(path)
+    token = secrets.token_hex(16)
+    with listening(host, port) as listener:
+        port = int(listener.getsockname()[1])
+        app = application(report, token, port, ending=lambda: server.should_exit)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", lifespan="off", server_header=False,
+                timeout_graceful_shutdown=2,
+            )
+        )  # fmt: skip
+        say(f"serving {path} at http://{_shown(host)}:{port}/?token={token}")
+        say(_how_to_reach(host, port))
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended by then
+            server.run(sockets=[listener])
+        say("stopped")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `UsageError` with a remedy if it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as problem:
+        number = getattr(problem, "errno", None)
+        if number == errno.EADDRINUSE:
+            why = (
+                f"port {port} is in use; take another, --port {port % 65535 + 1}, "
+                "or any free one, --port 0"
+            )
+        elif number == errno.EACCES:
+            why = f"port {port} is not allowed here; take one above 1023"
+        elif isinstance(problem, OverflowError):
+            why = f"there is no port {port}; valid: 0 to 65535"
+        else:
+            why = f"cannot listen at {host}: {problem}; --host takes an address of this machine"
+        raise UsageError(why) from None
+
+
+def application(
+    report: LiveReport, token: str, port: int, ending: Callable[[], bool] = lambda: False
+) -> Starlette:
+    """The routes, behind the token; streams of events stop when `ending`.
+
+    Raises `UsageError` without Starlette.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+    except ImportError:
+        raise UsageError(_MISSING) from None
+    routes = _Routes(report, token, f"fivefold_token_{port}", ending)
+    return Starlette(
+        routes=[
+            Route("/", routes.page),
+            Route("/document.json", routes.document),
+            Route("/events", routes.events),
+            Route("/metrics", routes.metrics),
+        ]
+    )
+
+
+class _Routes:
+    """What each address answers."""
+
+    def __init__(
+        self, report: LiveReport, token: str, cookie: str, ending: Callable[[], bool]
+    ) -> None:
+        self.report = report
+        self.token = token
+        self.cookie = cookie
+        self.ending = ending
+
+    async def page(self, request: Request) -> Response:
+        """The page, or, where the token stands in the address, the way to it without."""
+        from starlette.responses import HTMLResponse, RedirectResponse
+
+        if not self._allowed(request):
+            return self._refusal()
+        if "token" in request.query_params:
+            answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
+            answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+            return answer
+        await asyncio.to_thread(self.report.refresh)
+        told = await asyncio.to_thread(html, self.report.document, live=True)
+        # The same rules as in the page, and no frame of another page around it.
+        rules = f"{policy(live=True)}; frame-ancestors 'none'"
+        return HTMLResponse(told, headers=_HEADERS | {"Content-Security-Policy": rules})
+
+    async def document(self, request: Request) -> Response:
+        from starlette.responses import Response as Plain
+
+        if not self._allowed(request):
+            return self._refusal()
+        await asyncio.to_thread(self.report.refresh)
+        _, told = self.report.since(0)
+        return Plain(told, media_type="application/json", headers=_HEADERS)
+
+    async def metrics(self, request: Request) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        if not self._allowed(request):
+            return self._refusal()
+        told = await asyncio.to_thread(self.report.metrics)
+        return PlainTextResponse(told, media_type="text/plain; version=0.0.4", headers=_HEADERS)
+
+    async def events(self, request: Request) -> Response:
+        from starlette.responses import StreamingResponse
+
+        if not self._allowed(request):
+            return self._refusal()
+        return StreamingResponse(self._news(), media_type="text/event-stream", headers=_HEADERS)
+
+    async def _news(self) -> AsyncIterator[str]:
+        """All parts at first, for the page may be older, then those that have changed."""
+        version, said, quiet_s = 0, "", 0.0
+        yield "retry: 2000\n\n"
+        while not self.ending():
+            await asyncio.to_thread(self.report.refresh)
+            version, parts = await asyncio.to_thread(self.report.since, version)
+            problem = self.report.problem
+            if parts:
+                yield f"event: parts\ndata: {parts}\n\n"
+            if problem != said and problem:
+                yield f"event: problem\ndata: {json.dumps(problem)}\n\n"
+            quiet_s = 0.0 if parts or problem != said else quiet_s + _POLL_S
+            said = problem
+            if quiet_s >= _ALIVE_S:
+                yield ": still here\n\n"
+                quiet_s = 0.0
+            await asyncio.sleep(_POLL_S)
+
+    def _allowed(self, request: Request) -> bool:
+        kind, _, word = request.headers.get("authorization", "").partition(" ")
+        offered = (
+            request.query_params.get("token", ""),
+            request.cookies.get(self.cookie, ""),
+            word.strip() if kind.lower() == "bearer" else "",
+        )
+        return any(secrets.compare_digest(o.encode(), self.token.encode()) for o in offered)
+
+    def _refusal(self) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse(_REFUSED, status_code=403, headers=_HEADERS)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _how_to_reach(host: str, port: int) -> str:
+    if host in _LOOPBACK:
+        return (
+            f"from your own machine: ssh -N -L {port}:{_shown(host)}:{port} {socket.gethostname()}, "
+            "then open that address there; Ctrl-C ends it"
+        )
+    return (
+        f"warning: whoever can listen to {host} sees this traffic, the token included: it is not "
+        "encrypted; without --host only this machine can connect, and ssh -L leads there"
+    )

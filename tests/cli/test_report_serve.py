@@ -1,0 +1,273 @@
+"""A live report over HTTP, by a process of its own: who may ask, what is answered, how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.introspect.live import LiveReport, stamp
+from fivefold.introspect.run import TracedRun
+from traces import Story
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+SERVE = """
+import sys
+from pathlib import Path
+from fivefold.introspect.serve import serve
+serve(Path(sys.argv[1]), port=int(sys.argv[2]))
+"""
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+    token: str
+    said: str
+
+    def get(
+        self, target: str, method: str = "GET", **headers: str
+    ) -> tuple[int, dict[str, str], str]:
+        """Status, headers and body; `target` is sent as it is, dots and all."""
+        asked = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            asked.request(
+                method, target, headers={k.replace("_", "-"): v for k, v in headers.items()}
+            )
+            answer = asked.getresponse()
+            told = {k.lower(): v for k, v in answer.getheaders()}
+            return answer.status, told, answer.read().decode()
+        finally:
+            asked.close()
+
+    @property
+    def bearer(self) -> str:
+        return f"Bearer {self.token}"
+
+
+def start(run: Path, port: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", SERVE, str(run), str(port)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Story(ranks=3, steps=20).write(tmp_path_factory.mktemp("served") / "run")
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[Server]:
+    process = start(run)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", said)
+        assert found, said
+        yield Server(process, int(found[1]), found[2], said + process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_it_says_where_and_how_to_come_from_afar(server: Server) -> None:
+    assert f"ssh -N -L {server.port}:127.0.0.1:{server.port} " in server.said
+    assert len(server.token) == 32
+
+
+@pytest.mark.parametrize("target", ["/", "/document.json", "/events", "/metrics", "/?token=wrong"])
+def test_without_the_token_nothing_is_told(server: Server, target: str) -> None:
+    for headers in (
+        {},
+        {"Authorization": "Bearer no"},
+        {"Cookie": f"fivefold_token_{server.port}=ü"},
+    ):
+        status, _, body = server.get(
+            target, **{k: v.encode("utf-8").decode("latin1") for k, v in headers.items()}
+        )
+        assert status == 403
+        assert "the address that `fivefold report --serve` printed" in body
+        assert "rank" not in body and server.token not in body
+
+
+def test_the_address_with_the_token_becomes_a_cookie(server: Server) -> None:
+    status, headers, body = server.get(f"/?token={server.token}")
+    assert (status, headers["location"], body) == (303, "/", "")
+    cookie = headers["set-cookie"]
+    assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+    status, headers, body = server.get("/", Cookie=cookie.partition(";")[0])
+    assert status == 200 and body.startswith("<!doctype html>")
+    assert server.token not in body
+    rules = headers["content-security-policy"]
+    assert "default-src 'none'" in rules and "connect-src 'self'" in rules
+    assert "frame-ancestors 'none'" in rules
+    assert headers["cache-control"] == "no-store"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "server" not in headers
+
+
+def test_the_report_as_data(server: Server, run: Path) -> None:
+    status, _, body = server.get("/document.json", Authorization=server.bearer)
+    found = json.loads(body)
+    assert status == 200 and found["kind"] == "run" and found["run"]["path"] == str(run)
+    assert found["run"]["read"] == 3
+
+
+def test_metrics_for_prometheus(server: Server) -> None:
+    status, headers, body = server.get("/metrics", Authorization=server.bearer)
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'fivefold_steps_total{rank="2"} 20' in body
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/../../../../etc/passwd", "/..%2f..%2f..%2fetc%2fpasswd", "/%2e%2e/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/trace/rank-00000.trace", "/static/page.js", "/document.json/../../etc/passwd", "/metrics/..",
+        "/?file=/etc/passwd", "/events?path=/etc/passwd&since=-1",
+    ],
+)  # fmt: skip
+def test_there_are_no_files_behind_it(server: Server, target: str) -> None:
+    if target.startswith("/events"):
+        assert server.get(target)[0] == 403
+        return
+    status, _, body = server.get(target, Authorization=server.bearer)
+    assert status == (200 if target.startswith("/?") else 404)
+    assert "root:" not in body and "fivefold trace" not in body[:64]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_sent_to_it(server: Server, method: str) -> None:
+    assert server.get("/", method, Authorization=server.bearer)[0] == 405
+
+
+def events(connection: http.client.HTTPConnection, token: str) -> Iterator[tuple[str, Any]]:
+    connection.request("GET", "/events", headers={"Authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    kind = ""
+    while line := answer.readline().decode().rstrip("\n"):
+        if line.startswith("event: "):
+            kind = line[7:]
+        elif line.startswith("data: "):
+            yield kind, json.loads(line[6:])
+            answer.readline()
+        elif line.startswith(("retry:", ":")):
+            answer.readline()
+
+
+def change(run: Path, step: int) -> None:
+    """As a rank that goes on does it: a few bytes of the mapped file."""
+    from fivefold.trace.file import TraceFile, name_of
+
+    path = run / "trace" / name_of(0)
+    section = TraceFile.open(path).sections["live"]
+    fields = [name for name, *_ in section["fields"]]
+    assert fields[:2] == ["state", "pid"] and fields[4] == "step"
+    with path.open("r+b") as file:
+        file.seek(section["offset"] + 4 + 4 + 8 + 8)
+        file.write(step.to_bytes(8, "little"))
+
+
+def test_news_are_the_parts_that_have_changed(server: Server, run: Path) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        news = events(connection, server.token)
+        kind, first = next(news)
+        assert kind == "parts" and {"run", "timeline", "verdict", "ranks"} <= first.keys()
+        change(run, 77)
+        kind, later = next(news)
+        assert kind == "parts" and "timeline" not in later
+        assert later["ranks"]["step"][0] == 77
+    finally:
+        connection.close()
+
+
+def test_a_port_in_use_is_said_in_a_line(server: Server, run: Path) -> None:
+    second = start(run, server.port)
+    told, _ = second.communicate(timeout=30)
+    assert second.returncode == 1
+    last = told.splitlines()[-1]
+    assert f"port {server.port} is in use; take another, --port {server.port + 1}" in last
+
+
+def test_ctrl_c_ends_it_cleanly_while_somebody_watches(run: Path) -> None:
+    process = start(run)
+    assert process.stdout is not None
+    try:
+        found = re.search(r":(\d+)/\?token=(\S+)", process.stdout.readline())
+        assert found
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
+        next(events(connection, found[2]))
+        process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        told, _ = process.communicate(timeout=20)
+        connection.close()
+        assert time.monotonic() - begin < 10
+        assert process.returncode == 0
+        assert (
+            told.splitlines()[-1] == "stopped" and "Traceback" not in told and "ERROR" not in told
+        )
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", int(found[1])))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def eventually(report: LiveReport, done: Callable[[], bool]) -> None:
+    """It rests four times as long as making took before it looks again."""
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+        report.refresh()
+
+
+def test_a_report_is_made_again_only_when_the_run_went_on(tmp_path: Path) -> None:
+    run = Story(ranks=2, steps=5).write(tmp_path / "run")
+    made: list[int] = []
+
+    def make(found: TracedRun) -> dict[str, Any]:
+        made.append(len(found.ranks))
+        return {"size": len(found.ranks), "number": len(made)}
+
+    report = LiveReport(run, every_s=0.0, make=make)
+    assert report.since(0) == (1, '{"size":2,"number":1}')
+    report.refresh()
+    assert made == [2] and report.since(1) == (1, "")
+    before = stamp(run)
+    change(run, 9)
+    assert stamp(run) != before
+    eventually(report, lambda: len(made) == 2)
+    assert made == [2, 2] and report.since(1) == (2, '{"number":2}')
+
+
+def test_a_run_that_is_taken_away_is_a_problem_and_no_end(tmp_path: Path) -> None:
+    run = Story(ranks=1, steps=5).write(tmp_path / "run")
+    report = LiveReport(run, every_s=0.0)
+    run.rename(tmp_path / "moved")
+    eventually(report, lambda: bool(report.problem))
+    assert "there is no directory" in report.problem
+    assert report.since(0)[1]
+    (tmp_path / "moved").rename(run)
+    eventually(report, lambda: not report.problem)
