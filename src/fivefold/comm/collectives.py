@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.events import event
+from fivefold.comm.hang import explained
 from fivefold.comm.replay import current_log
 from fivefold.errors import FivefoldError
 from fivefold.trace import Tag, span
@@ -154,10 +155,12 @@ def named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]
             first = (
                 str(problem).strip().splitlines()[0] if str(problem).strip() else "no reason given"
             )
+            told = explained(problem)
             raise CommError(
                 f"rank {group.rank()} of {group.size()}: {operation} for {tag.value} failed: {first}. "
                 "A rank died, is stuck, or called something else; the log of each rank says which. "
                 "If ranks are only slow, raise comm.timeout_s in the plan."
+                + (f"\n{told}" if told else "")
             ) from problem
         finally:
             usage.tag = outer

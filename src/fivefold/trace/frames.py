@@ -1,9 +1,11 @@
 """Where a thread is, in a few words: the line of the user's code, and the call in it that takes the time.
 
     dataset.py:42 __getitem__ (file.read)
+    train.py:30 main (loss.backward: graph.py _engine_run_backward)
 
 The line is that of the innermost frame outside of torch, Python's own library and Fivefold; if there is none,
-the innermost of Fivefold. The call is read from the source, for calls into C have no frame of their own.
+the innermost of Fivefold. The call is read from the source, for calls into C have no frame of their own;
+after it comes the innermost function that is written in Python, where that is another one.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import sysconfig
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-__all__ = ["position", "stack", "where"]
+__all__ = ["may_wait", "position", "stack", "where"]
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120 - as in code objects
 _LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TORCH = tuple(f"{packages}torch{os.sep}" for packages in _PACKAGES)
-_CALLED = re.compile(r"[\w.\[\]'\"]+(?=\()")
+_COMMUNICATION = (
+    f"{_OWN}comm{os.sep}", f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}autograd{os.sep}",
+    f"torch{os.sep}nn{os.sep}parallel{os.sep}", f"torch{os.sep}_ops.py",
+)  # fmt: skip
 _LONGEST = 60
 
 
@@ -31,8 +36,10 @@ def where(frame: FrameType) -> str:
     """The line of the user's code that `frame` was called from, and what it calls."""
     chosen = _chosen(frame)
     called = _called(chosen.f_code, chosen.f_lasti)
-    if not called and chosen is not frame:
-        called = f"{_short(frame.f_code.co_filename)} {frame.f_code.co_name}"
+    inner = frame.f_code.co_name
+    if chosen is not frame and called.rpartition(".")[2] != inner:
+        within = f"{_short(frame.f_code.co_filename)} {inner}"
+        called = f"{called}: {within}" if called else within
     return _line(chosen) + (f" ({called})" if called else "")
 
 
@@ -40,6 +47,11 @@ def stack(frame: FrameType, most: int = 16) -> list[str]:
     """Lines from the innermost frame outwards; what a program begins with is left out."""
     frames = itertools.takewhile(lambda f: "runpy" not in f.f_code.co_filename, _outwards(frame))
     return [_line(one) for one in itertools.islice(frames, most)]
+
+
+def may_wait(frame: FrameType) -> bool:
+    """Whether this may be a wait for an operation: in communication, or in C++ beneath autograd."""
+    return any(part in frame.f_code.co_filename for part in _COMMUNICATION)
 
 
 def position(frame: FrameType) -> tuple[int, int]:
@@ -87,15 +99,31 @@ def _short(filename: str) -> str:
 @functools.lru_cache(4096)
 def _called(code: CodeType, instruction: int) -> str:
     """The function that is called there, as the source spells it; empty if it is no call."""
-    if instruction < 0:
-        return ""
-    span = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
-    if span is None:
-        return ""
-    first, last, begin, end = span
+    span = next(itertools.islice(code.co_positions(), max(instruction, 0) // 2, None), None)
+    first, last, begin, end = span or (None, None, None, None)
     if first is None or begin is None or end is None:
         return ""
-    line = linecache.getline(code.co_filename, first).encode()
-    text = line[begin : end if last == first else None].decode(errors="replace")
-    match = _CALLED.match(text.removeprefix("await "))
-    return match[0][:_LONGEST] if match else ""
+    text = linecache.getline(code.co_filename, first).encode()
+    text = text[begin : end if last == first else None]
+    return _function(text.decode(errors="replace").strip().removeprefix("await "))
+
+
+def _function(call: str) -> str:
+    """What a call calls; of one that goes on in the next line, what can be seen.
+
+    >>> _function("Path(name).read_bytes()"), _function("net(x)"), _function("x + 1"), _function("send(")
+    ('Path().read_bytes', 'net', '', 'send')
+    """
+    inner = re.compile(r"\([^()]*\)")
+    text = call
+    while (shorter := inner.sub("\0", text)) != text:
+        text = shorter
+    if not text.endswith(("\0", "(")):
+        match = _CALLED.match(text)
+        return match[0][:_LONGEST] if match else ""
+    text = text[:-1].replace("\0", "()")
+    return text[:_LONGEST] if _NAME.fullmatch(text) else ""
+
+
+_CALLED = re.compile(r"[\w.]+(?=\()")
+_NAME = re.compile(r"[\w.()\[\]'\"]+")

@@ -53,6 +53,10 @@ class Machine:
         self._energy = Energy(root)
         self._gpu: Gpu | None = GpuUse(gpu) if isinstance(gpu, int) else gpu
         self._use: Used | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
         self._often = self._sometimes = self._rarely = time.monotonic_ns()
         self._last_cpu, self._last_switched, self._last_faults, self._peak_bytes = _process()
         self._last_delay, self._last_throttled = self._delay.read(), self._throttled.read()
