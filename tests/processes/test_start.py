@@ -26,8 +26,9 @@ for _ in range(2):  # a process may start, stop and start again
 """
 
 ADDRESS = """
+from contextlib import ExitStack
 from fivefold.mesh.start import _mpi_address
-print("rank 0 loss", *_mpi_address(), flush=True)
+print("rank 0 loss", *_mpi_address(ExitStack()), flush=True)
 """
 
 
