@@ -41,6 +41,12 @@ READ = (
         "5",
     ),
     Variable(
+        "FIVEFOLD_HANG_S",
+        "seconds after which a traced operation that has not ended is looked into; overrides trace.hang_s of "
+        "the plan",
+        "30",
+    ),
+    Variable(
         "FIVEFOLD_LEASE_S",
         "seconds without a sign of life after which a job that saves to a directory counts as ended",
         "15",
