@@ -97,6 +97,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--flush-every", type=int, default=0)
     parser.add_argument("--size", type=int, default=256, help="of the net: 600 bytes each")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of a step")
+    parser.add_argument("--begin-again", action="store_true")
     parser.add_argument("--lockstep", action="store_true", help="wait for every save")
     return parser.parse_args()
 
@@ -115,7 +116,9 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optim, 7, 0.5)
     data = Samples(rank, size)
     told = f"{os.environ['SHARED']}/run"
-    settings: dict[str, Any] = {"scheme": asked.scheme, "set_size": asked.set_size}
+    settings: dict[str, Any] = {
+        "scheme": asked.scheme, "set_size": asked.set_size, "begin_again": asked.begin_again,
+    }  # fmt: skip
     with Checkpointer(
         told, local=os.environ["LOCAL"], every=asked.every, flush_every=asked.flush_every,
         node=os.environ.get("FAULT_NODE"), model=model, optim=optim, schedule=schedule, data=data, **settings,

@@ -30,7 +30,7 @@ from nodes import Nodes
 from template import Template
 
 
-# Node 0 is lost elsewhere: a job on another host has to wait until its hold on the directory has expired.
+# Node 0 is lost below: a job on another host has to wait until its hold on the directory has expired.
 @apart
 @pytest.mark.parametrize(("point", "victim"), [(p, 1 + n % 3) for n, p in enumerate(BEFORE)])
 def test_a_node_may_die_at_any_moment_of_a_save(
@@ -72,6 +72,89 @@ def test_a_node_is_killed_from_outside(nodes: Nodes, oracle: list[Told]) -> None
     found = ended(run(nodes))
     assert {one.start for one in found} <= {3, 6, 9}
     same(found, oracle)
+
+
+def test_the_node_with_the_first_rank_is_lost(
+    nodes: Nodes, oracle: list[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_LEASE_S", "3")
+    job = run(nodes, "--pause=0.2")
+    says(job, "saving 6")
+    nodes.kill(0)
+    job.fail(60.0)
+    nodes.replace(0)
+    found = ended(run(nodes))
+    assert {one.start for one in found} <= {3, 6, 9}
+    same(found, oracle)
+
+
+def test_a_run_whose_saves_are_all_lost_stops_until_it_is_told_to_begin_again(
+    nodes: Nodes, oracle: list[Told]
+) -> None:
+    ended(run(nodes, "--lockstep", steps=6))
+    remove_flushed(nodes)
+    for node in (1, 2):
+        nodes.replace(node)
+    job = run(nodes)
+    job.fail(90.0)
+    told = job.told()
+    assert "has made saves (the last: step 6 of start 1, on node0, node1, node2, node3" in told
+    assert "begin_again=True" in told and "node1, node2" in told
+    found = ended(run(nodes, "--begin-again"))
+    assert {one.start for one in found} == {0}
+    assert "it begins again at step 0" in found[0].text
+    same(found, oracle)
+
+
+@apart
+def test_a_node_that_comes_back_with_a_dead_end_neither_wins_nor_deletes(
+    nodes: Nodes, oracle: list[Told]
+) -> None:
+    """It was away while the others went back to what was flushed, and went on from there."""
+    ended(run(nodes, "--lockstep", "--flush-every=1", steps=3))
+    ended(run(nodes, "--lockstep", steps=10))
+    kept = copied(nodes.disk(1))
+    assert [name for name in kept if "step-00000009-epoch-2/manifest.json" in name]
+    for path in (nodes.shared / "run").glob("step-*-epoch-2"):
+        shutil.rmtree(path)
+    for node in (1, 2):
+        nodes.replace(node)
+    ended(run(nodes, "--lockstep", steps=7))  # from 3 to 6: the third start
+    before = {node: set(copied(nodes.disk(node))) for node in (0, 2, 3)}
+    nodes.replace(1)
+    put_back(nodes.disk(1), kept)
+    remove_flushed(nodes)
+    found = ended(run(nodes, "--lockstep", steps=7))
+    assert {one.start for one in found} == {6}, "not 9, which is newer by its step"
+    for node, names in before.items():
+        assert names <= set(copied(nodes.disk(node))), "nothing is removed elsewhere"
+    same(ended(run(nodes)), oracle)
+
+
+@apart
+def test_a_node_that_comes_back_with_an_old_save_is_brought_up_to_date(
+    nodes: Nodes, oracle: list[Told]
+) -> None:
+    ended(run(nodes, "--lockstep", steps=4))
+    kept = copied(nodes.disk(2))
+    ended(run(nodes, "--lockstep", steps=10))
+    nodes.replace(2)
+    put_back(nodes.disk(2), kept)
+    remove_flushed(nodes)
+    found = ended(run(nodes))
+    assert {one.start for one in found} == {9}
+    same(found, oracle)
+
+
+def copied(disk: Path) -> dict[str, bytes]:
+    """All files of a disk by their name."""
+    return {str(p.relative_to(disk)): p.read_bytes() for p in disk.rglob("*") if p.is_file()}
+
+
+def put_back(disk: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).write_bytes(data)
 
 
 def test_a_run_goes_on_from_where_it_was_stopped(nodes: Nodes, oracle: list[Told]) -> None:
@@ -142,6 +225,26 @@ def test_a_flipped_bit_is_repaired(kind: str, nodes: Nodes, oracle: list[Told]) 
     remove_flushed(nodes)
     found = ended(run(nodes))
     assert {one.start for one in found} == {6}
+    same(found, oracle)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "run.json", "saved-epoch-1.json"])
+def test_a_flipped_bit_in_the_shared_directory_is_said(
+    name: str, nodes: Nodes, oracle: list[Told]
+) -> None:
+    """A copy that is damaged is no copy; what is written twice or not needed costs nothing."""
+    ended(run(nodes, "--lockstep", "--flush-every=1", steps=6))
+    [path] = [*(nodes.shared / "run").glob(name), *(nodes.shared / "run").glob(f"*6-*/{name}")]
+    flip(path, random.Random(name))
+    for node in range(1, 4):
+        nodes.replace(node)
+    found = ended(run(nodes))
+    damaged = name.endswith(".distcp")
+    assert {one.start for one in found} == {3 if damaged else 6}
+    if damaged:
+        assert "a newer save is passed over: step-00000006-epoch-1" in found[0].text
+    if name == "run.json":
+        assert "its copy is used instead" in found[0].text
     same(found, oracle)
 
 
