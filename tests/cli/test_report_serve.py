@@ -23,12 +23,6 @@ from traces import Story
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-SERVE = """
-import sys
-from pathlib import Path
-from fivefold.introspect.serve import serve
-serve(Path(sys.argv[1]), port=int(sys.argv[2]))
-"""
 
 
 @dataclass
@@ -60,7 +54,7 @@ class Server:
 
 def start(run: Path, port: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", SERVE, str(run), str(port)],
+        [sys.executable, "-m", "fivefold", "report", str(run), "--serve", "--port", str(port)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -204,9 +198,46 @@ def test_news_are_the_parts_that_have_changed(server: Server, run: Path) -> None
 def test_a_port_in_use_is_said_in_a_line(server: Server, run: Path) -> None:
     second = start(run, server.port)
     told, _ = second.communicate(timeout=30)
-    assert second.returncode == 1
-    last = told.splitlines()[-1]
-    assert f"port {server.port} is in use; take another, --port {server.port + 1}" in last
+    assert second.returncode == 2
+    assert told == (
+        f"error: port {server.port} is in use; take another, --port {server.port + 1}, "
+        "or any free one, --port 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--serve", "--port", "70000"], "there is no port 70000; valid: 0 to 65535"),
+        (["--serve", "--host", "192.0.2.1"], "--host takes an address of this machine"),
+        (["--serve", "--json"], "--serve and --json exclude each other"),
+        (["--out", "x"], "name a format with --export"),
+        (["--export", "csw"], "unknown export 'csw'; did you mean 'csv'? Valid: perfetto,"),
+        (["RUN", "--serve"], "--serve takes one run, not two"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_a_line(run: Path, words: list[str], told: str) -> None:
+    done = report(run, *[str(run) if word == "RUN" else word for word in words])
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def report(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold", "report", str(run), *words],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_exports_from_the_command_line(run: Path, tmp_path: Path) -> None:
+    done = report(run, "--export", "csv", "--out", str(tmp_path / "tables"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "tables").iterdir()) == [
+        "events.csv", "notes.csv", "operations.csv", "steps.csv",
+    ]  # fmt: skip
+    done = report(run, "--export", "perfetto")
+    assert done.returncode == 0 and (run / "perfetto" / "trace.json").exists()
 
 
 def test_ctrl_c_ends_it_cleanly_while_somebody_watches(run: Path) -> None:

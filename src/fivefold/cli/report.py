@@ -35,6 +35,8 @@ class Report:
     RUN is a directory that `fivefold train` or `fivefold run --trace` has made, or the folder with its trace
     files; it may still be running. Two of them are compared. A page with everything goes to RUN/report.html.
 
+    With --serve the page is shown while the run goes on, at an address of this machine that holds a secret.
+
     Example: fivefold report runs/digits-001
     """
 
@@ -44,6 +46,16 @@ class Report:
     """print everything as JSON instead; docs/reference/report-json.md says what it holds"""
     html: Annotated[str, _option("FILE")] = ""
     """where the page goes; none: nowhere. Default: report.html in RUN, compare.html in the second RUN"""
+    serve: _Flag = False
+    """show the page, kept up to date, until Ctrl-C"""
+    port: Annotated[int, _option("PORT", None)] = 8765
+    """of --serve; 0 is any free one"""
+    host: Annotated[str, _option("ADDRESS", None)] = "127.0.0.1"
+    """of this machine that --serve listens at"""
+    export: Annotated[str, _option("FORMAT")] = ""
+    """write the traces for other programs: perfetto, csv, parquet, prometheus or tensorboard"""
+    out: Annotated[str, _option("PATH")] = ""
+    """where --export writes; default: a folder in RUN named like the format"""
 
     def run(self) -> int:
         """Read, judge, print."""
@@ -52,6 +64,8 @@ class Report:
         if not 1 <= len(self.runs) <= 2:
             count = len(self.runs) or "no"
             raise UsageError(f"{count} runs given: name one to look at, or two to compare")
+        if self.serve or self.export or self.out:
+            return self._serve_or_export()
         made = self._made([TracedRun.load(path) for path in self.runs])
         if self.json:
             json.dump(made, sys.stdout, allow_nan=False, ensure_ascii=False)
@@ -60,6 +74,31 @@ class Report:
             self._show(made)
         if self.html != "none":
             self._write(made)
+        return 0
+
+    def _serve_or_export(self) -> int:
+        """What takes one run, and shows neither text nor JSON."""
+        from fivefold.introspect import exports
+        from fivefold.introspect.serve import serve
+
+        chosen = {"--serve": self.serve, "--export": bool(self.export), "--json": self.json}
+        options = [name for name, given in chosen.items() if given]
+        if len(options) > 1:
+            raise UsageError(f"{' and '.join(options)} exclude each other: choose one")
+        if not (self.serve or self.export):
+            raise UsageError("--out says where --export writes: name a format with --export")
+        if len(self.runs) > 1:
+            raise UsageError(f"{options[0]} takes one run, not two")
+        run = next(iter(self.runs))
+        if self.serve:
+            serve(run, host=self.host, port=self.port, say=lambda line: print(line, flush=True))
+            return 0
+        exports.check(self.export)
+        traces, problems = exports.read(run)
+        for problem in problems:
+            sys.stderr.write(f"note: {problem}\n")
+        home = run if run.is_dir() else run.parent
+        print(exports.export(self.export, traces, Path(self.out or home / self.export)))
         return 0
 
     def _made(self, runs: list[TracedRun]) -> Any:

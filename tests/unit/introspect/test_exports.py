@@ -210,7 +210,7 @@ def test_a_missing_package_is_said_with_the_remedy(
 
 
 def test_mistakes_are_said(traces: list[RankTrace], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"did you mean .*valid: {', '.join(FORMATS)}"):
+    with pytest.raises(UsageError, match=f"did you mean .*Valid: {', '.join(FORMATS)}"):
         export("perfeto", traces, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):

@@ -17,7 +17,7 @@ from fivefold.introspect.run import trace_files
 from fivefold.trace.file import TraceError
 from fivefold.trace.reader import RankTrace
 
-__all__ = ["FORMATS", "export", "read"]
+__all__ = ["FORMATS", "check", "export", "read"]
 
 FORMATS = ("perfetto", "csv", "parquet", "prometheus", "tensorboard")
 """what `fivefold report --export` writes"""
@@ -29,16 +29,19 @@ def export(name: str, traces: Sequence[RankTrace], out: Path) -> str:
 
     Raises `UsageError` for an unknown format, a package that is missing, a place that cannot be written.
     """
-    if name not in FORMATS:
-        raise UsageError(
-            f"unknown export {name!r}{suggest(name, FORMATS)}; valid: {', '.join(FORMATS)}"
-        )
+    check(name)
     module = import_module(f"fivefold.introspect.exports.{_MODULES.get(name, name)}")
     writer = getattr(module, f"write_{name}")
     try:
         return writer(traces, out)
     except OSError as problem:
         raise UsageError(f"cannot write {out}: {problem.strerror or problem}") from None
+
+
+def check(name: str) -> None:
+    """Raises `UsageError` unless `name` is one of `FORMATS`."""
+    if name not in FORMATS:
+        raise UsageError(f"unknown export {name!r}{suggest(name, FORMATS)}")
 
 
 def read(path: Path) -> tuple[list[RankTrace], list[str]]:
