@@ -29,12 +29,11 @@ def record(mesh: Mesh, folder: Path, place: Place | None = None) -> Trace | None
         "layout": asdict(mesh.layout),
         "coordinates": {axis: mesh.coordinate(axis) for axis in AXES},
         "backend": str(dist.get_backend(everyone)) if everyone is not None else "none",
-        "device": str(mesh.device),
         "plan": _told(mesh.plan),
     }
     if (trace := active()) is not None:
         if "layout" not in trace.meta:
-            trace.update_meta(**facts)
+            trace.update_meta(**facts, device=str(mesh.device))
         return None
     place = place or (locate() if mesh.owns_world else _place(mesh))
     rows = {"events": mesh.plan.trace.events}
