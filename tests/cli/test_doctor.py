@@ -116,11 +116,12 @@ def test_a_torch_that_is_broken_or_slow_is_a_warning(
 
 def test_under_a_launcher_rank_0_reports_on_itself(folder: Path) -> None:
     place = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "24000"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "24000", "OMP_NUM_THREADS": "2"}
     before = ("taskset", "-c", str(CORES[0]))
     done = doctor(folder, "--json", before=before, **place, RANK="0")
     report = json.loads(done.stdout)
     assert (report["engine"], report["world_size"], report["missing"]) == ("torchrun", 4, [1, 2, 3])
+    assert report["observed"] is True
     told = found(done)
     assert told["loopback-address"] == "MASTER_ADDR is 127.0.0.1, for ranks on 2 nodes"
     if (os.cpu_count() or 1) > 1:

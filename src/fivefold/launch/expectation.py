@@ -47,7 +47,7 @@ def own_share(environ: Mapping[str, str], torch: Torch) -> Situation:
         world_size=where.world_size,
         nodes=max(nodes, 1 if nodes == 1 else allocated_nodes(environ)),
         engine=where.launcher,
-        observed=False,
+        observed=True,
         torch=torch,
         backend=backend,
         workers=workers,

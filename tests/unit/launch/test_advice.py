@@ -88,6 +88,8 @@ def test_one_core_mask(node: Node) -> None:
 def test_one_rank_per_core_may_be_what_was_wanted(node: Node) -> None:
     full = [(core,) for core in range(64)]
     silent("one-core-mask", job(node, full, torch=SEES_NONE))
+    alone = job(node, full, torch=SEES_NONE)
+    silent("one-core-mask", replace(alone, ranks=alone.ranks[:1]))  # what rank 0 knows of itself
     said("one-core-mask", job(node, full, torch=SEES_NONE, workers=1))
     said("one-core-mask", job(node, full, torch=SEES_NONE, threads=2))
 

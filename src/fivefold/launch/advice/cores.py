@@ -25,8 +25,8 @@ def all_on_one_core(job: Situation) -> Finding | None:
                 "all-on-one-core",
                 f"all {len(ranks)} ranks on {host} may use core {min(shared)} alone",
                 f"they take turns, so that {len(ranks)} ranks are no faster than one",
-                "have the launcher give every rank cores of its own: srun --cpus-per-task=K, "
-                "mpirun --bind-to none, or no taskset around the command",
+                "have every rank get cores of its own: --cpus-per-task=K for sbatch and srun, --bind-to none "
+                "for mpirun, no taskset around the command",
             )
     return None
 
@@ -37,9 +37,8 @@ def one_core_mask(job: Situation) -> Finding | None:
     if not job.slurm or not narrow or len(job.node.processors.cpus) == 1:
         return None
     first = narrow[0]
-    beside = len(job.by_host[first.host])
     busy = job.workers > 0 or job.threads_of(first) > 1 or job.gpu_of(first) is not None
-    if not busy and beside >= job.node.processors.cores:
+    if not busy and first.local_size >= job.node.processors.cores:
         return None  # one rank per core fills the node: that is what was wanted
     return Finding(
         "one-core-mask",
