@@ -14,6 +14,7 @@ import pytest
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inspect import can_lose, copies_at, rows
 from fivefold.checkpoint.manifest import MANIFEST, State
+from fivefold.checkpoint.note import Costs, Note, write_note
 from fivefold.checkpoint.run import Run
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.cli import main
@@ -220,6 +221,28 @@ def test_drop_keeps_the_last_one(places: Path, capsys: pytest.CaptureFixture[str
 # ---- interval
 
 
+def test_what_a_run_has_measured_is_listed_and_used(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "costs" not in told(capsys, "list", "far", "node0")
+    costs = Costs(save_s=0.5, flush_s=5.0, every_s=60.0, mtbf_s=3600.0, flush_every=10)
+    write_note(PersistentStore("far").place, Note(RUN_ID, 2, 120, ("a",), "single", costs))
+    text = told(capsys, "list", "far", "node0")
+    assert text.endswith(
+        "far: a save costs 0.5 s of training, a flush 5 s more (measured by start 2); saved every 60 s\n"
+    )
+    text = told(capsys, "interval", "far")
+    assert text.startswith(
+        "a save costs 0.5 s of training, a flush 5 s more\nsave every 84.9 s\nflush one save in 10,"
+    )
+    assert "save every 10 min" in told(
+        capsys, "interval", "far", "--mtbf", "50h"
+    )  # sqrt(2 x 1 s x 50 h)
+    assert "save every 30 s" in told(
+        capsys, "interval", "far", "--flush", "0s", "--save", "0.125s", "--max-overhead", "0"
+    )
+
+
 def test_interval_tells_when_to_save(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "interval", "--save", "6s", "--mtbf", "1h", "--step", "2s")
     assert text.startswith("save every 3.5 min, every 104 steps\nsaving adds 2.89%")
@@ -250,7 +273,9 @@ def test_interval_tells_when_to_save(capsys: pytest.CaptureFixture[str]) -> None
         (["drop", "node0"], "node0 holds 2 checkpoints; name one of them"),
         (["interval", "--save", "x", "--mtbf", "1h"], "--save 'x' is no time; write 0.5s, 10min"),
         (["interval", "--save", "1s", "--mtbf", "0s"], "expected more than 0"),
-        (["interval", "--save", "1s"], "--mtbf is missing"),
+        (["interval", "--save", "1s"], "--mtbf is missing: give a time"),
+        (["interval", "--mtbf", "1h"], "--save is missing: give a time"),
+        (["interval", "empty"], "no run has measured in empty what its saves cost"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_in_one_line(

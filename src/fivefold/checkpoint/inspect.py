@@ -12,6 +12,7 @@ from typing import Literal
 
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.manifest import MANIFEST, RUN, Item, Manifest, parse_generation_name
+from fivefold.checkpoint.note import newest_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.run import check_run_id
 from fivefold.checkpoint.schemes import SCHEMES
@@ -25,6 +26,7 @@ __all__ = [
     "age_text",
     "can_lose",
     "copies_at",
+    "costs_at",
     "rows",
     "size_text",
     "stores_at",
@@ -191,6 +193,23 @@ def can_lose(manifest: Manifest) -> str:
 def rows(copies: Sequence[Copy], now: float | None = None) -> list[tuple[str, ...]]:
     """The cells of a table under `HEADINGS`."""
     return [_row(copy, time.time() if now is None else now) for copy in copies]
+
+
+def costs_at(url: str) -> str:
+    """What saves and copies of the run in a directory cost, as it measured; empty where nothing is known.
+
+    Raises:
+        UsageError: a package is missing. `OSError`: the directory cannot be read.
+    """
+    note = newest_note(place_at(url))
+    if note is None or not note.costs.save_s:
+        return ""
+    costs = note.costs
+    often = f"; saved every {costs.every_s:.3g} s" if costs.every_s else ""
+    return (
+        f"{url}: a save costs {costs.save_s:.3g} s of training, a flush {costs.flush_s:.3g} s more "
+        f"(measured by start {note.epoch}){often}"
+    )
 
 
 def _row(copy: Copy, now: float) -> tuple[str, ...]:

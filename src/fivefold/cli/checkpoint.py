@@ -39,7 +39,8 @@ class List:
     """List checkpoints: where they lie, how large and old they are, and which failures they survive.
 
     Takes directories that a run saves to, the local storage of nodes, URLs such as s3://bucket/run, and
-    directories of torch.distributed.checkpoint.
+    directories of torch.distributed.checkpoint. Of a directory that a run saves to, it also tells what
+    saves and flushes cost.
 
     Example: fivefold checkpoint list runs/a /local/scratch/ckpt
     """
@@ -52,7 +53,7 @@ class List:
         from rich.console import Console
         from rich.table import Table
 
-        from fivefold.checkpoint.inspect import HEADINGS, rows
+        from fivefold.checkpoint.inspect import HEADINGS, costs_at, rows
 
         copies = _copies(self.paths)
         if not copies:
@@ -68,6 +69,9 @@ class List:
         console = Console()
         console.width = max(console.width, 160)  # whole lines: for grep, and for wide host names
         console.print(table, markup=False)
+        for path in self.paths:
+            if told := costs_at(path):
+                print(told)
         return 0
 
 

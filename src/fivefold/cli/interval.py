@@ -13,6 +13,7 @@ from fivefold.errors import UsageError
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.interval import Interval as Found
+    from fivefold.checkpoint.note import Costs
 
 __all__ = ["Interval"]
 
@@ -31,15 +32,20 @@ class Interval:
 
     The costs are by how much one save, and one flush, lengthen training. Times are 2.5s, 10min, 4h or 7d.
 
+    A directory that a run saves to tells what its last start measured, and the mean time between failures
+    that it was given; options come before that.
+
     Example: fivefold checkpoint interval --save 0.5s --mtbf 1d --flush 20s --flush-mtbf 14d --step 0.8s
     """
 
-    save: Annotated[str, _option("TIME", None)]
+    path: Annotated[str, tyro.conf.Positional, _option("[PATH]")] = ""
+    """directory or URL of a run that has saved"""
+    save: Annotated[str, _option("TIME")] = ""
     """what a save costs"""
-    mtbf: Annotated[str, _option("TIME", None)]
+    mtbf: Annotated[str, _option("TIME")] = ""
     """mean time between failures of the whole run that the nodes' own storage survives"""
-    flush: Annotated[str, _option("TIME", None)] = "0s"
-    """what a flush costs in addition"""
+    flush: Annotated[str, _option("TIME")] = ""
+    """what a flush costs in addition; default: nothing"""
     flush_mtbf: Annotated[str, _option("TIME")] = ""
     """mean time between failures that only a flushed copy survives; default: never"""
     step: Annotated[str, _option("TIME")] = ""
@@ -49,17 +55,47 @@ class Interval:
 
     def run(self) -> int:
         """Compute and print."""
-        from fivefold.checkpoint.interval import Level, daly, two_level
+        from fivefold.checkpoint.interval import Level, daly, two_level, with_flushes
 
-        cost, mtbf = _seconds("--save", self.save), _seconds("--mtbf", self.mtbf)
+        costs = _measured(self.path) if self.path else None
+        cost = _asked("--save", self.save, costs and costs.save_s)
+        mtbf = _asked("--mtbf", self.mtbf, costs and costs.mtbf_s)
+        flush = _seconds("--flush", self.flush) if self.flush else costs.flush_s if costs else 0.0
         far = _seconds("--flush-mtbf", self.flush_mtbf) if self.flush_mtbf else math.inf
-        found = two_level(
-            Level(cost, mtbf), Level(_seconds("--flush", self.flush), far), self.max_overhead
-        )
+        local, flushed = Level(cost, mtbf), Level(flush, far)
+        if costs is not None and not self.flush_mtbf:  # as often as the run does
+            found = with_flushes(local, flushed, costs.flush_every, self.max_overhead)
+        else:
+            found = two_level(local, flushed, self.max_overhead)
+        if costs is not None:
+            print(f"a save costs {_time(cost)} of training, a flush {_time(flush)} more")
         for line in _advice(found, _seconds("--step", self.step) if self.step else 0.0):
             print(line)
         print(f"for comparison, one level by Daly's formula: every {_time(daly(cost, mtbf))}")
         return 0
+
+
+def _measured(path: str) -> Costs:
+    from fivefold.checkpoint.note import newest_note
+    from fivefold.checkpoint.place import place_at
+
+    note = newest_note(place_at(path))
+    if note is None or not note.costs.save_s:
+        raise UsageError(
+            f"no run has measured in {path} what its saves cost: name the directory of a run that has saved "
+            "twice, or give --save and --mtbf"
+        )
+    return note.costs
+
+
+def _asked(option: str, text: str, measured: float | None) -> float:
+    if text or not measured:
+        if not text:
+            raise UsageError(
+                f"{option} is missing: give a time, such as {option} 0.5s, or the directory of a run"
+            )
+        return _seconds(option, text)
+    return measured
 
 
 def _seconds(option: str, text: str) -> float:
