@@ -8,6 +8,7 @@ All ranks begin a step together and meet in the reduction: who comes late makes 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,11 @@ class Story:
     stacks: dict[int, dict[str, list[tuple[str, int]]]] = field(default_factory=dict)
     state: State = State.ENDED
     tiny: int = 0
-    """small operations per step besides"""
+    """small operations per step besides, before the large one"""
+    tiny_blocked_ns: int = 0
+    """that each of them takes, and is waited for"""
+    host: str | None = None
+    """of all ranks; None: by node, and this one where it is empty"""
     edits: list[Callable[[int, NDArray[np.void]], None]] = field(default_factory=list)
     """change the windows of a rank before they are written"""
 
@@ -100,7 +105,12 @@ class Story:
         folder.mkdir(parents=True, exist_ok=True)
         before = self.work[..., [_P[p] for p in _SPANS]].sum(2)
         last = before.max(0)
-        length = last + self.transfer_ns + self.work[..., _P[Phase.UPDATE]].max(0)
+        length = (
+            last
+            + self.transfer_ns
+            + self.tiny * self.tiny_blocked_ns
+            + self.work[..., _P[Phase.UPDATE]].max(0)
+        )
         begins = 10**12 + np.concatenate([[0], np.cumsum(length)[:-1]])
         for rank in range(self.ranks):
             events = self._events(rank, begins, before[rank], last)
@@ -140,13 +150,16 @@ class Story:
         per_node = self.per_node or self.ranks
         return {
             "rank": rank, "size": self.ranks, "local_rank": rank % per_node, "local_size": per_node,
-            "node": rank // per_node, "host": f"node{rank // per_node}", "pid": 2**22 - 1,
+            "node": rank // per_node, "host": self._host(rank // per_node), "pid": 2**22 - 1,
             "command": ["train.py", "--fast"], "backend": "gloo", "device": "cpu", "threads": 1,
             "cores": [rank % per_node], "monotonic_ns": began, "wall_ns": 1_700_000_000 * 10**9,
             "started": "2026-01-02T03:04:05+00:00", "clock_offset_ns": 0, "clock_error_ns": 0,
             "layout": {"data": self.ranks}, "coordinates": {"data": rank},
             "versions": {"fivefold": "0.1", "torch": "2.13"}, **self.meta,
         }  # fmt: skip
+
+    def _host(self, node: int) -> str:
+        return f"node{node}" if self.host is None else self.host or socket.gethostname()
 
     def _notes(self, rank: int) -> list[dict[str, Any]]:
         group = {"kind": "group", "at_ns": 1, "index": 0, "name": "data", "backend": "gloo",
@@ -167,19 +180,23 @@ class Story:
             span["begin_ns"], span["end_ns"] = at, at + took
             span["cpu_ns"] = self.cpu[rank, :, _P[phase]]
             at = at + took
-        ended = begins + last
+        ended = begins + last + self.tiny * self.tiny_blocked_ns
         self._operation(rows[:, 3], begins + before - 20 * MS, begins + before - 20 * MS + self.hidden_ns,
                         0, Phase.BACKWARD)  # fmt: skip
-        self._operation(rows[:, 4], begins + before, ended + self.transfer_ns, 1, Phase.REDUCE)
-        rows[:, 4]["blocked_ns"] = ended + self.transfer_ns - begins - before
+        self._operation(
+            rows[:, 4], begins + before, ended + self.transfer_ns, 1 + self.tiny, Phase.REDUCE
+        )
+        rows[:, 4]["blocked_ns"] = last - before + self.transfer_ns
         span = rows[:, 5]
         span["kind"], span["tag"], span["group"], span["phase"] = 0, 255, 255, _P[Phase.REDUCE]
         span["begin_ns"], span["end_ns"] = begins + before, ended + self.transfer_ns
         for small in range(self.tiny):
             row = rows[:, 6 + small]
-            start = begins + 1000 * small
-            self._operation(row, start, start + 500, 2 + small, Phase.FORWARD)
-            row["size_bytes"] = 64
+            start = begins + last + self.tiny_blocked_ns * small
+            self._operation(
+                row, start, start + (self.tiny_blocked_ns or 500), 1 + small, Phase.FORWARD
+            )
+            row["size_bytes"], row["blocked_ns"] = 64, self.tiny_blocked_ns
         flat = rows.reshape(-1)
         flat["seq"] = np.arange(1, len(flat) + 1)
         return flat
@@ -200,8 +217,10 @@ class Story:
         rows["phase_ns"][:, : len(PHASES)] = self.work[rank]
         rows["phase_ns"][:, _P[Phase.REDUCE]] += blocked
         rows["phase_cpu_ns"][:, : len(PHASES)] = self.cpu[rank]
-        rows["tag_ns"][:, _GRADIENTS] = blocked + self.hidden_ns + 500 * self.tiny
-        rows["tag_blocked_ns"][:, _GRADIENTS] = blocked
+        small = self.tiny * self.tiny_blocked_ns
+        rows["phase_ns"][:, _P[Phase.FORWARD]] += small
+        rows["tag_ns"][:, _GRADIENTS] = blocked + self.hidden_ns + (small or 500 * self.tiny)
+        rows["tag_blocked_ns"][:, _GRADIENTS] = blocked + small
         rows["tag_bytes"][:, _GRADIENTS] = 2 * self.size_bytes
         rows["samples"], rows["loss"] = self.samples[rank], 1 / (1 + np.arange(self.steps))
         rows["cpu_ns"] = self.cpu[rank].sum(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +16,7 @@ from fivefold.introspect.operations import operations
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.steps import Floats, Steps
 from fivefold.introspect.tables import Operation
+from fivefold.trace.schema import TAGS
 
 __all__ = ["Analysis"]
 
@@ -75,6 +78,23 @@ class Analysis:
         """Mean over steady steps of what the slowest rank has; `values` are ranks x all rows."""
         chosen = values[:, self.sure_steps.steady][self.slowest, np.arange(len(self.slowest))]
         return float(np.average(np.nan_to_num(chosen), weights=self.weight)) if len(chosen) else 0.0
+
+    def exposed_in(self, rows: Iterable[tuple[Operation, float]]) -> float:
+        """Exposed time of the slowest rank in some operations, each times a weight.
+
+        Windows know it by tag: it is shared out as the sums of the whole run are.
+        """
+        total: dict[str, float] = defaultdict(float)
+        chosen: dict[str, float] = defaultdict(float)
+        for row in self.operations:
+            total[row["tag"]] += row["exposed_s"]
+        for row, weight in rows:
+            chosen[row["tag"]] += weight * row["exposed_s"]
+        exposed = self.sure_steps.exposed
+        return sum(
+            chosen[str(tag)] / total[str(tag)] * self.on_critical(exposed[..., number])
+            for number, tag in enumerate(TAGS) if chosen[str(tag)] > 0
+        )  # fmt: skip
 
     def gain_s(self, work: Floats) -> float:
         """What steps could become shorter if ranks worked as long as `work` (ranks x steady rows) says.

@@ -222,7 +222,7 @@ def rank_table(run: TracedRun, steps: Steps | None, met: Meetings, chosen: list[
         "node": [int(t.meta.get("node") or 0) for t in run.ranks],
         "local_rank": [t.meta.get("local_rank") for t in run.ranks],
         "pid": [t.meta.get("pid") or int(t.live["pid"]) or None for t in run.ranks],
-        "coordinates": [_coordinates(t.meta.get("coordinates")) for t in run.ranks],
+        "coordinates": [_coordinates(t.meta) for t in run.ranks],
         "state": [run.states[rank] for rank in ranks], "step": [int(t.live["step"]) for t in run.ranks],
         "phase": [_phase(int(t.live["phase"])) for t in run.ranks],
         "cores": [_cores(t.meta.get("cores")) for t in run.ranks],
@@ -250,11 +250,16 @@ def _means(steps: Steps) -> dict[str, Floats]:
     }  # fmt: skip
     for name in ("cpu", "run_delay", "throttled"):
         found[f"{name}_share"] = steps.mean(steps.scalars[f"{name}_ns"]) / 1e9 / wall
+    found["cpu_share"][found["cpu_share"] == 0] = np.nan  # nobody recorded it
     return found
 
 
-def _coordinates(told: Any) -> str:
-    return ", ".join(f"{axis} {n}" for axis, n in told.items()) if isinstance(told, dict) else ""
+def _coordinates(meta: dict[str, Any]) -> str:
+    """On axes that are longer than 1."""
+    told, layout = meta.get("coordinates"), meta.get("layout")
+    lengths: dict[str, Any] = layout if isinstance(layout, dict) else {}
+    found = told.items() if isinstance(told, dict) else ()
+    return ", ".join(f"{axis} {n}" for axis, n in found if lengths.get(axis) != 1)
 
 
 def _phase(number: int) -> str | None:

@@ -25,11 +25,13 @@ __all__ = [
 ]
 
 _SLOW = 0.5
-"""of what was measured at start, or of the median of links"""
+"""of what was measured at start, or of the faster quarter of links"""
 _FEEBLE_BYTES_PER_S = 60e6
 """half of gigabit Ethernet: slow for any cluster"""
 _EXPOSED = 0.03
 """share of a step from which communication matters"""
+_OFTEN, _LEAST_S = 0.2, 1e-4
+"""calls per step and rank, and time, from which an operation is compared with the calibration"""
 _CROWDED, _THROTTLED = 0.10, 0.02
 _GPU_BUSY = 0.5
 _LEAK_SHARE, _LEAK_BYTES, _LEAK_STEPS = 0.05, 32 << 20, 20
@@ -41,7 +43,7 @@ def slow_links(analysis: Analysis) -> Iterator[Finding]:
     if not links:
         return
     speeds = np.array([float(link["bytes_per_s"]) for link in links])
-    usual = float(np.median(speeds))
+    usual = float(np.quantile(speeds, 0.75))
     slow = speeds < (_SLOW * usual if len(links) > 2 else 0)
     slow |= speeds < _FEEBLE_BYTES_PER_S
     cost = analysis.on_critical(analysis.sure_steps.exposed.sum(2)) if analysis.steps else 0.0
@@ -51,7 +53,9 @@ def slow_links(analysis: Analysis) -> Iterator[Finding]:
     ranks = tuple(sorted(_at_fault(worst)))
     first, speed = worst[0], float(worst[0]["bytes_per_s"])
     others = (
-        f", the median of {len(links)} links has {bytes_text(usual)}/s" if len(links) > 2 else ""
+        f", the fastest of {len(links)} links have {bytes_text(usual)}/s or more"
+        if len(links) > 2
+        else ""
     )
     gain = cost * max(0.0, 1 - speed / usual) if len(links) > 2 and speed < usual else cost
     yield Finding(
@@ -61,7 +65,7 @@ def slow_links(analysis: Analysis) -> Iterator[Finding]:
         "traffic on these nodes checked",
         gain / analysis.steps.step_s if analysis.steps else None, ranks, gain if analysis.steps else None,
         (evidence("calibration", f"{bytes_text(speed)}/s between {_ends(first)}{others}", ranks=ranks),),
-        {"bytes_per_s": speed, "median_bytes_per_s": usual, "ranks": list(first.get("ranks") or [])},
+        {"bytes_per_s": speed, "usual_bytes_per_s": usual, "ranks": list(first.get("ranks") or [])},
     )  # fmt: skip
 
 
@@ -85,15 +89,13 @@ def slow_network(analysis: Analysis) -> Iterator[Finding]:
     """Operations that take far longer than the same ones did when the run started."""
     if analysis.steps is None:
         return
+    often = _OFTEN * int(analysis.steps.count.max(0).sum()) * len(analysis.run.ranks)
     rows = [
         (i, row) for i, row in enumerate(analysis.operations)
         if row["expected_ratio"] is not None and row["expected_ratio"] < _SLOW
-        and (row["transfer_s"] or 0) > 1e-4
+        and row["count"] >= often and (row["transfer_s"] or 0) > _LEAST_S
     ]  # fmt: skip
-    total = max(1, int(analysis.steps.count.max(0).sum())) * len(analysis.run.ranks)
-    per_step = sum(row["exposed_s"] * (1 - (row["expected_ratio"] or 0)) for _, row in rows) / total
-    critical = analysis.on_critical(analysis.steps.exposed.sum(2))
-    gain = min(per_step, critical)
+    gain = analysis.exposed_in((row, 1 - (row["expected_ratio"] or 0)) for _, row in rows)
     if not rows or gain < _EXPOSED * analysis.steps.step_s:
         return
     at, worst = max(rows, key=lambda pair: pair[1]["exposed_s"])

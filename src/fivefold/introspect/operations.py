@@ -29,6 +29,8 @@ __all__ = ["Calibrated", "bus_factor", "calibration", "operations", "quantile"]
 
 _ENOUGH = 5
 """operations in the rings from which a time is told"""
+_WAITED = 0.2
+"""share of the time that is exposed, from which the end of an operation is known well"""
 _WHOLE = ("all_gather",)
 """operations whose size is that of the result: ranks times what each gives"""
 
@@ -151,7 +153,8 @@ def _operation(
     whole = size / count * (group.size or 1 if name in _WHOLE else 1)
     transfer = _transfer(met.served_s.get(key), [part[2] for part in parts])
     curve = curves.get((name, index)) if index in {part[1] for part in parts} else None
-    expected = curve.expected_s(size / count) if curve else None
+    # What nobody waits for may have ended long before anybody looked.
+    expected = curve.expected_s(size / count) if curve and blocked > _WAITED * total else None
     speed = whole / transfer if transfer and whole else None
     return {
         "operation": name, "tag": TAGS[key.tag] if key.tag < len(TAGS) else "untold", "group": key.group,

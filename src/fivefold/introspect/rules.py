@@ -151,10 +151,11 @@ def starved(analysis: Analysis) -> Iterator[Finding]:
         return
     work = analysis.work - loading[:, steps.steady]
     share = usual / steps.step_s
+    who = "all ranks wait" if len(mean) > 1 else "training waits"
     ready = steps.mean(steps.levels["ready"])
     told = f", {np.nanmean(ready):.1f} batches ready on average" if np.isfinite(ready).any() else ""
     yield Finding(
-        "loader", f"all ranks wait for data {share_text(share)} of the step{told}",
+        "loader", f"{who} for data {share_text(share)} of the step{told}",
         f"more workers for the loader (data.workers{_now(analysis, 'data.workers')}), lighter "
         f"transforms, or data "
         "nearer to the node",
@@ -214,10 +215,8 @@ def tiny(analysis: Analysis) -> Iterator[Finding]:
         if row["size_to_bytes"] <= _TINY_BYTES and row["operation"] != "barrier"
     ]  # fmt: skip
     total = max(1, int(steps.count.max(0).sum())) * len(analysis.run.ranks)
-    calls, spent = (
-        sum(row["count"] for _, row in rows) / total,
-        sum(r["exposed_s"] for _, r in rows) / total,
-    )
+    calls = sum(row["count"] for _, row in rows) / total
+    spent = analysis.exposed_in((row, 1.0) for _, row in rows)
     if calls < _TINY_CALLS or spent < _TINY_SHARE * steps.step_s:
         return
     tags = sorted({row["tag"] for _, row in rows})
@@ -228,7 +227,7 @@ def tiny(analysis: Analysis) -> Iterator[Finding]:
         "less often", spent / steps.step_s, (), spent,
         (evidence("operations", f"{calls:.0f} calls per step and rank, {seconds_text(spent)} exposed",
                   rows=[i for i, _ in rows][:20]),),
-        {"calls_per_step": calls, "exposed_s": spent},
+        {"calls_per_step": calls, "exposed_s": spent, "tags": tags},
     )  # fmt: skip
 
 

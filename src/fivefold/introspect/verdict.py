@@ -47,7 +47,7 @@ def verdict(analysis: Analysis, found: list[Finding]) -> Verdict:
         told = [finding.says for finding in found[:1]]
         text = _sentences([_filled(analysis), *told])
         return {"text": text, "level": "notice" if told else "good"}
-    told = [finding.says for finding in costs[:2]]
+    told = [finding.says for finding in _apart(costs)[:2]]
     if costs[0].id == "straggler" and (waiting := _exposed(analysis)):
         others = [
             f.says for f in costs[1:] if f.id != "exposed"
@@ -55,6 +55,12 @@ def verdict(analysis: Analysis, found: list[Finding]) -> Verdict:
         told = [f"{waiting}; {costs[0].says}", *others[:1]]
     worst = (costs[0].gain_s or 0.0) / analysis.steps.step_s
     return {"text": _sentences(told), "level": "bad" if worst > 0.5 else "notice"}
+
+
+def _apart(costs: list[Finding]) -> list[Finding]:
+    """Without exposed communication whose many small operations are told already."""
+    tiny = next((f.figures["tags"] for f in costs if f.id == "tiny"), [])
+    return [f for f in costs if not (f.id == "exposed" and f.figures["tag"] in tiny)]
 
 
 def _exposed(analysis: Analysis) -> str:
