@@ -210,3 +210,4 @@ def _ran(order: Order) -> int:
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
         main()
+    os._exit(0)  # taking torch apart lasts, on busy cores longer than anybody waits

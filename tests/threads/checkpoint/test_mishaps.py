@@ -110,10 +110,12 @@ def test_where_warnings_are_errors_all_ranks_raise_them(
 ) -> None:
     def train(mesh: Mesh, done: list[int]) -> None:
         node = f"node-{mesh.rank}"
-        given: dict[str, Any] = {"local": tmp_path / node, "node": node, "every": 2}
+        given: dict[str, Any] = {"local": tmp_path / node, "node": node, "every": 10_000}
         with Checkpointer(tmp_path / "far", mesh, **given, flush_every=0, count={"n": 0}) as ckpt:
             for step in range(1, 3 if waits else 10_000):
                 done.append(step)
+                if step == 2:
+                    ckpt.save(step)
                 ckpt.maybe_save(step)
                 time.sleep(0.01)
             ckpt.wait()
