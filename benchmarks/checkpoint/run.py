@@ -49,8 +49,8 @@ class Part:
 
 
 PARTS = {
-    "replicated": Part(2, "replicated", "mlp", 3, 64, 8, 12),
-    "sharded": Part(4, "sharded", "mlp", 4, 32, 6, 10),
+    "replicated": Part(2, "replicated", "mlp", 4, 64, 8, 12),
+    "sharded": Part(4, "sharded", "mlp", 2, 32, 6, 10),
 }
 
 

@@ -55,6 +55,7 @@ class Worker:
         wall_s = time.perf_counter() - marks[0]
         if number < 0:
             self._saver.tidy()
+        self._run.rest()
         dist.barrier()
         step_s = [after - before for before, after in itertools.pairwise(marks)]
         return {

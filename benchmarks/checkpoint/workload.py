@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,6 +36,12 @@ class Training:
     optimiser: torch.optim.Optimizer
     step: Callable[[], None]
     """forward, backward and update, on a batch made beforehand"""
+
+    def rest(self) -> None:
+        """Give back what only a step needs: all contenders are in memory at once."""
+        self.optimiser.zero_grad()
+        with contextlib.suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
     @property
     def state_bytes(self) -> int:
