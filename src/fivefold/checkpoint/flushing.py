@@ -19,6 +19,7 @@ from fivefold.checkpoint.node import Node
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import Generation
+from fivefold.checkpoint.telling import tell_flushed
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
 
@@ -103,8 +104,10 @@ class Flusher(Closing):
         while (job := self._jobs.get()) is not None:
             manifest, done = job
             problem, self._current = "", f"step {manifest.step}"
+            begun = time.perf_counter()
             try:
                 self._flush(manifest)
+                tell_flushed(manifest.step, time.perf_counter() - begun)
             except Exception as failed:  # noqa: BLE001 - told to whoever waits
                 problem = (
                     f"step {manifest.step} was not flushed to {self._url}: {described(failed)}"

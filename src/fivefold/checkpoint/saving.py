@@ -36,6 +36,7 @@ from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
 from fivefold.checkpoint.store import Generation, LocalStore
+from fivefold.checkpoint.telling import tell_saved
 from fivefold.checkpoint.values import fingerprint
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, UsageError
@@ -150,6 +151,9 @@ class Saver(Closing):
             except Exception as problem:  # noqa: BLE001 - a failing save must not stop the run
                 saved = self._told(job, _not_saved(job.step, problem), None)
                 self._clear(job.step)
+            if not saved.problem:
+                local_s = saved.copied_s + saved.written_s
+                tell_saved(saved.step, saved.bytes, local_s=local_s, protected_s=saved.protected_s)
             job.done.set_result(saved)
             del job
 

@@ -56,6 +56,10 @@ class Run:
         False
     )
     """print the commands that would be run, and run nothing"""
+    trace: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
+        False
+    )
+    """record where the time goes, for `fivefold report`, into the folder trace beside the logs"""
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -75,6 +79,8 @@ class Run:
         engine = choose(self.engine)
         self._check_surroundings()
         log_dir = self.log_dir or default_log_dir()
+        if self.trace:
+            environment["FIVEFOLD_TRACE"] = str(log_dir.resolve() / "trace")
         if self.explain:
             from fivefold.launch.explain import wrapped
 
@@ -86,6 +92,8 @@ class Run:
             show(job, engine, report=self.explain)
         else:
             engine.run(job)
+            if self.trace:
+                sys.stderr.write(f"recorded: fivefold report {log_dir}\n")
         return 0
 
     def _check_plan(self, environment: dict[str, str]) -> int:
@@ -119,7 +127,7 @@ class Run:
             )
 
 
-_FLAGS = ("-h", "--help", "--explain", "--dry-run")
+_FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace")
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -21,6 +21,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d  # noqa: TID251 - scripts start it themselves
 from torch import Tensor
 from torch.nn.modules import _functions as norms
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import dataloader
 
 from fivefold.comm.tracing import begin, met, trace_folder
@@ -29,6 +33,7 @@ from fivefold.errors import FivefoldError
 from fivefold.launch.environment import ALONE, Place, locate
 from fivefold.trace.current import current, usage
 from fivefold.trace.phases import Phase, Tag
+from fivefold.trace.ready import ready_batches
 from fivefold.trace.schema import PHASES, TAGS
 from fivefold.trace.trace import Trace
 
@@ -82,8 +87,8 @@ def install() -> None:
     iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     iterator.__next__ = _loading(iterator.__next__)
     torch.autograd.backward = _going_back(torch.autograd.backward)
-    torch.optim.optimizer.register_optimizer_step_pre_hook(_before_update)
-    torch.optim.optimizer.register_optimizer_step_post_hook(_after_update)
+    register_optimizer_step_pre_hook(_before_update)
+    register_optimizer_step_post_hook(_after_update)
     for name in ("forward", "backward"):
         setattr(
             norms.SyncBatchNorm,
@@ -148,7 +153,8 @@ def _loading(take: Any) -> Any:
             return take(iterator)
         _steps.settle(trace)
         _steps.loads = True
-        _tell_ready(trace, iterator)
+        if (ready := ready_batches(iterator)) is not None:
+            trace.ready(ready)
         trace.push(_LOAD)
         try:
             batch = take(iterator)
@@ -160,19 +166,6 @@ def _loading(take: Any) -> Any:
         return batch
 
     return load
-
-
-def _tell_ready(trace: Trace, iterator: Any) -> None:
-    """How many batches workers have made that nobody has taken."""
-    made = getattr(iterator, "_task_info", None)
-    queue = getattr(iterator, "_data_queue", None)
-    if made is None:
-        return
-    try:
-        waiting = 0 if queue is None else queue.qsize()
-    except NotImplementedError:  # macOS
-        return
-    trace.ready(waiting + sum(len(task) > 1 for task in made.values()))
 
 
 def _samples(batch: Any) -> int:

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from fivefold.data.source import BatchId, LoadError, Source
 from fivefold.errors import DataError, FivefoldError, UsageError
+from fivefold.trace import active
+from fivefold.trace.ready import ready_batches
 
 __all__ = ["Key", "Workers"]
 
@@ -91,6 +93,19 @@ class _Keys:
         return iter(self.coming)
 
 
+def _counted(iterator: Iterator[Any]) -> Iterator[Any]:
+    """What it gives; how far workers are ahead is told to the trace."""
+    while True:
+        trace = active()
+        if trace is not None and (ready := ready_batches(iterator)) is not None:
+            trace.ready(ready)
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
 def _as_is(item: Any) -> Any:
     return item
 
@@ -130,7 +145,7 @@ class Workers:
         """
         self._keys.coming = keys
         try:
-            for item in self._loader:
+            for item in _counted(iter(self._loader)):
                 if isinstance(item, _Failure):
                     raise item.error()
                 yield item.batch
