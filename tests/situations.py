@@ -37,6 +37,7 @@ def job(
             local_rank=rank,
             local_size=len(masks),
             host=node.host,
+            address=node.address,
             mask=mask,
             quota=node.quota,
             numa=node.processors.numa_of(mask),

@@ -115,27 +115,29 @@ def test_a_dry_run_with_a_report_tells_what_is_expected(tmp_path: Path) -> None:
 
 
 def by_hand(
-    folder: Path, rank: int, ranks: int, *command: str, core: int | None = None
+    folder: Path, rank: int, ranks: int, *command: str, before: tuple[str, ...] = (), hosts: int = 1
 ) -> subprocess.Popen[str]:
-    """A rank as some launcher starts it."""
-    place = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "24000"}
-    bound = ["taskset", "-c", str(core)] if core is not None else []
+    """A rank as some launcher starts it; words `before` it bind it or move it to another host."""
+    here = ranks // hosts
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here}
+    environ = {name: str(value) for name, value in place.items()}
+    words = [*before, sys.executable, "-m", "fivefold.launch.explain", "--log-dir", str(folder)]
     return subprocess.Popen(
-        [*bound, sys.executable, "-m", "fivefold.launch.explain", "--log-dir", str(folder), "--", *command],
-        env=CLEAN | place, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*words, "--", *command],
+        env=CLEAN | environ | {"MASTER_ADDR": "host0", "MASTER_PORT": "24000"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_every_rank_tells_its_own_mask(tmp_path: Path) -> None:
-    ranks = [by_hand(tmp_path / "logs", r, 2, "echo", "done", core=CORES[r]) for r in (1, 0)]
+    ranks = [
+        by_hand(tmp_path / "logs", r, 2, "echo", "done", before=("taskset", "-c", str(CORES[r])))
+        for r in (1, 0)
+    ]
     told = [one.communicate(timeout=TIMEOUT_S) for one in ranks]
     assert [(one.returncode, out) for one, (out, _) in zip(ranks, told, strict=True)] == [
         (0, "done\n")
@@ -143,6 +145,28 @@ def test_every_rank_tells_its_own_mask(tmp_path: Path) -> None:
     assert told[0][1] == ""
     assert f"rank 0: 1 of {os.cpu_count()} (mask {CORES[0]}); rank 1: 1 of " in told[1][1]
     assert [one["mask"] for one in read(tmp_path / "logs")["ranks"]] == [[CORES[0]], [CORES[1]]]
+
+
+def host(name: str, folder: Path) -> tuple[str, ...]:
+    """What to put before a command so that it runs on a host of this name, which resolves to 127.0.1.1."""
+    (folder / name).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    enter = f"hostname {name}; mount --bind '{folder / name}' /etc/hosts; exec \"$@\""
+    return ("unshare", "--uts", "--mount", "sh", "-ec", enter, "sh")
+
+
+def test_ranks_of_several_hosts_meet_in_a_folder_that_they_share(tmp_path: Path) -> None:
+    if finished([*host("host0", tmp_path), "true"], tmp_path, CLEAN).returncode:
+        pytest.skip("no hosts of other names: unshare is not allowed here")
+    ranks = [
+        by_hand(tmp_path / "logs", r, 2, "echo", "done", before=host(f"host{r}", tmp_path), hosts=2)
+        for r in (0, 1)
+    ]
+    told = [one.communicate(timeout=TIMEOUT_S) for one in ranks]
+    assert [out for out, _ in told] == ["done\n"] * 2
+    assert "  ranks     2 on 2 hosts (host0, host1)\n" in told[0][1]
+    report = read(tmp_path / "logs")
+    assert [one["address"] for one in report["ranks"]] == ["127.0.1.1"] * 2
+    assert "loopback-address" in [one["id"] for one in report["findings"]]
 
 
 def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fivefold.cluster import cores
 from fivefold.cluster.gpus import Gpu, gpus, visible
+from fivefold.cluster.network import resolve
 from fivefold.cluster.node import Node
 from fivefold.cluster.processors import processors
 from fivefold.launch.environment import Place
@@ -28,6 +29,8 @@ class RankFacts:
     local_rank: int
     local_size: int
     host: str
+    address: str
+    """what the host takes its own name for, and gloo tells the other ranks; empty if nothing"""
     mask: tuple[int, ...]
     """logical cores on which it may run"""
     quota: float | None
@@ -49,12 +52,13 @@ def look(
     place: Place, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> RankFacts:
     """What this process was given."""
-    mask = cores.affinity(root)
+    mask, host = cores.affinity(root), socket.gethostname()
     return RankFacts(
         rank=place.rank,
         local_rank=place.local_rank,
         local_size=place.local_size,
-        host=socket.gethostname(),
+        host=host,
+        address=resolve(host, root),
         mask=mask,
         quota=cores.quota(root),
         numa=processors(root).numa_of(mask),
@@ -71,6 +75,7 @@ def expected(processes: int, node: Node, environ: Mapping[str, str]) -> tuple[Ra
         local_rank=0,
         local_size=processes,
         host=node.host,
+        address=node.address,
         mask=node.mask,
         quota=node.quota,
         numa=node.processors.numa_of(node.mask),

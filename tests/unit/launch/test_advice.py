@@ -146,18 +146,30 @@ def test_quota_below_mask(node: Node) -> None:
 # --- network ------------------------------------------------------------------------------------
 
 
-def test_loopback_address(node: Node) -> None:
+def test_an_address_of_rank_0_that_is_every_nodes_own(node: Node) -> None:
+    for address in ("127.0.0.1", "localhost"):
+        found = said("loopback-address", job(node, NEAR, nodes=2, environ={"MASTER_ADDR": address}))
+        assert found.what == f"MASTER_ADDR is {address}, for ranks on 2 nodes"
+        silent("loopback-address", job(node, NEAR, nodes=1, environ={"MASTER_ADDR": address}))
+    silent("loopback-address", job(node, NEAR, nodes=2, environ={"MASTER_ADDR": "gpu017"}))
+
+
+def test_a_name_that_resolves_to_the_loopback(node: Node) -> None:
     astray = replace(node, address="127.0.1.1")
-    found = said("loopback-address", job(astray, NEAR, nodes=2))
+    # Gloo tells the others what the host's name resolves to, wherever rank 0 is said to be.
+    found = said("loopback-address", job(astray, NEAR, nodes=2, environ={"MASTER_ADDR": "gpu017"}))
     assert "gpu017 takes its own name for 127.0.1.1" in found.what
+    assert "GLOO_SOCKET_IFNAME" in found.remedy and "(eno1?)" in found.remedy
+    silent("loopback-address", job(astray, NEAR, nodes=2, environ={"GLOO_SOCKET_IFNAME": "ib0"}))
     silent("loopback-address", job(astray, NEAR, nodes=1))
     silent("loopback-address", job(node, NEAR, nodes=2))
-    silent("loopback-address", job(astray, NEAR, nodes=2, environ={"MASTER_ADDR": "gpu017"}))
-    told = {"MASTER_ADDR": "127.0.0.1"}
-    assert (
-        "MASTER_ADDR is 127.0.0.1"
-        in said("loopback-address", job(node, NEAR, nodes=2, environ=told)).what
-    )
+
+
+def test_any_host_may_have_a_wrong_name(node: Node) -> None:
+    good = job(node, NEAR, nodes=2)
+    other = replace(good.ranks[3], host="gpu018", address="127.0.1.1")
+    found = said("loopback-address", replace(good, ranks=(*good.ranks[:3], other)))
+    assert found.what.startswith("gpu018 takes its own name for 127.0.1.1")
 
 
 @pytest.fixture

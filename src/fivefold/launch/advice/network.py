@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cluster.fabric import library
+from fivefold.cluster.network import interface_for
 from fivefold.launch.advice.finding import Finding, gib
 from fivefold.launch.situation import Situation
 
@@ -13,21 +14,28 @@ _LEAST_LOCKED_BYTES = 64 << 20
 
 def loopback_address(job: Situation) -> Finding | None:
     """Ranks on several nodes are told an address that every node takes for itself."""
+    told = job.environ.get("MASTER_ADDR", "")
+    astray = [one for one in job.ranks if one.address.startswith("127.")]
     if job.nodes < 2:
         return None
-    told = job.environ.get("MASTER_ADDR", "")
     if told.startswith("127.") or told == "localhost":
         what = f"MASTER_ADDR is {told}, for ranks on {job.nodes} nodes"
-    elif not told and job.node.address.startswith("127."):
-        what = f"{job.node.host} takes its own name for {job.node.address}, in a job of {job.nodes} nodes"
+        remedy = "set MASTER_ADDR to the name or address under which other nodes reach the node of rank 0"
+    elif astray and "GLOO_SOCKET_IFNAME" not in job.environ:
+        one = astray[0]
+        leads = interface_for(job.node.interfaces, "")
+        what = f"{one.host} takes its own name for {one.address}, in a job of {job.nodes} nodes"
+        remedy = (
+            f"correct the line of {one.host} in /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface "
+            f"that leads to the other nodes{f' ({leads.name}?)' if leads else ''}"
+        )
     else:
         return None
     return Finding(
         "loopback-address",
         what,
-        "every other node looks for rank 0 on itself: the ranks wait for each other until the time is up",
-        "set MASTER_ADDR to the name or address under which other nodes reach that of rank 0, and correct "
-        "/etc/hosts if it maps the host's name to 127.x",
+        "ranks look for each other on their own nodes, and wait until the time is up",
+        remedy,
     )
 
 
