@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
+import os
 import sys
 import threading
 import time
@@ -32,6 +32,7 @@ from fivefold.trace.states import (
     RankState,
     from_json,
     look,
+    pid_namespace,
     process_state,
     to_json,
     under_way,
@@ -60,7 +61,7 @@ def attend(trace: Trace, hang_s: float, *, gpu: int | None = None) -> None:
     trace.samplers.append(machine)
     trace.after_phase.append(_beginning(trace, machine))
     trace.closers.append(machine.close)
-    trace.update_meta(machine=machine.said)
+    trace.update_meta(machine=machine.said, pid_namespace=pid_namespace())
     watcher = Watcher(trace)
     if hang_s <= 0 or int(trace.meta.get("size", 1)) < 2:
         return
@@ -253,7 +254,7 @@ class HangWatch:
             return None
         here = int(file.live[0]["heartbeat_ns"])
         state = look(file, here)
-        if state.host == platform.node():
+        if state.host == os.uname().nodename:
             state = look(file, time.monotonic_ns())
         return replace(state, condition=process_state(state))
 

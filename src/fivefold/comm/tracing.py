@@ -57,7 +57,7 @@ def begin(
     found = met(group)
     meta = {
         "rank": place.rank, "size": place.world_size, "local_rank": place.local_rank,
-        "local_size": place.local_size, "host": platform.node(), "pid": os.getpid(),
+        "local_size": place.local_size, "host": os.uname().nodename, "pid": os.getpid(),
         "launcher": place.launcher, "engine": os.environ.get("FIVEFOLD_ENGINE", ""),
         "command": [*sys.orig_argv], "device": str(device),"threads": torch.get_num_threads(),
         "cores": sorted(os.sched_getaffinity(0)), "environment": told_environment(os.environ),

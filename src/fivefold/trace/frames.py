@@ -43,7 +43,7 @@ def where(frame: FrameType) -> str:
     return _line(chosen) + (f" ({called})" if called else "")
 
 
-def stack(frame: FrameType, most: int = 16) -> list[str]:
+def stack(frame: FrameType, most: int = 32) -> list[str]:
     """Lines from the innermost frame outwards; what a program begins with is left out."""
     frames = itertools.takewhile(lambda f: "runpy" not in f.f_code.co_filename, _outwards(frame))
     return [_line(one) for one in itertools.islice(frames, most)]

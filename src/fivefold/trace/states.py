@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ __all__ = [
     "RankState",
     "from_json",
     "look",
+    "pid_namespace",
     "process_state",
     "to_json",
     "under_way",
@@ -87,6 +88,8 @@ class RankState:
     rank: int
     host: str = ""
     pid: int = 0
+    space: int = 0
+    """the pid namespace that `pid` belongs to: its inode number, 0 if unknown"""
     step: int = 0
     phase: str = ""
     """of the training thread; empty between phases"""
@@ -152,6 +155,7 @@ def look(file: TraceFile, now_ns: int) -> RankState:
         rank=int(meta.get("rank", -1)),
         host=str(meta.get("host", "")),
         pid=int(live["pid"]),
+        space=int(meta.get("pid_namespace") or 0),
         step=int(live["step"]),
         phase=PHASES[phase] if phase < len(PHASES) else "",
         since_s=max(0, now_ns - int(live["phase_since_ns"])) / 1e9,
@@ -210,12 +214,20 @@ def _groups(file: TraceFile) -> dict[int, Group]:
     return found
 
 
+def pid_namespace(root: Path = Path("/")) -> int:
+    """The inode number of this process's pid namespace, 0 where there is no /proc."""
+    try:
+        return (root / "proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
 def process_state(state: RankState, root: Path = Path("/")) -> str:
     """What the kernel says of a process of this node, where that is a reason to stand still.
 
     Empty for one that runs or sleeps, and for processes of other nodes.
     """
-    if state.condition or state.host != platform.node():
+    if state.condition or state.host != os.uname().nodename or state.space != pid_namespace(root):
         return state.condition
     try:
         told = (root / f"proc/{state.pid}/stat").read_text()

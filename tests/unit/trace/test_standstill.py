@@ -21,13 +21,14 @@ def call(number: int, kind: str = "all_reduce", **other: object) -> Call:
 
 
 def waits(rank: int, one: Call, **other: object) -> RankState:
-    return RankState(rank, "a", 100 + rank, 7, "backward", 31.0, (one,), True, (one,), **other)  # type: ignore[arg-type]
+    told = {"phase": "backward", "since_s": 31.0, "open": (one,), "recent": (one,), **other}
+    return RankState(rank, "a", 100 + rank, step=7, **told)  # type: ignore[arg-type]
 
 
 def busy(rank: int, last: int, **other: object) -> RankState:
     told = {"phase": "load", "since_s": 31.0, "waits": False, "at": "reader.py:12 read (open)"}
     recent = tuple(call(n) for n in range(max(0, last - 7), last + 1))
-    return RankState(rank, "a", 100 + rank, 7, recent=recent, **{**told, **other})  # type: ignore[arg-type]
+    return RankState(rank, "a", 100 + rank, step=7, recent=recent, **{**told, **other})  # type: ignore[arg-type]
 
 
 def test_the_rank_that_has_not_come_is_named_with_what_it_does_instead() -> None:
