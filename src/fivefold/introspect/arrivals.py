@@ -24,8 +24,9 @@ from fivefold.trace.schema import KINDS
 
 __all__ = ["Meeting", "Meetings", "Transfer", "meetings"]
 
-_ALONE = (KINDS.index("span"), KINDS.index("send"), KINDS.index("receive"), KINDS.index("exchange"))
-"""numbers of these differ from rank to rank"""
+_TOGETHER = np.ones(256, bool)
+"""by kind: whether its numbers are the same on all ranks of a group"""
+_TOGETHER[[KINDS.index(kind) for kind in ("span", "send", "receive", "exchange")]] = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _all(run: TracedRun, known: Mapping[tuple[int, int], Group], first_step: int
 
 def _parts(trace: RankTrace, first_step: int) -> list[tuple[int, _Part]]:
     events = trace.events
-    chosen = ~np.isin(events["kind"], _ALONE) & (events["end_ns"] > 0)
+    chosen = _TOGETHER[events["kind"]] & (events["end_ns"] > 0)
     events = events[chosen]
     found: list[tuple[int, _Part]] = []
     for index in np.unique(events["group"]):

@@ -14,7 +14,7 @@ from fivefold.introspect.facts import calibrated, configuration, facts, marks
 from fivefold.introspect.findings import as_data
 from fivefold.introspect.matrix import arrivals
 from fivefold.introspect.numbers import plain
-from fivefold.introspect.run import TracedRun
+from fivefold.introspect.run import FULL, TracedRun
 from fivefold.introspect.shape import SHAPE, Document
 from fivefold.introspect.steps import Steps
 from fivefold.introspect.verdict import findings, verdict
@@ -33,7 +33,9 @@ def document(run: TracedRun) -> Document:
     steps, met = analysis.steps, analysis.met
     chosen = outstanding(run, steps, met)
     found = findings(analysis)
-    drawn = Steps.of(run, max(50, min(500, _VALUES // max(1, len(chosen)))))
+    most = 500 if len(run.ranks) <= FULL else 300
+    rows = max(50, min(most, _VALUES // max(1, len(chosen))))
+    drawn = steps if steps is None or len(steps.first_step) <= rows else Steps.of(run, rows)
     made: Any = {
         "shape": SHAPE, "kind": "run", **made_by(), "run": facts(run, steps, analysis.groups),
         "problems": list(run.problems),

@@ -25,7 +25,7 @@ __all__ = ["FULL", "TracedRun", "listed", "state_of", "trace_files"]
 
 FULL = 64
 """up to so many ranks are told in full"""
-_EVENTS, _WINDOWS = 4096, 256
+_EVENTS, _WINDOWS = 4096, 512
 """of every rank that are kept when there are more ranks"""
 _SILENT_S = 120.0
 """after which a rank on another host is taken for killed"""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,30 +214,42 @@ class _Filling:
 
     def _add(self, rank: int, windows: NDArray[np.void], offset: int) -> None:
         row = (windows["first_step"].astype(np.int64) - self.least) // self.width
-        np.add.at(self.count[rank], row, windows["steps"])
-        np.add.at(self.wall[rank], row, windows["end_ns"] - windows["begin_ns"])
-        np.add.at(self.phase[rank], row, windows["phase_ns"][:, : len(PHASES)])
-        np.add.at(self.phase_cpu[rank], row, windows["phase_cpu_ns"][:, : len(PHASES)])
+        if bool((np.diff(row) < 0).any()):  # a run that went back to a checkpoint
+            order = np.argsort(row, kind="stable")
+            windows, row = windows[order], row[order]
+        starts = np.flatnonzero(np.diff(row, prepend=-1))
+        at = row[starts]
+
+        def total(values: NDArray[Any]) -> NDArray[Any]:
+            return values if len(starts) == len(row) else np.add.reduceat(values, starts, axis=0)
+
+        self.count[rank, at] = total(windows["steps"].astype(np.int64))
+        self.wall[rank, at] = total(windows["end_ns"] - windows["begin_ns"])
+        self.phase[rank, at] = total(windows["phase_ns"][:, : len(PHASES)])
+        self.phase_cpu[rank, at] = total(windows["phase_cpu_ns"][:, : len(PHASES)])
         for into, name in zip(self.tags, ("tag_ns", "tag_blocked_ns", "tag_bytes"), strict=True):
-            np.add.at(into[rank], row, windows[name][:, : len(TAGS)])
+            into[rank, at] = total(windows[name][:, : len(TAGS)])
         for name in _SCALARS:
-            np.add.at(self.scalars[name][rank], row, windows[name])
+            self.scalars[name][rank, at] = total(windows[name].astype(float))
         for name in (*BYTES_OR_UNKNOWN, "energy_j"):
-            values = windows[name].astype(float)
-            np.add.at(self.scalars[name][rank], row, np.where(values < 0, np.nan, values))
+            self.scalars[name][rank, at] = total(_known(windows[name]))
         for name in LARGEST:
-            values = windows[name].astype(float)
-            np.fmax.at(self.levels[name][rank], row, np.where(values < 0, np.nan, values))
+            self.levels[name][rank, at] = np.fmax.reduceat(_known(windows[name]), starts)
         for name in MEAN:
-            self._mean(self.levels[name][rank], row, windows[name].astype(float))
-        np.minimum.at(self.begin, row, windows["begin_ns"] + offset)
+            values = windows[name].astype(float)
+            known = ~np.isnan(values)
+            times = total(known.astype(float))
+            self.levels[name][rank, at] = total(np.where(known, values, 0.0)) / np.where(
+                times, times, np.nan
+            )
+        self.begin[at] = np.minimum(self.begin[at], windows["begin_ns"][starts] + offset)
         self.end = max(self.end, int(windows["end_ns"].max()) + offset)
 
-    def _mean(self, into: Floats, row: NDArray[np.int64], values: Floats) -> None:
-        known = ~np.isnan(values)
-        times = np.bincount(row[known], minlength=self.rows)
-        total = np.bincount(row[known], values[known], minlength=self.rows)
-        into[times > 0] = total[times > 0] / times[times > 0]
+
+def _known(values: NDArray[Any]) -> Floats:
+    """Negative numbers are unknown ones."""
+    values = values.astype(float)
+    return np.where(values < 0, np.nan, values)
 
 
 def _blocked_in(trace: RankTrace) -> Floats:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def _laid_out(rows: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     for name, size in {**tables, **TEXT_BYTES}.items():
         found[name] = {"offset": offset, "bytes": size}
         if name in rows:
-            found[name] |= {"items": rows[name], "fields": SECTIONS[name][0].descr}
+            found[name] |= {"items": rows[name], "fields": _fields(SECTIONS[name][0].descr)}
         offset += -(-size // _PAGE) * _PAGE
     return found
 
@@ -116,7 +117,7 @@ def _sections_of(buffer: mmap.mmap, path: Path) -> dict[str, dict[str, Any]]:
         )
     length = int.from_bytes(buffer[20:24], "little")
     try:
-        sections = json.loads(buffer[24 : 24 + length])
+        sections = _parsed(buffer[24 : 24 + length])
         for name in (*SECTIONS, *TEXT_BYTES):
             section = sections[name]
             size = section["bytes"]
@@ -134,7 +135,20 @@ def _sections_of(buffer: mmap.mmap, path: Path) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _dtype(fields: list[Any]) -> np.dtype[np.void]:
-    return np.dtype(
-        [tuple(tuple(part) if isinstance(part, list) else part for part in f) for f in fields]
-    )
+@lru_cache(4)
+def _parsed(told: bytes) -> dict[str, dict[str, Any]]:
+    """Sections as a header says them; the files of a run all say the same."""
+    sections = json.loads(told)
+    for section in sections.values():
+        if "fields" in section:
+            section["fields"] = _fields(section["fields"])
+    return sections
+
+
+def _fields(told: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in told)
+
+
+@lru_cache(64)
+def _dtype(fields: tuple[Any, ...]) -> np.dtype[np.void]:
+    return np.dtype(list(fields))

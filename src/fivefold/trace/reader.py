@@ -88,7 +88,8 @@ def _tables(file: TraceFile) -> tuple[NDArray[np.void], NDArray[np.void], NDArra
     while True:
         before = int(file.live[0]["stamp"])
         live = file.live[0].copy()
-        events, sums = file.events[file.events["seq"] > 0].copy(), file.sums.copy()
+        events = file.events[file.events["seq"] > 0]
+        sums = file.sums[: int(live["sums"])].copy()
         windows = file.windows[: int(live["windows"])].copy()
         steady = before % 2 == 0 and int(file.live[0]["stamp"]) == before
         if steady or time.monotonic() > until:
