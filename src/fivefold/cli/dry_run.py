@@ -23,7 +23,8 @@ def show(job: Job, engine: Engine, *, report: bool) -> None:
     with reserved_port(job.port) as port:
         starts = engine.starts(job, port)
     chosen = "" if job.port else f"; port {port} is free now, a run looks for one itself"
-    print(f"# engine {engine.name}, {job.processes} processes, logs in {job.log_dir}{chosen}")
+    count = f"{job.processes} process{'es' if job.processes > 1 else ''}"
+    print(f"# engine {engine.name}, {count}, logs in {job.log_dir}{chosen}")
     print(script(starts, os.environ, str(job.log_dir)))
     if report:
         sys.stdout.flush()

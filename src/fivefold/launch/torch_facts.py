@@ -55,7 +55,8 @@ class Probe:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed on exit
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _ASK],
-            env=dict(environ),
+            # It is no rank: importing torch must not begin the trace of one.
+            env={name: value for name, value in environ.items() if name != "FIVEFOLD_TRACE"},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

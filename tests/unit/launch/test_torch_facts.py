@@ -63,6 +63,14 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, source: str, problem: s
     assert found.version == ""
 
 
+def test_the_process_that_is_asked_records_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_TRACE", str(tmp_path))
+    told = GOOD.replace('"2.13.0+cu130"', 'str(__import__("os").environ.get("FIVEFOLD_TRACE"))')
+    assert ask(tmp_path, told).version == "None"
+
+
 def test_a_slow_import_is_ended_when_the_time_is_up(tmp_path: Path) -> None:
     began = time.monotonic()
     found = ask(tmp_path, "import time; time.sleep(300)", limit_s=0.5)
