@@ -150,7 +150,7 @@ function chart(host, { label, height = 200, x = "count", xName = "step", y = "se
 
   function settings() {
     const axis = { stroke: ink("--soft"), grid: { stroke: ink("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    const range = (u, min, max) => (min === null ? [0, 1] : log ? uPlot.rangeLog(min, max, 10, true) : min >= 0 ? [0, highest(u, max) * 1.06 || 1] : [min - (max - min) * 0.06, max + (max - min) * 0.06]);
+    const range = (u, min, max) => (min === null ? (log ? [1, 10] : [0, 1]) : log ? uPlot.rangeLog(min, max, 10, true) : min >= 0 ? [0, highest(u, max) * 1.06 || 1] : [min - (max - min) * 0.06, max + (max - min) * 0.06]);
     return {
       width: Math.max(canvas.clientWidth, 100), height, padding: [10, 16, 0, 0], legend: { show: false },
       cursor: { drag: { x: zoom, y: false }, points: { show: false }, y: false, ...(linked ? { sync: { key: linked } } : {}) },

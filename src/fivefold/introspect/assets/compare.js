@@ -11,7 +11,7 @@ function changes(host, title, rows) {
   const list = table(host, {
     label: title, limit: 12, empty: "Neither run has any.",
     columns: [
-      { key: "name", title: "", format: word },
+      { key: "name", title: "what", format: word },
       { key: "a", title: "A", numeric: true, cell: (r) => inUnit(r, r.a) }, { key: "b", title: "B", numeric: true, cell: (r) => inUnit(r, r.b) },
       { key: "change", title: "change", numeric: true, cell: (r) => signed(r, r.change) },
       { key: "ratio", title: "B / A", numeric: true, format: ratio },
@@ -52,7 +52,7 @@ function comparison(host, data, open) {
     pair.append(place);
     const t = d.timeline, n = t.first_step.length;
     chart(place, { label: `Steps of ${"AB"[i]}`, height: 220 }).set({
-      x: t.first_step, end: n ? t.first_step[n - 1] + t.steps[n - 1] : undefined, series: levels(t, true, "phases", t), marks: stepMarks(d),
+      x: t.first_step, end: n ? t.first_step[n - 1] + t.steps[n - 1] : undefined, series: levels(everybody(d), true, "phases", t), marks: stepMarks(d),
     });
   });
   const differ = el("section", { id: "s-differences", "aria-label": "What differs" }, el("header", { class: "head" }, el("h2", {}, "What differs between them")));

@@ -76,7 +76,7 @@ function marksSection() {
         columns: [
           { key: "at_s", title: "after", numeric: true, format: duration }, { key: "kind", title: "what", cell: (m) => `${m.kind === "checkpoint" ? "◆" : "✕"} ${m.kind}` },
           { key: "step", title: "step", numeric: true, format: (v) => (known(v) ? count(v) : "–") }, { key: "rank", title: "rank", numeric: true, format: word },
-          { key: "text", title: "", cell: (m) => [m.text, states(m.details)] },
+          { key: "text", title: "text", cell: (m) => [m.text, states(m.details)] },
         ],
       });
       return {

@@ -7,7 +7,7 @@ const LEVELS = { good: "nothing to gain", notice: "something to gain", bad: "nee
 function verdict(data) {
   return el("div", { class: `verdict ${data.level}` },
     el("span", { class: "sign", role: "img", "aria-label": LEVELS[data.level] || data.level }, SIGNS[data.level] || "?"),
-    el("h1", { id: "verdict" }, data.text));
+    el("h1", { id: "verdict", class: data.text.length > 150 ? "long" : null }, data.text));
 }
 
 function facts(pairs) {
@@ -41,9 +41,9 @@ function finding(data, n, show) {
   const told = gain ? [el("strong", {}, `up to ${seconds(data.gain_s_per_step)}`), " per step", known(data.share) ? ` · ${share(data.share)}` : ""]
     : known(data.share) ? [el("strong", {}, share(data.share)), " of the step"] : ["not measured in time"];
   return el("li", { class: "finding", "data-id": data.id },
-    button([el("span", { class: "n", "aria-hidden": "true" }, String(n)), el("span", { class: "what" }, data.title), el("span", { class: "gain" }, told)],
+    button([el("span", { class: "n", "aria-hidden": "true" }, String(n)), el("span", { class: "what" }, sentence(data.title)), el("span", { class: "gain" }, told)],
       () => first && show(first), { class: "headline", disabled: !first, title: first ? "show the evidence" : undefined }),
-    el("p", { class: "advice" }, data.advice),
+    el("p", { class: "advice" }, sentence(data.advice)),
     el("p", { class: "evidence" }, data.evidence.map((e) => button([el("span", { class: "where" }, NAMES[e.section] || e.section), ` ${e.text}`], () => show(e), { class: "link" }))));
 }
 

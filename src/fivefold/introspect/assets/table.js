@@ -24,9 +24,15 @@ function table(host, { label, columns, limit = 40, sort, descending = true, pick
     draw();
   }
 
+  // Words are looked for in columns of words; a number is that of the row.
+  function fits(column, i, row, words) {
+    const value = String(valueOf(column, row) ?? "").toLowerCase();
+    return column.numeric ? i === 0 && value === words : value.includes(words);
+  }
+
   function sorted() {
     const words = state.words.toLowerCase();
-    const rows = words ? state.rows.filter((row) => columns.some((c) => String(valueOf(c, row) ?? "").toLowerCase().includes(words))) : [...state.rows];
+    const rows = words ? state.rows.filter((row) => columns.some((c, i) => fits(c, i, row, words))) : [...state.rows];
     const column = columns.find((c) => c.key === state.order);
     if (!column) return rows;
     const way = state.descending ? -1 : 1;

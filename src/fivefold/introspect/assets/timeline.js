@@ -8,6 +8,7 @@ function breakdownSection() {
     id: "breakdown", title: "Where a step goes", short: "A step", needs: ["breakdown", "steady"],
     about: "Mean over ranks and steady steps. Hatched: exposed communication, in which a rank could do nothing but wait.",
     build(body) {
+      let parts = [];
       const whole = el("div", {});
       add(body, whole);
       const colour = (part) => (part.kind === "phase" ? phaseColour(part.part) : part.kind === "other" ? COLOURS.pale : tagColour(part.part));
@@ -29,17 +30,19 @@ function breakdownSection() {
           const total = sum(data.breakdown.map((p) => p.seconds)) || 1;
           put(whole, bar(data.breakdown.map((p) => ({ name: p.part, value: p.seconds, colour: colour(p), hatched: p.kind === "exposed", text: `${p.part}: ${seconds(p.seconds)}, ${share(p.share)}` })), total));
           whole.firstChild.classList.add("tall");
-          list.set(data.breakdown);
+          parts = data.breakdown;
+          list.set(parts);
         },
-        focus: (e) => list.light(e.rows),
+        focus: (e) => list.light(e.rows.length ? e.rows : parts.flatMap((p, i) => (p.part === (p.kind === "exposed" ? e.tag : e.phase) ? [i] : []))),
       };
     },
   });
 }
 
 // The levels of a stack, those of a step's end on top: [{name, values, colour, hatched}].
+// Of all ranks it is their mean, which adds up; where only some ranks are kept, the median of each part.
 function levels(line, all, mode, steps) {
-  const part = (value) => (all ? value.median : value);
+  const part = (value) => (all && value.median ? value.median : value);
   const step = part(line.step_s);
   const found = mode === "phases"
     ? steps.phases.filter((p) => line.phase_s[p]).map((p) => ({ name: p, values: part(line.phase_s[p]), colour: phaseColour(p) }))
@@ -50,8 +53,25 @@ function levels(line, all, mode, steps) {
     if (largest(rest) > 0.005 * largest(step)) found.push({ name: "in no phase", values: rest, colour: COLOURS.pale });
   }
   const stack = found.map((f) => ({ ...f, kind: "stack" })).reverse();
-  if (all) stack.push({ name: "slowest rank", values: line.step_s.most, colour: ink("--ink"), kind: "line", steps: true, width: 1 });
+  if (all) stack.push({ name: "slowest rank", values: steps.step_s.most, colour: ink("--ink"), kind: "line", steps: true, width: 1 });
   return stack;
+}
+
+// The mean over ranks of every column, as if it were a rank.
+function average(ranks) {
+  const found = Object.values(ranks);
+  const columns = (pick) => {
+    const given = found.map(pick);
+    const first = given.find(Boolean) || [];
+    return first.map((_, i) => mean(given.map((c) => (c ? c[i] : 0))));
+  };
+  const parts = (key) => Object.fromEntries([...new Set(found.flatMap((r) => Object.keys(r[key])))].map((name) => [name, columns((r) => r[key][name])]));
+  return { step_s: columns((r) => r.step_s), work_s: columns((r) => r.work_s), phase_s: parts("phase_s"), exposed_s: parts("exposed_s") };
+}
+
+function everybody(data) {
+  const t = data.timeline;
+  return Object.keys(t.ranks).length === data.run.read ? average(t.ranks) : t;
 }
 
 function rankName(data, rank) {
@@ -81,7 +101,7 @@ function timelineSection() {
         const t = data.timeline;
         const all = !t.ranks[view.rank];
         if (all) who.value = "all";
-        const line = all ? t : t.ranks[view.rank];
+        const line = all ? everybody(data) : t.ranks[view.rank];
         const n = t.first_step.length;
         plot.set({
           x: t.first_step, end: n ? t.first_step[n - 1] + t.steps[n - 1] : undefined, series: levels(line, all, mode.value, t),
@@ -94,7 +114,7 @@ function timelineSection() {
         fill(fresh) {
           data = fresh;
           const ranks = Object.keys(data.timeline.ranks).sort((a, b) => a - b);
-          who.set([["all", `all ranks (median of ${count(data.run.read)})`], ...ranks.map((r) => [r, rankName(data, r)])]);
+          who.set([["all", `all ranks (${ranks.length === data.run.read ? "mean" : "median"} of ${count(data.run.read)})`], ...ranks.map((r) => [r, rankName(data, r)])]);
           who.value = data.timeline.ranks[view.rank] ? view.rank : "all";
           draw();
         },
