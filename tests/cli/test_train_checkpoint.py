@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 from fivefold.launch.environment import without_places
 
@@ -20,34 +25,75 @@ CLEAN = {
 } | {"OMP_NUM_THREADS": "1", "FIVEFOLD_LEASE_S": "3"}
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def pictures(folder: Path) -> None:
+    """Two classes that differ in their brightness."""
+    draw = np.random.default_rng(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        (folder / name).mkdir(parents=True)
+        for index in range(12):
+            pixels = draw.integers(level - 30, level + 30, (36, 40, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+
+
+RECIPES = {
+    "digits": ["--epochs", "2"],
+    "folder": [
+        "--data", "pictures", "--model", "resnet50", "--size", "32", "--epochs", "5", "--batch-size", "4",
+    ],
+    "photos": ["--size", "12", "--epochs", "2"],
+}  # fmt: skip
+
+
+def start(folder: Path, recipe: str, *words: str) -> subprocess.Popen[str]:
     command = [
-        str(Path(sys.executable).parent / "fivefold"), "train", "digits", "-n", "2",
-        "--epochs", "2", "--set", f"checkpoint.local={folder / 'local'}", *words,
+        str(Path(sys.executable).parent / "fivefold"), "train", recipe, "-n", "2", *RECIPES[recipe],
+        "--set", f"checkpoint.local={folder / 'local'}", *words,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=folder, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def test_a_recipe_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    through = start(tmp_path, "--out", "through")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, recipe: str) -> None:
+    """Classes of digits, ResNet-50 on images of one's own, and EDSR, whose pictures are divided."""
+    pictures(tmp_path / "pictures")
+    through = start(tmp_path, recipe, "--out", "through")
     out, err = through.communicate(timeout=100)
     assert through.returncode == 0, err
-    first = start(tmp_path, "--checkpoint", "saved")
+    first = start(tmp_path, recipe, "--checkpoint", "saved")
     end = time.monotonic() + 100
-    while not (tmp_path / "runs" / "digits-001" / "metrics.jsonl").exists():  # after an epoch
+    while not (tmp_path / "runs" / f"{recipe}-001" / "metrics.jsonl").exists():  # after an epoch
         assert first.poll() is None and time.monotonic() < end
         time.sleep(0.05)
     first.send_signal(signal.SIGUSR1)
     out, err = first.communicate(timeout=100)
     assert first.returncode == 75, out + err
-    second = start(tmp_path, "--checkpoint", "saved")
+    second = start(tmp_path, recipe, "--checkpoint", "saved")
     out, err = second.communicate(timeout=100)
     assert second.returncode == 0, err
     assert "going on after step " in out
     wanted, got = (
         torch.load(tmp_path / where / "weights.pt", weights_only=True)
-        for where in ("through/digits-001", "runs/digits-002")
+        for where in (f"through/{recipe}-001", f"runs/{recipe}-002")
     )
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+def test_a_recipe_whose_saves_are_lost_begins_again_when_it_is_told_to(tmp_path: Path) -> None:
+    words = ["--epochs", "1", "--checkpoint", "saved", "--set", "checkpoint.every_steps=5"]
+    done = start(tmp_path, "digits", *words)
+    out, err = done.communicate(timeout=100)
+    assert done.returncode == 0, out + err
+    shutil.rmtree(tmp_path / "local")
+    for path in (tmp_path / "saved").glob("step-*"):
+        shutil.rmtree(path)
+    refused = start(tmp_path, "digits", *words)
+    out, err = refused.communicate(timeout=100)
+    assert refused.returncode == 2, out + err
+    assert "has made saves (the last: step " in err and "--begin-again" in err
+    assert "Traceback" not in err
+    again = start(tmp_path, "digits", *words, "--begin-again")
+    out, err = again.communicate(timeout=100)
+    assert again.returncode == 0, out + err
+    assert re.search(r"^warning        .*it begins again at step 0", out, re.MULTILINE), out

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from fivefold.checkpoint import Checkpointer
 from fivefold.data import Loader, loader
+from fivefold.errors import CheckpointWarning
 from fivefold.launch import locate
 from fivefold.mesh import Mesh, start
 from fivefold.mesh.recording import record
@@ -116,6 +120,7 @@ def _fit(
     with contextlib.ExitStack() as held:
         saved = None
         if checkpoints:
+            held.enter_context(_warnings_on(console))
             saved = Checkpointer(
                 checkpoints, mesh, begin_again=begin_again,
                 model=model, optim=optimizer, schedule=schedule, data=batches,
@@ -137,6 +142,22 @@ def _fit(
             progress=suited(console, locate().launcher) if mesh.rank == 0 else None,
             checkpoints=saved,
         )
+
+
+@contextlib.contextmanager
+def _warnings_on(console: Console) -> Generator[None]:
+    """Tell of saves that failed where the run tells how it goes: errors of ranks go to their logs."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, CheckpointWarning):
+                _say(console, f"warning        {message}")
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _optimizer(model: ParallelModel, t: Train) -> torch.optim.Optimizer:
