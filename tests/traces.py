@@ -55,8 +55,11 @@ class Story:
     """that each of them takes, and is waited for"""
     host: str | None = None
     """of all ranks; None: by node, and this one where it is empty"""
-    edits: list[Callable[[int, NDArray[np.void]], None]] = field(default_factory=list)
-    """change the windows of a rank before they are written"""
+    coordinates: Callable[[int], dict[str, int]] = lambda rank: {"data": rank}
+    offsets: dict[int, int] = field(default_factory=dict[int, int])
+    """by rank: how far its clock is behind, ns"""
+    edits: list[Callable[[int, NDArray[np.void]], NDArray[np.void]]] = field(default_factory=list)
+    """what becomes of the windows of a rank before they are written"""
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
@@ -114,9 +117,11 @@ class Story:
         begins = 10**12 + np.concatenate([[0], np.cumsum(length)[:-1]])
         for rank in range(self.ranks):
             events = self._events(rank, begins, before[rank], last)
+            for name in ("begin_ns", "end_ns"):
+                events[name] -= self.offsets.get(rank, 0)
             windows = self._windows(rank, begins, length, last - before[rank] + self.transfer_ns)
             for edit in self.edits:
-                edit(rank, windows)
+                windows = edit(rank, windows)
             self._write(folder / name_of(rank), rank, events, windows)
         return run
 
@@ -153,8 +158,9 @@ class Story:
             "node": rank // per_node, "host": self._host(rank // per_node), "pid": 2**22 - 1,
             "command": ["train.py", "--fast"], "backend": "gloo", "device": "cpu", "threads": 1,
             "cores": [rank % per_node], "monotonic_ns": began, "wall_ns": 1_700_000_000 * 10**9,
-            "started": "2026-01-02T03:04:05+00:00", "clock_offset_ns": 0, "clock_error_ns": 0,
-            "layout": {"data": self.ranks}, "coordinates": {"data": rank},
+            "started": "2026-01-02T03:04:05+00:00", "clock_offset_ns": self.offsets.get(rank, 0),
+            "clock_error_ns": 0,
+            "layout": {"data": self.ranks}, "coordinates": self.coordinates(rank),
             "versions": {"fivefold": "0.1", "torch": "2.13"}, **self.meta,
         }  # fmt: skip
 

@@ -7,10 +7,12 @@ the surplus is the cause:
 
     throttled   its cgroup had used up its share of the processors
     delayed     it was ready and had no core
+    stopped     all of its process stood still
     loader      it waits for batches
     waits       it does nothing: sleeps, reads, waits for a lock
-    stopped     the same, but in all phases alike and nowhere in particular: the process was stopped
+    stopped     it does so in all phases alike and nowhere in particular
     samples     it computes more samples than others
+    stage       it computes longer, as all ranks of its stage of a pipeline do
     computes    it computes longer, for a reason that the trace does not tell
 """
 
@@ -26,6 +28,7 @@ from fivefold.introspect.numbers import seconds_text, share_text
 from fivefold.introspect.places import place_of
 from fivefold.introspect.steps import behind_others
 from fivefold.trace.phases import Phase
+from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import PHASES
 
 __all__ = ["Cause", "Straggler", "cause_of", "stragglers"]
@@ -35,6 +38,8 @@ _LEAST_SHARE, _LEAST_S = 0.03, 2e-4
 _SIGNIFICANT = 3.0
 """times its own standard error"""
 _EXPLAINS = 0.5
+_HELD = 0.25
+"""of the surplus: stops are seen in part only"""
 _LOAD = PHASES.index(Phase.LOAD)
 _EMPTY = 0.5
 """batches that an empty loader has ready on average, at most"""
@@ -107,9 +112,24 @@ def cause_of(analysis: Analysis, at: int, phase: int, surplus_s: float) -> Cause
     """Why the rank with index `at` is longer in a phase than others."""
     known = _Figures(analysis, at, phase, surplus_s)
     return (
-        known.throttled() or known.delayed() or known.loader() or known.stopped() or known.waits()
-        or known.samples() or known.computes()
+        known.throttled() or known.delayed() or known.held() or known.loader() or known.stopped()
+        or known.waits()
+        or known.samples() or known.stage() or known.computes()
     )  # fmt: skip
+
+
+def _stage(trace: RankTrace) -> int | None:
+    told = trace.meta.get("coordinates")
+    stage = told.get("pipe") if isinstance(told, dict) else None
+    return stage if isinstance(stage, int) else None
+
+
+def _stopped_share(trace: RankTrace) -> float:
+    """Of the time from its first step to its last sign of life; 0 for files that do not tell."""
+    if "stopped_ns" not in (trace.live.dtype.names or ()) or not len(trace.windows):
+        return 0.0
+    passed = int(trace.live["heartbeat_ns"]) - int(trace.windows[0]["begin_ns"])
+    return int(trace.live["stopped_ns"]) / max(1, passed)
 
 
 class _Figures:
@@ -154,6 +174,21 @@ class _Figures:
             {"run_delay_s": found},
         )
 
+    def held(self) -> Cause | None:
+        """The thread that watches the process found that all of it stood still, a fair part of the time."""
+        traces = {trace.rank: trace for trace in self.analysis.run.ranks}
+        steps = self.analysis.sure_steps
+        found = _stopped_share(traces[self.rank]) * steps.step_s
+        usual = np.median([_stopped_share(t) for r, t in traces.items() if r != self.rank])
+        if found - float(usual) * steps.step_s < _HELD * self.total:
+            return None
+        return Cause(
+            "stopped",
+            f"its process is stopped again and again, for {seconds_text(found)} per step at least",
+            f"see what stops it on {self.host}: a signal (SIGSTOP), a debugger, the freezer of its cgroup",
+            {"stopped_s": found},
+        )
+
     def loader(self) -> Cause | None:
         if self.phase != _LOAD:
             return None
@@ -166,7 +201,7 @@ class _Figures:
         return Cause(
             "loader",
             what + at,
-            f"more workers for its loader (data.workers), or faster reads on {self.host}"
+            f"more workers for its loader (loader.workers), or faster reads on {self.host}"
             + (f"; look at {place.text}" if place else ""),
             {
                 "ready": ready if np.isfinite(ready) else None,
@@ -236,6 +271,22 @@ class _Figures:
             f"its share is larger: {all_[self.at]:.4g} samples per step, others have {usual:.4g}",
             "choose a batch size that the ranks divide evenly, or give slower ranks less",
             {"samples": float(all_[self.at]), "samples_of_others": usual},
+        )
+
+    def stage(self) -> Cause | None:
+        steps = self.analysis.sure_steps
+        late = steps.mean(steps.late)
+        stages = {t.rank: _stage(t) for t in self.analysis.run.ranks}
+        own = stages[self.rank]
+        others = {stage for stage in stages.values() if stage is not None and stage != own}
+        same = [i for i, rank in enumerate(steps.ranks) if stages[int(rank)] == own]
+        if own is None or not others or not all(late[i] > 0 for i in same):
+            return None
+        return Cause(
+            "stage",
+            f"its stage of the pipeline (pipe {own}) computes {seconds_text(self.surplus)} longer",
+            'cut the layers anew: pipeline.cut = "measured" makes stages equally long',
+            {"stage": own},
         )
 
     def computes(self) -> Cause:

@@ -84,6 +84,8 @@ def _one(steps: Steps, at: int, phases: list[int], tags: list[int]) -> RankSerie
 
 
 def _quantiles(values: Floats) -> Quantiles:
+    if not values.shape[1]:
+        return {"least": [], "p25": [], "median": [], "p75": [], "most": []}
     empty = np.isnan(values).all(0)
     filled = np.where(empty, 0.0, values)
     least, p25, median, p75, most = np.nanquantile(filled, (0, 0.25, 0.5, 0.75, 1), axis=0)

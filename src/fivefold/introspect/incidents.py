@@ -26,11 +26,11 @@ def told(analysis: Analysis) -> Iterator[Finding]:
     """Hangs and mismatches that the run itself noticed, and that did not go away."""
     for kind in ("mismatch", "hang"):
         notes = [(t.rank, n) for t in analysis.run.ranks for n in t.notes if n["kind"] == kind]
-        ended = {rank for rank, note in notes if note.get("resolved")}
-        lasting = [(rank, note) for rank, note in notes if rank not in ended]
+        latest = dict(notes)
+        lasting = [(rank, note) for rank, note in latest.items() if not note.get("resolved")]
         for rank, note in lasting[:1]:
             yield _standstill(kind, note, rank)
-        if not lasting and ended:
+        if notes and not lasting:
             yield _passed(kind, [(r, n) for r, n in notes if n.get("resolved")])
 
 

@@ -110,7 +110,7 @@ def turns(analysis: Analysis) -> Iterator[Finding]:
         f"ranks are late by turns: the slowest works {seconds_text(float(lost))} longer than the median",
         "find what disturbs single steps: other jobs on the nodes, uneven samples, garbage collection; fewer "
         "points where ranks meet help too (larger batches, accumulation)",
-        float(lost) / steps.step_s, (), analysis.gain_s(np.minimum(work, usual)),
+        float(lost) / steps.step_s, (), float(lost),
         (evidence("heat", f"largest less median work, mean over {len(usual)} rows: "
                           f"{seconds_text(float(lost))}"),),
         {"lost_s": float(lost)},
@@ -156,7 +156,7 @@ def starved(analysis: Analysis) -> Iterator[Finding]:
     told = f", {np.nanmean(ready):.1f} batches ready on average" if np.isfinite(ready).any() else ""
     yield Finding(
         "loader", f"{who} for data {share_text(share)} of the step{told}",
-        f"more workers for the loader (data.workers{_now(analysis, 'data.workers')}), lighter "
+        f"more workers for the loader (loader.workers{_now(analysis, 'loader.workers')}), lighter "
         f"transforms, or data "
         "nearer to the node",
         share, (), analysis.gain_s(work),

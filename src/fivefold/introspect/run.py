@@ -70,9 +70,10 @@ class TracedRun:
         _tell_missing(ranks, problems)
         _tell_states(states, problems)
         home = files[0].parent.parent if files[0].parent.name == "trace" else files[0].parent
+        plan, epochs = _plan(home, problems), _epochs(home, problems)
         return cls(
-            path, files[0].parent, ranks, tuple(problems), states,
-            _plan(home, problems), _epochs(home, problems), _placement(home, ranks),
+            path, files[0].parent, ranks, tuple(problems), states, plan, epochs,
+            _placement(home, ranks),
         )  # fmt: skip
 
     @property

@@ -105,8 +105,7 @@ class FindingData(TypedDict):
     """Something that could be better. Ordered: failures first, then by gain."""
 
     id: str
-    """straggler, exposed, loader, slow-link, slow-network, uneven, validation, checkpoint, tiny, cores,
-    throttled, gpu, memory, hang, mismatch, failure, killed"""
+    """which rule found it; docs/reference/report-json.md lists them"""
     title: str
     share: float | None
     """of the step's time"""

@@ -89,6 +89,19 @@ def test_the_cause_of_a_late_rank_is_told(fault: Callable[[Story], None], tmp_pa
     assert "rank 1 arrives" in text
 
 
+def test_a_stage_that_is_longer_is_told(tmp_path: Path) -> None:
+    def of_stage(rank: int) -> dict[str, int]:
+        return {"data": rank // 2, "pipe": rank % 2}
+
+    story = Story(ranks=4, coordinates=of_stage)
+    for rank in (1, 3):
+        story.more(rank, Phase.BACKWARD, 15 * MS, cpu=True)
+    _, found = judged(story, tmp_path)
+    assert found["straggler"].ranks == (1, 3)
+    assert found["straggler"].figures["cause"] == "stage"
+    assert "pipeline.cut" in found["straggler"].advice
+
+
 def test_ranks_with_the_same_cause_are_one_finding(tmp_path: Path) -> None:
     _, found = judged(Story(ranks=8).slow_loader(3).slow_loader(5), tmp_path)
     assert found["straggler"].ranks == (3, 5)
@@ -256,6 +269,21 @@ def test_a_hang_that_went_on_is_no_broken_run(tmp_path: Path) -> None:
     _, found = judged(story, tmp_path)
     assert not found["hang"].broken
     assert found["hang"].title == "ranks stood still for 12 s until rank 3 came"
+
+
+def test_a_second_hang_that_lasts_is_told(tmp_path: Path) -> None:
+    story = Story()
+    hang = {
+        "kind": "hang",
+        "at_ns": 5,
+        "waiting": [0],
+        "missing": [3],
+        "text": "rank 0 waits for rank 3",
+    }
+    story.notes += [hang, {**hang, "resolved": True, "seconds": 3.0}, hang]
+    text, found = judged(story, tmp_path)
+    assert found["hang"].broken
+    assert text.startswith("Rank 0 waits for rank 3")
 
 
 def test_killed_processes(tmp_path: Path) -> None:

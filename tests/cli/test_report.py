@@ -1,0 +1,211 @@
+"""`fivefold report` as people call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.introspect import shape, tables
+from fivefold.introspect.document import document
+from fivefold.introspect.run import TracedRun
+from traces import MS, Story
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def report(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", "report", *map(str, words)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    plan = {"loader.workers": {"value": 1, "origin": "user: --set"}}
+    return Story(meta={"plan": plan}).slow_loader(3).write(tmp_path / "slow")
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Path:
+    plan = {"loader.workers": {"value": 4, "origin": "tuned: faster"}}
+    meta = {"plan": plan, "environment": {"OMP_NUM_THREADS": "2"}}
+    return Story(meta=meta, transfer_ns=2 * MS).write(tmp_path / "quick")
+
+
+def test_the_summary_and_the_page(slow: Path) -> None:
+    done = report(slow)
+    first, second, *rest = done.stdout.splitlines()
+    assert first.startswith("slow: 4 ranks on node0; ended after 40 steps; a step takes 69 ms")
+    assert "rank 3 arrives 12 ms late in 100 % of steps because its loader is empty" in second
+    assert any(line.startswith("1. rank 3 arrives") and "per step]" in line for line in rest)
+    assert done.stderr == f"page: {slow / 'report.html'}\n"
+    page = (slow / "report.html").read_text()
+    assert "rank 3 arrives 12 ms late" in page
+
+
+def test_json_is_the_document(slow: Path) -> None:
+    made = json.loads(report(slow, "--json", "--html", "none").stdout)
+    expected = json.loads(json.dumps(document(TracedRun.load(slow))))
+    for name in made.keys() - {"made"}:
+        assert made[name] == expected[name], name
+    assert not (slow / "report.html").exists()
+
+
+def keys(kind: type) -> set[str]:
+    return set(kind.__annotations__)
+
+
+def test_the_document_has_the_fields_that_its_types_say(slow: Path) -> None:
+    made = document(TracedRun.load(slow))
+    assert made.keys() == keys(shape.Document)
+    for name, kind in (
+        ("run", shape.RunFacts), ("verdict", shape.Verdict), ("steady", shape.Steady),
+        ("timeline", tables.Timeline), ("heat", tables.Heat), ("ranks", tables.RankTable),
+        ("arrivals", tables.Arrivals), ("series", tables.Series), ("throughput", shape.Throughput),
+        ("calibration", shape.Calibration), ("configuration", shape.Configuration),
+    ):  # fmt: skip
+        assert made[name].keys() == keys(kind), name  # type: ignore[literal-required]
+    for name, kind in (
+        ("findings", shape.FindingData), ("breakdown", tables.Breakdown), ("operations", tables.Operation),
+    ):  # fmt: skip
+        assert all(row.keys() == keys(kind) for row in made[name]), name  # type: ignore[literal-required]
+    assert made["arrivals"]["late"][0].keys() == keys(tables.LateOperation)
+    assert next(iter(made["timeline"]["ranks"].values())).keys() == keys(tables.RankSeries)
+
+
+def test_the_reference_lists_all_fields() -> None:
+    text = (ROOT / "docs" / "reference" / "report-json.md").read_text()
+    sections = {part.splitlines()[0]: part for part in text.split("\n## ")[1:]}
+    renamed = {"RunFacts": "Run", "FindingData": "Finding", "RankTable": "Ranks"}
+    for module in (shape, tables):
+        for name in module.__all__:
+            kind = getattr(module, name)
+            if not (isinstance(kind, type) and hasattr(kind, "__total__")):
+                continue
+            listed = [
+                line.split("`")[1]
+                for line in sections[renamed.get(name, name)].splitlines()
+                if line.startswith("| `")
+            ]
+            assert listed == list(kind.__annotations__), name
+
+
+def test_two_runs_are_compared(slow: Path, quick: Path) -> None:
+    done = report(slow, quick)
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("Steps of quick take 20 % less: 56 ms instead of 69 ms, most of it in")
+    assert "Configured otherwise: loader.workers, OMP_NUM_THREADS" in first
+    assert (quick / "compare.html").exists()
+    made = json.loads(report(slow, quick, "--json", "--html", "none").stdout)
+    assert made.keys() == keys(shape.Comparison)
+    step = made["figures"][0]
+    assert (step["name"], step["a"]) == ("step", 0.06917)
+    assert step["b"] == pytest.approx(0.0555, rel=0.01)
+    assert step["change"] == pytest.approx(step["b"] - step["a"], rel=0.01)
+    plan = next(row for row in made["differences"] if row["section"] == "plan")
+    assert (plan["key"], plan["a"], plan["b"]) == ("loader.workers", 1, 4)
+    assert (plan["origin_a"], plan["origin_b"]) == ("user: --set", "tuned: faster")
+    assert made["phases"][0]["name"] == "load", "largest change first"
+    report(slow, slow)  # nothing differs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no runs given: name one to look at, or two to compare"),
+        (["a", "b", "c"], "3 runs given"),
+        (["nothing"], "there is no directory nothing"),
+        (["."], "holds no trace files"),
+        (
+            ["slow", "--html", "missing/page.html"],
+            "cannot write the page missing/page.html: No such file",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], said: str, slow: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", "report", *words],
+        capture_output=True, text=True, timeout=60, check=False, cwd=slow.parent,
+    )  # fmt: skip
+    if words == ["."]:
+        assert "the latest run there is" in done.stderr
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_no_error_unless_asked_for(slow: Path) -> None:
+    (slow / "report.html").mkdir()
+    done = report(slow)
+    assert "note: cannot write the page" in done.stderr
+    assert "rank 3 arrives" in done.stdout
+    assert {path.name for path in slow.iterdir()} == {"report.html", "trace"}, (
+        "nothing half-written"
+    )
+    report(slow, "--html", slow / "report.html", code=2)
+
+
+def test_what_traces_say_is_printed_as_it_is(tmp_path: Path) -> None:
+    story = Story(meta={"host": "[bold]node[/bold]", "command": ["[red]"]})
+    story.notes.append({"kind": "failure", "at_ns": 1, "text": "[link=x]boom[/link] <script>"})
+    done = report(story.write(tmp_path / "[odd]"))
+    assert "[link=x]boom[/link] <script>" in done.stdout
+    assert done.stdout.startswith("[odd]: 4 ranks on [bold]node[/bold]")
+
+
+def test_a_script_that_was_traced_gets_a_report(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "--trace", "train.py"],
+        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads(report(tmp_path / "logs", "--json").stdout)
+    assert made["run"]["size"] == 2
+    assert made["steady"]["steps"] >= 8
+    late = next(f for f in made["findings"] if f["id"] == "straggler")
+    assert late["ranks"] == [1]
+    assert late["figures"]["cause"] == "waits"
+    assert "train.py" in made["verdict"]["text"]
+
+
+_SCRIPT = """
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+        return self.layer(x)
+
+
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.randn(12 * 32, 256), batch_size=32)
+for x in data:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
