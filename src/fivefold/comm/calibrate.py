@@ -49,12 +49,15 @@ def calibration(group: dist.ProcessGroup) -> list[dict[str, Any]]:
 
 
 def links(group: dist.ProcessGroup, nodes: Sequence[int]) -> list[dict[str, Any]]:
-    """Between first ranks of neighbouring nodes: latency of a message, and bytes per second. Collective.
+    """Between first ranks of neighbours in the ring of nodes: latency, and bytes per second. Collective.
 
     Known to all ranks of `group`. Of 64 links at most.
     """
     firsts = [nodes.index(node) for node in sorted(set(nodes))]
-    pairs = list(itertools.pairwise(firsts))[:_MOST_LINKS]
+    ring = (
+        [*firsts, firsts[0]] if len(firsts) > 2 else firsts
+    )  # so that a node at fault has two slow links
+    pairs = list(itertools.pairwise(ring))[:_MOST_LINKS]
     own = torch.zeros(max(1, len(pairs)), 2, dtype=torch.float64)
     for number, (one, other) in enumerate(pairs):
         if group.rank() in (one, other):

@@ -95,6 +95,7 @@ LIVE = np.dtype([
     ("lost_events", "<u8"),     # overwritten before they were added up, or still under way when overwritten
     ("lost_notes", "<u8"),      # for which there was no room
     ("lost_sums", "<u8"),       # events whose kind found no row left
+    ("stopped_ns", "<i8"),      # at least so long the process stood still as a whole: by a signal, say
 ])  # fmt: skip
 
 EVENT = np.dtype([

@@ -14,8 +14,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
+from fivefold.trace.counters import RunDelay
 from fivefold.trace.frames import position, where
 from fivefold.trace.schema import PHASES
 from fivefold.trace.trace import Trace
@@ -27,7 +29,31 @@ OUTSIDE = "outside"
 _KEPT, _SEEN = 50, 500
 """places per phase that are written, and that are counted until the rarest are dropped"""
 _LONGEST = 160
+_OVERSLEPT_NS = 5_000_000
 _log = logging.getLogger(__name__)
+
+
+class _Sleep:
+    """Finds out whether a thread overslept because its whole process stood still.
+
+    It did if meanwhile no thread of the process computed, and this one was not ready without a core. Of a
+    stop only the part after the end of the sleep is seen.
+    """
+
+    def __init__(self) -> None:
+        self._delay = RunDelay(Path("/"), threading.get_native_id())
+        self.close = self._delay.close
+        self._last = self._now()
+
+    def stopped_ns(self, meant_ns: int) -> int:
+        """How long the process stood still since the last call."""
+        before, self._last = self._last, self._now()
+        passed, computed, ready = (now - then for now, then in zip(self._last, before, strict=True))
+        over = passed - meant_ns - computed - ready
+        return over if over > _OVERSLEPT_NS else 0
+
+    def _now(self) -> tuple[int, int, int]:
+        return time.monotonic_ns(), time.process_time_ns(), self._delay.read() or 0
 
 
 class Watcher:
@@ -62,7 +88,9 @@ class Watcher:
 
     def _run(self) -> None:
         written = time.monotonic()
+        sleep = _Sleep()
         while not self._ending.wait(self._every_s):
+            self._trace.live["stopped_ns"] += sleep.stopped_ns(int(self._every_s * 1e9))
             self._look()
             for watcher in tuple(self.watchers):
                 self._call(watcher)
@@ -70,6 +98,7 @@ class Watcher:
             if now - written >= self._write_s:
                 written = now
                 self._write()
+        sleep.close()
         self._write()
 
     def _look(self) -> None:
