@@ -178,6 +178,18 @@ def test_a_script_that_was_traced_gets_a_report(tmp_path: Path) -> None:
     assert "train.py" in made["verdict"]["text"]
 
 
+def test_the_benchmark_of_many_ranks_run_small() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "introspection" / "scale.py"),
+         "--ranks", "70", "--steps", "10", "--rounds", "1"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "70 ranks, 10 steps" in done.stdout
+    assert "rank 69 arrives 12 ms late" in done.stdout
+    assert "Goal, a page below 10 MB: met" in done.stdout
+
+
 _SCRIPT = """
 import time
 

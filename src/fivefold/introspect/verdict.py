@@ -16,7 +16,10 @@ from fivefold.trace.schema import PHASES, TAGS
 __all__ = ["findings", "verdict"]
 
 _TELLS = 0.1
-"""share of a step from which exposed communication is told with a straggler"""
+"""share of a step from which exposed communication is told with what explains it"""
+_EXPLAIN = ("straggler", "slow-link", "slow-network")
+_MOST = 0.5
+"""share of a step that can be gained, from which a run is bad"""
 
 
 def findings(analysis: Analysis) -> list[Finding]:
@@ -47,20 +50,20 @@ def verdict(analysis: Analysis, found: list[Finding]) -> Verdict:
         told = [finding.says for finding in found[:1]]
         text = _sentences([_filled(analysis), *told])
         return {"text": text, "level": "notice" if told else "good"}
-    told = [finding.says for finding in _apart(costs)[:2]]
-    if costs[0].id == "straggler" and (waiting := _exposed(analysis)):
-        others = [
-            f.says for f in costs[1:] if f.id != "exposed"
-        ]  # what is left of it was told just now
-        told = [f"{waiting}; {costs[0].says}", *others[:1]]
     worst = (costs[0].gain_s or 0.0) / analysis.steps.step_s
-    return {"text": _sentences(told), "level": "bad" if worst > 0.5 else "notice"}
+    return {"text": _sentences(_costs(analysis, costs)), "level": "bad" if worst > _MOST else "notice"}
 
 
-def _apart(costs: list[Finding]) -> list[Finding]:
-    """Without exposed communication whose many small operations are told already."""
+def _costs(analysis: Analysis, costs: list[Finding]) -> list[str]:
+    """The two that cost most, each time told once."""
     tiny = next((f.figures["tags"] for f in costs if f.id == "tiny"), [])
-    return [f for f in costs if not (f.id == "exposed" and f.figures["tag"] in tiny)]
+    slow = any(f.id in ("slow-link", "slow-network") for f in costs)
+    kept = [f for f in costs if f.id != "exposed" or not (slow or f.figures["tag"] in tiny)]
+    first = kept[0]
+    if first.id not in _EXPLAIN or not (waiting := _exposed(analysis)):
+        return [finding.says for finding in kept[:2]]
+    others = [finding.says for finding in kept[1:] if finding.id != "exposed"]
+    return [f"{waiting}; {first.says}", *others[:1]]
 
 
 def _exposed(analysis: Analysis) -> str:
@@ -85,8 +88,7 @@ def _filled(analysis: Analysis) -> str:
     communicating = float(np.nanmean(steps.mean(steps.exposed).sum(1)))
     return (
         f"computing fills {share_text(computing / total)} of the step of {seconds_text(steps.step_s)}, "
-        f"exposed "
-        f"communication {share_text(communicating / total)}: nothing stands out"
+        f"exposed communication {share_text(communicating / total)}: nothing stands out"
     )
 
 
