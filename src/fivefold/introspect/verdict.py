@@ -51,7 +51,10 @@ def verdict(analysis: Analysis, found: list[Finding]) -> Verdict:
         text = _sentences([_filled(analysis), *told])
         return {"text": text, "level": "notice" if told else "good"}
     worst = (costs[0].gain_s or 0.0) / analysis.steps.step_s
-    return {"text": _sentences(_costs(analysis, costs)), "level": "bad" if worst > _MOST else "notice"}
+    return {
+        "text": _sentences(_costs(analysis, costs)),
+        "level": "bad" if worst > _MOST else "notice",
+    }
 
 
 def _costs(analysis: Analysis, costs: list[Finding]) -> list[str]:

@@ -212,7 +212,9 @@ def links(slow: float) -> dict[str, object]:
 
 def test_a_slow_link_is_named(tmp_path: Path) -> None:
     text, found = judged(Story(ranks=3, per_node=1, meta=links(1e8), transfer_ns=20 * MS), tmp_path)
-    assert text.startswith("28 % of the step is exposed reduction of gradients, waiting included; the link")
+    assert text.startswith(
+        "28 % of the step is exposed reduction of gradients, waiting included; the link"
+    )
     assert found["slow-link"].ranks == (2,)
     assert found["slow-link"].figures["bytes_per_s"] == 1e8
     assert "node2 (rank 2)" in found["slow-link"].title
