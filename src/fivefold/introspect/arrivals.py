@@ -182,9 +182,9 @@ def _parts(trace: RankTrace, first_step: int) -> list[tuple[int, _Part]]:
     found: list[tuple[int, _Part]] = []
     for index in np.unique(events["group"]):
         own = events[events["group"] == index]
-        before = (
-            np.maximum.accumulate(np.concatenate([[0], own["end_ns"][:-1]])) if len(own) else own
-        )
+        before = np.maximum.accumulate(np.concatenate([[0], own["end_ns"][:-1]]))
+        # One whose end was seen late, for nobody waited for it, did not hold up those that ended before.
+        before = np.where(before < own["end_ns"], before, 0)
         served = own["end_ns"] - np.maximum(own["begin_ns"], before)
         own, served = own[own["step"] >= first_step], served[own["step"] >= first_step]
         number, at = np.unique(own["number"], return_index=True)

@@ -128,8 +128,7 @@ def crowded(analysis: Analysis) -> Iterator[Finding]:
     told = f" ({threads} threads per rank, {per_node})" if threads else f" ({per_node})"
     yield Finding(
         "cores", f"ranks are ready and have no core {share_text(share)} of the time{told}",
-        "fewer ranks or threads per node (OMP_NUM_THREADS, --ppn), fewer loader workers, or more cores for "
-        "the job; nothing else should run on them",
+        _for_cores(analysis),
         share, (), min(analysis.on_critical(delay), steps.step_s),
         (evidence("ranks", f"waiting for a core takes {seconds_text(share * steps.step_s)} per step on "
                            f"the median "
@@ -138,20 +137,41 @@ def crowded(analysis: Analysis) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _for_cores(analysis: Analysis) -> str:
+    threads = first_told(analysis.run, "threads")
+    hosts = _by_host(analysis)
+    crowded = [
+        host
+        for host, (ranks, cores) in hosts.items()
+        if cores and ranks * int(threads or 1) > cores
+    ]
+    if threads and all(cores for _, cores in hosts.values()) and not crowded:
+        return (
+            "ranks and their threads are no more than cores: something else runs on them (other jobs, loader "
+            "workers, helpers); end it, or ask for cores of your own"
+        )
+    return (
+        "fewer ranks or threads per node (OMP_NUM_THREADS, --ppn), fewer loader workers, or more cores "
+        "for the "
+        "job; nothing else should run on them"
+    )
+
+
 def _cores(analysis: Analysis) -> str:
-    hosts: dict[str, set[int]] = {}
+    hosts = _by_host(analysis)
+    host, (ranks, cores) = max(hosts.items(), key=lambda entry: entry[1][0])
+    return f"{ranks} ranks on {cores} cores of {host}" if cores else f"{ranks} ranks per node"
+
+
+def _by_host(analysis: Analysis) -> dict[str, tuple[int, int]]:
+    """Ranks and granted cores (0: unknown) of every node."""
+    cores: dict[str, set[int]] = {}
     ranks: dict[str, int] = {}
     for trace in analysis.run.ranks:
-        host = str(trace.meta.get("host"))
-        cores = trace.meta.get("cores")
-        hosts.setdefault(host, set()).update(cores if isinstance(cores, list) else [])
+        host, granted = str(trace.meta.get("host")), trace.meta.get("cores")
+        cores.setdefault(host, set()).update(granted if isinstance(granted, list) else [])
         ranks[host] = ranks.get(host, 0) + 1
-    host = max(ranks, key=lambda name: ranks[name])
-    return (
-        f"{ranks[host]} ranks on {len(hosts[host])} cores of {host}"
-        if hosts[host]
-        else f"{ranks[host]} ranks per node"
-    )
+    return {host: (count, len(cores[host])) for host, count in ranks.items()}
 
 
 def throttled(analysis: Analysis) -> Iterator[Finding]:

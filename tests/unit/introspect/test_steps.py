@@ -151,6 +151,14 @@ def test_arrivals_name_who_is_waited_for(tmp_path: Path) -> None:
     assert waited[:, [0, 2]].sum() == 0
 
 
+def test_an_end_that_was_seen_late_does_not_hide_other_operations(tmp_path: Path) -> None:
+    # The hidden operation begins before the one that is waited for, and ends long after it.
+    story = Story(ranks=2, steps=20, hidden_ns=50 * MS, size_bytes=4 << 20, tiny=1)
+    large, small = Analysis(TracedRun.load(story.write(tmp_path))).operations
+    assert small["transfer_s"] == pytest.approx(500e-9)
+    assert large["transfer_s"] == pytest.approx(27e-3, rel=0.2), "between 4 and 50 ms, half of each"
+
+
 def test_clocks_of_nodes_are_made_one(tmp_path: Path) -> None:
     def shifted(rank: int, windows: np.ndarray) -> np.ndarray:
         for name in ("begin_ns", "end_ns"):

@@ -168,6 +168,9 @@ def test_cores_are_not_enough(tmp_path: Path) -> None:
     text, found = judged(story, tmp_path)
     assert found["cores"].gain_s == pytest.approx(12e-3, rel=0.01)
     assert "4 ranks on 4 cores of node0" in text
+    assert "something else runs on them" in found["cores"].advice
+    story.meta = {"threads": 4}
+    assert "fewer ranks or threads" in judged(story, tmp_path / "b")[1]["cores"].advice
 
 
 def test_a_throttled_job(tmp_path: Path) -> None:
