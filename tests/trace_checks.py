@@ -72,6 +72,9 @@ def every_operation(folder: str) -> dict[str, Any]:
     dist.barrier()
     later = dist.all_reduce(torch.ones(3, dtype=torch.float64), async_op=True)
     later.wait()
+    dist.all_reduce(torch.ones(3), async_op=True)  # nobody waits, and it does not stay under way
+    dist.barrier()
+    dist.barrier()
     found = _recorded(folder)
     assert not found.problems, found.problems
     events = [

@@ -253,6 +253,8 @@ class Operations:
                 arrays.append(counts([n * parts for n in numbers]))
                 setattr(call, name, ctypes.addressof(arrays[-1]))
         size_bytes = block.nbytes if sizes is None else sum(sizes[0]) * block.element_size()
+        if self._collectives:
+            self._forget()
         trace = current.trace
         issued = self._noted(trace, kind, block, size_bytes, root)
         if not later:
@@ -275,10 +277,13 @@ class Operations:
         )
         if trace is not None:
             work.recorded(trace, issued)
-        while self._collectives and self._collectives[0].is_completed():
-            self._collectives.popleft()
         self._collectives.append(work)
         return work
+
+    def _forget(self) -> None:
+        """Let go of works that have ended, which tells the trace of those that nobody waits for."""
+        while self._collectives and self._collectives[0].is_completed():
+            self._collectives.popleft()
 
     def _noted(
         self, trace: Trace | None, kind: str, block: Tensor, size_bytes: int, root: int

@@ -100,6 +100,11 @@ class TracedWork(dist.Work):
             # Several that were begun as one are waited for once.
             self._trace.ended(self._events[-1], self._blocked_ns)
 
+    def __del__(self) -> None:
+        # Nobody will wait for it any more: left open, it would look like a hang.
+        if getattr(self, "_open", False) and self._gpu is None:
+            self._end()
+
     def is_success(self) -> bool:
         """As torch's."""
         return bool(self._inner.is_success())
