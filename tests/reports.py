@@ -93,7 +93,8 @@ def busy(ranks: int = 4, steps: int = 240, late: int = 3, workers: int = 0) -> B
         stacks={late % ranks: _STACKS},
     )  # fmt: skip
     random = np.random.default_rng(1)
-    story.work[:] = story.work * random.lognormal(0, 0.03, (ranks, steps, 1))
+    story.work[:] = story.work * random.lognormal(0, 0.03, (1, steps, 1))
+    story.work[:] = story.work * random.lognormal(0, 0.003, (ranks, steps, 1))
     story.work[:, 0] *= 4
     if not workers:
         story.slow_loader(late % ranks, 20 * MS)
@@ -104,13 +105,13 @@ def _meta(ranks: int, workers: int) -> dict[str, Any]:
     sizes = [4**i for i in range(2, 13)]
     return {
         "calibration": [
-            {"op": "all_reduce", "group": 0, "size_bytes": n, "seconds": 7e-6 + n / 1.3e9} for n in sizes
+            {"op": "all_reduce", "group": 0, "size_bytes": n, "seconds": 7e-6 + n / 3.4e8} for n in sizes
         ],
         "links": [{"ranks": [0, 4], "latency_s": 2.1e-5, "bytes_per_s": 1.1e9}] if ranks > 4 else [],
         "one_process_samples_per_s": 590.0, "engine": "local", "launcher": "fivefold run",
         "plan": {
             "layout.data": {"value": ranks, "origin": "user"},
-            "data.workers": {"value": workers, "origin": "user" if workers else "default"},
+            "loader.workers": {"value": workers, "origin": "user" if workers else "default"},
             "trace.enabled": {"value": True, "origin": "default"},
         },
         "environment": {"OMP_NUM_THREADS": "1", "FIVEFOLD_TRACE": "trace"},

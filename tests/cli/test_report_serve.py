@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fivefold.introspect.live import LiveReport, stamp
 from fivefold.introspect.run import TracedRun
+from fivefold.trace.file import TraceFile, name_of
+from fivefold.trace.schema import LIVE, State
 from traces import Story
 
 pytest.importorskip("starlette")
@@ -168,17 +171,18 @@ def events(connection: http.client.HTTPConnection, token: str) -> Iterator[tuple
             answer.readline()
 
 
-def change(run: Path, step: int) -> None:
-    """As a rank that goes on does it: a few bytes of the mapped file."""
-    from fivefold.trace.file import TraceFile, name_of
-
+def write_live(run: Path, field: str, value: int) -> None:
+    """As rank 0 does it: a few bytes of the mapped file."""
     path = run / "trace" / name_of(0)
     section = TraceFile.open(path).sections["live"]
-    fields = [name for name, *_ in section["fields"]]
-    assert fields[:2] == ["state", "pid"] and fields[4] == "step"
+    kind, offset = LIVE.fields[field][:2] if LIVE.fields else (None, 0)
     with path.open("r+b") as file:
-        file.seek(section["offset"] + 4 + 4 + 8 + 8)
-        file.write(step.to_bytes(8, "little"))
+        file.seek(section["offset"] + offset)
+        file.write(np.array(value, kind).tobytes())
+
+
+def change(run: Path, step: int) -> None:
+    write_live(run, "step", step)
 
 
 def test_news_are_the_parts_that_have_changed(server: Server, run: Path) -> None:
@@ -291,6 +295,20 @@ def test_a_report_is_made_again_only_when_the_run_went_on(tmp_path: Path) -> Non
     assert stamp(run) != before
     eventually(report, lambda: len(made) == 2)
     assert made == [2, 2] and report.since(1) == (2, '{"number":2}')
+
+
+def test_a_rank_that_was_killed_is_noticed_although_its_file_stays(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        meta = {"pid": rank.pid, "host": socket.gethostname()}
+        story = Story(ranks=1, steps=5, state=State.RUNNING, meta=meta)
+        run = story.write(tmp_path / "run")
+        write_live(run, "pid", rank.pid)
+        report = LiveReport(run, every_s=0.0)
+        before = report.document["run"]["state"]
+        rank.kill()
+        rank.wait()
+        eventually(report, lambda: report.document["run"]["state"] == "killed")
+        assert before == "running"
 
 
 def test_a_run_that_is_taken_away_is_a_problem_and_no_end(tmp_path: Path) -> None:

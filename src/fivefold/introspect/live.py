@@ -20,25 +20,33 @@ from fivefold.introspect.document import document
 from fivefold.introspect.exports import prometheus
 from fivefold.introspect.run import TracedRun, trace_files
 from fivefold.trace.file import TraceFile
+from fivefold.trace.schema import State
 
 __all__ = ["LiveReport", "stamp"]
 
 EVERY_S = 1.0
 """a fresh report at most so often"""
+_LOOK_S = 5.0
+"""whether silent ranks live is looked at so often"""
 _REST = 4.0
 """times as long as a report took, until the next begins"""
 
 
 def stamp(path: Path) -> tuple[Any, ...]:
-    """What changes when a run does: what every rank says that it is doing."""
+    """What changes when a run does: what every rank says that it is doing.
+
+    A rank that was killed says nothing: while one claims to run, the stamp changes every few seconds too.
+    """
     found: list[Any] = []
+    running = False
     for file in trace_files(path):
         try:
-            trace = TraceFile.open(file)
-            found.append((file.name, trace.live[0].tobytes()))
+            live = TraceFile.open(file).live[0]
+            found.append((file.name, live.tobytes()))
+            running |= int(live["state"]) == State.RUNNING
         except FivefoldError as problem:
             found.append((file.name, str(problem)))
-    return tuple(found)
+    return (*found, int(time.monotonic() / _LOOK_S) if running else 0)
 
 
 class LiveReport:
@@ -72,12 +80,14 @@ class LiveReport:
         with self._lock:
             if time.monotonic() < self._next_s:
                 return
-            self._next_s = time.monotonic() + self.every_s
+            begin = time.monotonic()
             try:
                 self._renew()
                 self.problem = ""
             except FivefoldError as problem:  # files were moved away, or are written anew
                 self.problem = str(problem)
+            took = time.monotonic() - begin
+            self._next_s = time.monotonic() + max(self.every_s, _REST * took)
 
     def metrics(self) -> str:
         """For Prometheus, of the same moment."""
@@ -95,7 +105,6 @@ class LiveReport:
             return self.version, "{" + ",".join(changed) + "}" if changed else ""
 
     def _renew(self) -> None:
-        begin = time.monotonic()
         now = stamp(self.path)
         if now == self._stamp:
             return
@@ -109,5 +118,3 @@ class LiveReport:
             if self._parts.get(part, (0, ""))[1] != told:
                 self._parts[part] = (version, told)
         self.version = version
-        took = time.monotonic() - begin
-        self._next_s = time.monotonic() + max(self.every_s, _REST * took)

@@ -178,6 +178,17 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
     assert len(asked) >= 15
 
 
+def test_the_documentation_lists_every_metric() -> None:
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "export-traces.md"
+    rows = re.findall(
+        r"^\| `(fivefold_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", page.read_text(), re.MULTILINE
+    )
+    assert {
+        name: prometheus.Metric(kind, tuple(re.findall(r"`(\w+)`", labels)), about)
+        for name, kind, labels, about in rows
+    } == prometheus.METRICS
+
+
 def test_tensorboard_reads_the_scalars(traces: list[RankTrace], tmp_path: Path) -> None:
     loader: Any = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     told = export("tensorboard", traces, tmp_path / "tb")

@@ -67,7 +67,9 @@ const count = (x) => (known(x) ? Math.round(x).toLocaleString("en") : "–");
 const number = (x) => (known(x) ? digits(x) : "–");
 const share = (x) => (known(x) ? `${(x * 100).toFixed(Math.abs(x) >= 0.9995 ? 0 : x === 0 ? 0 : Math.abs(x) < 0.01 ? 2 : 1)} %` : "–");
 const ratio = (x) => (known(x) ? `× ${digits(x)}` : "–");
-const sentence = (text) => (text ? text[0].toUpperCase() + text.slice(1) : "");
+// A number and its unit stay on one line.
+const kept = (text) => String(text).replace(/(\d) (?=(%|s|ms|us|µs|ns|B|KiB|MiB|GiB|TiB)\b|%)/g, "$1\u00a0");
+const sentence = (text) => (text ? kept(text[0].toUpperCase() + text.slice(1)) : "");
 const word = (x) => (known(x) && x !== "" ? String(x) : "–");
 
 function duration(x) {

@@ -6,7 +6,9 @@ const inUnit = (row, value) => (UNITS[row.unit ?? "s"] || ((v) => `${number(v)} 
 const signed = (row, value) => (known(value) ? `${value > 0 ? "+" : value < 0 ? "−" : ""}${inUnit(row, Math.abs(value))}` : "–");
 
 function changes(host, title, rows) {
-  const most = largest(rows.map((r) => Math.abs(r.change || 0))) || 1;
+  // Rows of different units are compared by how many times as much.
+  const size = new Set(rows.map((r) => r.unit)).size > 1 ? (r) => (known(r.ratio) ? r.ratio - 1 : 0) : (r) => r.change || 0;
+  const most = largest(rows.map((r) => Math.abs(size(r)))) || 1;
   add(host, el("h3", {}, title));
   const list = table(host, {
     label: title, limit: 12, empty: "Neither run has any.",
@@ -15,7 +17,7 @@ function changes(host, title, rows) {
       { key: "a", title: "A", numeric: true, cell: (r) => inUnit(r, r.a) }, { key: "b", title: "B", numeric: true, cell: (r) => inUnit(r, r.b) },
       { key: "change", title: "change", numeric: true, cell: (r) => signed(r, r.change) },
       { key: "ratio", title: "B / A", numeric: true, format: ratio },
-      { key: "bar", title: "less · more", value: (r) => Math.abs(r.change || 0), cell: (r) => diverging(r.change || 0, most) },
+      { key: "bar", title: "less · more", value: (r) => Math.abs(size(r)), cell: (r) => diverging(size(r), most) },
     ],
   });
   list.set(rows);
@@ -30,7 +32,7 @@ function diverging(change, most) {
 function side(name, data, open) {
   return el("article", { class: "side" }, el("h2", {}, `${name}: ${data.title}`),
     facts([["ranks", count(data.ranks)], ["a step takes", seconds(data.step_s)], ["samples per second", number(data.samples_per_s)]]),
-    el("p", {}, data.verdict), button(`Open the report of ${name}`, open, { class: "open" }));
+    el("p", {}, kept(data.verdict)), button(`Open the report of ${name}`, open, { class: "open" }));
 }
 
 function comparison(host, data, open) {

@@ -7,7 +7,7 @@ const LEVELS = { good: "nothing to gain", notice: "something to gain", bad: "nee
 function verdict(data) {
   return el("div", { class: `verdict ${data.level}` },
     el("span", { class: "sign", role: "img", "aria-label": LEVELS[data.level] || data.level }, SIGNS[data.level] || "?"),
-    el("h1", { id: "verdict", class: data.text.length > 150 ? "long" : null }, data.text));
+    el("h1", { id: "verdict", class: data.text.length > 150 ? "long" : null }, kept(data.text)));
 }
 
 function facts(pairs) {
