@@ -110,8 +110,11 @@ class Steps:
 
     def mean(self, values: Floats) -> Floats:
         """Mean per steady step of each rank: weighs rows by their steps. nan if a rank has none."""
-        count = self.count[:, self.steady].astype(float)
-        chosen = values[:, self.steady]
+        begin = int(np.argmax(self.steady))  # all rows from there on
+        count, chosen = self.count[:, begin:].astype(float), values[:, begin:]
+        if np.isfinite(chosen.sum()) and count.min() > 0:
+            weighted = np.einsum("rb...,rb->r...", chosen, count)
+            return weighted / count.sum(1).reshape(-1, *[1] * (chosen.ndim - 2))
         weight = count.reshape(*count.shape, *[1] * (chosen.ndim - 2)) * ~np.isnan(chosen)
         total = np.nansum(np.where(weight > 0, chosen, 0.0) * weight, axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -118,6 +118,14 @@ def test_ranks_whose_rows_are_of_different_length_meet_on_one_axis(tmp_path: Pat
     np.testing.assert_allclose(found.wall[1], found.wall[0], rtol=0.2)
 
 
+def test_means_weigh_rows_by_their_steps_and_leave_out_the_unknown(tmp_path: Path) -> None:
+    found = steps_of(Story(ranks=2, steps=10), tmp_path, 4)  # rows of 3, 3, 3 and 1 steps
+    assert found.count[0].tolist() == [3, 3, 3, 1]
+    values = np.array([[9.0, 1.0, 2.0, 5.0], [9.0, 1.0, np.nan, 5.0]])
+    np.testing.assert_allclose(found.mean(values), [(3 + 6 + 5) / 7, (3 + 5) / 4])
+    np.testing.assert_allclose(found.mean(values[:1].repeat(2, 0)), [2, 2])
+
+
 def test_warm_up_is_apart(tmp_path: Path) -> None:
     story = Story(steps=30)
     story.work[:, :4, 2] *= 5
