@@ -110,6 +110,8 @@ class HangWatch:
         # Others look as often, so that answers come in time.
         self._every_s = min(max(hang_s / 8, 0.1), 3.0)
         self._next = 0.0
+        if self._rank == 0:  # of a run that was killed here
+            self._channel.clear()
         self._answered = self._channel.get("ask")
         self._step = (trace.step, time.monotonic())
         self._asked, self._until = "", 0.0
@@ -134,6 +136,8 @@ class HangWatch:
     def close(self) -> None:
         """Take back what others might read."""
         _watches.pop(id(self._trace), None)
+        if self._told is not None:
+            self._resolve()
         if self._told is not None or self._asked:
             self._channel.clear()
         self._channel.close()

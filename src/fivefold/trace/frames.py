@@ -35,6 +35,21 @@ _LONGEST = 60
 def where(frame: FrameType) -> str:
     """The line of the user's code that `frame` was called from, and what it calls."""
     chosen = _chosen(frame)
+    # Numbers of code objects are quick keys; their objects are kept, so that no other gets the number.
+    key = id(chosen.f_code), chosen.f_lasti, id(frame.f_code)
+    known = _told.get(key)
+    if known is None:
+        if len(_told) >= _MOST:
+            _told.clear()
+        known = _told[key] = _text(chosen, frame), chosen.f_code, frame.f_code
+    return known[0]
+
+
+_MOST = 4096
+_told: dict[tuple[int, int, int], tuple[str, CodeType, CodeType]] = {}
+
+
+def _text(chosen: FrameType, frame: FrameType) -> str:
     called = _called(chosen.f_code, chosen.f_lasti)
     inner = frame.f_code.co_name
     if chosen is not frame and called.rpartition(".")[2] != inner:
@@ -60,12 +75,16 @@ def position(frame: FrameType) -> tuple[int, int]:
 
 
 def _chosen(frame: FrameType) -> FrameType:
-    kinds = [(one, _kind(one.f_code.co_filename)) for one in _outwards(frame)]
-    for kind in ("user", "fivefold"):
-        for one, its in kinds:
-            if its == kind:
-                return one
-    return frame
+    one: FrameType | None = frame
+    own: FrameType | None = None
+    while one is not None:
+        kind = _kind(one.f_code.co_filename)
+        if kind == "user":
+            return one
+        if own is None and kind == "fivefold":
+            own = one
+        one = one.f_back
+    return own or frame
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:
@@ -96,7 +115,6 @@ def _short(filename: str) -> str:
     return f"{os.path.basename(folder)}/{name}" if name == "__init__.py" else name  # noqa: PTH119
 
 
-@functools.lru_cache(4096)
 def _called(code: CodeType, instruction: int) -> str:
     """The function that is called there, as the source spells it; empty if it is no call."""
     span = next(itertools.islice(code.co_positions(), max(instruction, 0) // 2, None), None)

@@ -43,17 +43,20 @@ class _Sleep:
     def __init__(self) -> None:
         self._delay = RunDelay(Path("/"), threading.get_native_id())
         self.close = self._delay.close
-        self._last = self._now()
+        self._now, self._computed = time.monotonic_ns(), time.process_time_ns()
+        self._ready = self._delay.read() or 0
 
     def stopped_ns(self, meant_ns: int) -> int:
         """How long the process stood still since the last call."""
-        before, self._last = self._last, self._now()
-        passed, computed, ready = (now - then for now, then in zip(self._last, before, strict=True))
-        over = passed - meant_ns - computed - ready
+        now, computed = time.monotonic_ns(), time.process_time_ns()
+        over = now - self._now - meant_ns - (computed - self._computed)
+        self._now, self._computed = now, computed
+        if over <= _OVERSLEPT_NS:
+            return 0
+        # Read at such moments only, so it may hold waiting of before: rather too little is counted.
+        before, self._ready = self._ready, self._delay.read() or 0
+        over -= self._ready - before
         return over if over > _OVERSLEPT_NS else 0
-
-    def _now(self) -> tuple[int, int, int]:
-        return time.monotonic_ns(), time.process_time_ns(), self._delay.read() or 0
 
 
 class Watcher:
@@ -88,9 +91,10 @@ class Watcher:
 
     def _run(self) -> None:
         written = time.monotonic()
-        sleep = _Sleep()
+        sleep, meant_ns = _Sleep(), int(self._every_s * 1e9)
         while not self._ending.wait(self._every_s):
-            self._trace.live["stopped_ns"] += sleep.stopped_ns(int(self._every_s * 1e9))
+            if stopped_ns := sleep.stopped_ns(meant_ns):
+                self._trace.live["stopped_ns"] += stopped_ns
             self._look()
             for watcher in tuple(self.watchers):
                 self._call(watcher)
