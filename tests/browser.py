@@ -7,25 +7,39 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fivefold.introspect.page import html
+
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
-__all__ = ["SCREENSHOTS", "Tab", "chromium", "picture"]
+__all__ = [
+    "SCREENSHOTS",
+    "Open",
+    "Tab",
+    "chromium",
+    "column",
+    "drag",
+    "on_screen",
+    "picture",
+    "written",
+    "zoomed",
+]
 
+Open = Callable[..., "Page"]
 SCREENSHOTS = os.environ.get("FIVEFOLD_SCREENSHOTS", "")
 """folder for the pictures of the documentation; none are taken without"""
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium() -> Generator[Browser]:
     """The system's Chromium; the test is skipped where there is none."""
     api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, _NAMES)), None)
@@ -91,3 +105,39 @@ def picture(page: Page, name: str, height: int | None = None) -> None:
     taken = page.screenshot(full_page=bool(height), **({"clip": clip} if clip else {}))
     image = Image.open(io.BytesIO(taken)).convert("RGB").quantize(128)
     image.save(Path(SCREENSHOTS) / f"{name}.png", optimize=True)
+
+
+def written(path: Path, document: dict[str, Any]) -> Path:
+    """The page of a document, in a file."""
+    path.write_text(html(document), encoding="utf-8")
+    return path
+
+
+def column(page: Page, label: str, number: int) -> list[str]:
+    """What the cells of a table's column say."""
+    rows = page.locator(f"[aria-label='{label}'] tbody tr")
+    return [row.locator("th, td").nth(number).inner_text() for row in rows.all()]
+
+
+def on_screen(place: Locator) -> bool:
+    """Whether the reader sees it without scrolling."""
+    box = place.bounding_box()
+    return box is not None and -5 < box["y"] < 850
+
+
+def zoomed(page: Page) -> list[float]:
+    """First and last step in sight of the timeline; empty where all are."""
+    told = page.locator("#s-timeline .chart").get_attribute("data-zoomed") or ""
+    return [float(word) for word in told.split()]
+
+
+def drag(page: Page, begin: float, end: float) -> None:
+    """Brush over the timeline, from a share of its width to another."""
+    plane = page.locator("#s-timeline .u-over")
+    plane.scroll_into_view_if_needed()
+    box = plane.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + begin * box["width"], box["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(box["x"] + end * box["width"], box["y"] + 90, steps=5)
+    page.mouse.up()

@@ -175,7 +175,8 @@ def write_live(run: Path, field: str, value: int) -> None:
     """As rank 0 does it: a few bytes of the mapped file."""
     path = run / "trace" / name_of(0)
     section = TraceFile.open(path).sections["live"]
-    kind, offset = LIVE.fields[field][:2] if LIVE.fields else (None, 0)
+    fields: Any = LIVE.fields
+    kind, offset = fields[field][:2]
     with path.open("r+b") as file:
         file.seek(section["offset"] + offset)
         file.write(np.array(value, kind).tobytes())
