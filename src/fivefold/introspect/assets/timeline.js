@@ -153,7 +153,9 @@ function heatSection(reveal) {
       function draw() {
         const values = data.heat[what.value];
         const flat = values.flat().filter(known).map(Math.abs).sort((a, b) => a - b);
-        const scale = flat.length ? flat[Math.floor((flat.length - 1) * 0.99)] || flat[flat.length - 1] : 1;
+        // One late rank of a thousand is less than a hundredth of the cells: its mean counts as well.
+        const usual = largest(values.map((row) => Math.abs(mean(row) || 0)));
+        const scale = flat.length ? Math.max(flat[Math.floor((flat.length - 1) * 0.99)], usual) || flat[flat.length - 1] : 1;
         const step = data.steady ? data.steady.step_s_p50 : 0;
         const rows = data.heat.ranks.map((ranks, i) => {
           const usual = mean(values[i]);
