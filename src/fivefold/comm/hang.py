@@ -43,6 +43,7 @@ __all__ = ["HangWatch", "attend", "explained"]
 
 _ANSWER_S = 2.0
 """how long answers are waited for, at least"""
+_DYING_S = 0.5
 _POLLING = 3
 """times `hang_s` after which a rank counts as waiting that asks again and again whether it may go on"""
 _FEW = 64
@@ -267,17 +268,29 @@ class HangWatch:
         told = "" if self._told is None else self._told[0].text
         if self._size > _FEW:
             return told
+        until = time.monotonic() + _DYING_S
+        while True:
+            states = self._as_their_files_say()
+            still = judge(states, self._rank)
+            if still is None or not (still.missing or still.kind == "mismatch"):
+                return told
+            # A connection breaks a moment before the process that held it is gone.
+            if any(r not in states or states[r].gone for r in still.missing):
+                break
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        self._trace.note(still.kind, error=str(problem)[:500], **still.fields())
+        return still.text
+
+    def _as_their_files_say(self) -> dict[int, RankState]:
         states = {self._rank: look(self._trace.file, time.monotonic_ns()).failing()}
         answers = self._channel.get("ask") is not None
         for rank in range(self._size):
             state = self._read(rank) if rank != self._rank else None
             if state is not None:
                 states[rank] = self._with_answer(state) if answers else state
-        still = judge(states, self._rank)
-        if still is None or not (still.missing or still.kind == "mismatch"):
-            return told
-        self._trace.note(still.kind, error=str(problem)[:500], **still.fields())
-        return still.text
+        return states
 
     def _with_answer(self, state: RankState) -> RankState:
         """With the stack that the rank told when it was last asked, if it is still there."""
