@@ -32,7 +32,7 @@ _EXPOSED = 0.03
 """share of a step from which communication matters"""
 _OFTEN, _LEAST_S = 0.2, 1e-4
 """calls per step and rank, and time, from which an operation is compared with the calibration"""
-_CROWDED, _THROTTLED = 0.10, 0.02
+_CROWDED, _THROTTLED, _THROTTLED_ALONE = 0.10, 0.02, 0.05
 _GPU_BUSY = 0.5
 _LEAK_SHARE, _LEAK_BYTES, _LEAK_STEPS = 0.05, 32 << 20, 20
 
@@ -119,7 +119,7 @@ def slow_network(analysis: Analysis) -> Iterator[Finding]:
 def crowded(analysis: Analysis) -> Iterator[Finding]:
     """More threads that want to run than cores, on most ranks."""
     found = _share(analysis, "run_delay_ns")
-    if found is None or float(np.nanmedian(found)) < _CROWDED:
+    if found is None or not _most(found, _CROWDED):
         return
     steps = analysis.sure_steps
     delay = steps.scalars["run_delay_ns"] / 1e9
@@ -177,7 +177,10 @@ def _by_host(analysis: Analysis) -> dict[str, tuple[int, int]]:
 def throttled(analysis: Analysis) -> Iterator[Finding]:
     """Most ranks' cgroups use up their quota."""
     found = _share(analysis, "throttled_ns")
-    if found is None or float(np.nanmedian(found)) < _THROTTLED:
+    if found is None:
+        return
+    if not _most(found, _THROTTLED):
+        yield from _some_throttled(analysis, np.nan_to_num(found))
         return
     steps, share = analysis.sure_steps, float(np.nanmedian(found))
     lost = steps.scalars["throttled_ns"] / 1e9
@@ -190,6 +193,32 @@ def throttled(analysis: Analysis) -> Iterator[Finding]:
         share, (), min(analysis.on_critical(lost), steps.step_s),
         (evidence("ranks", f"throttled {seconds_text(share * steps.step_s)} per step on the median rank"),),
         {"throttled_share": share},
+    )  # fmt: skip
+
+
+def _most(values: Floats, least: float) -> bool:
+    """Whether more than half of the ranks reach `least`."""
+    return float(np.mean(np.nan_to_num(values) >= least)) > 0.5
+
+
+def _some_throttled(analysis: Analysis, found: Floats) -> Iterator[Finding]:
+    """Ranks whose own cgroup is. That stops them anywhere: they need not be late for it."""
+    steps = analysis.sure_steps
+    at = np.flatnonzero(found >= _THROTTLED_ALONE)
+    if not len(at):
+        return
+    worst = int(at[np.argmax(found[at])])
+    ranks = tuple(int(rank) for rank in steps.ranks[at])
+    lost, host = float(found[worst]) * steps.step_s, analysis.host(int(steps.ranks[worst]))
+    yield Finding(
+        "throttled",
+        f"the cgroup of {listed(ranks)} is throttled {share_text(float(found[worst]))} of the time: its "
+        f"processor "
+        "quota is used up",
+        f"raise the processor quota of that cgroup (cpu.max) on {host}, or ask for whole cores",
+        float(found[worst]), ranks, min(lost, steps.step_s),
+        (evidence("ranks", f"throttled {seconds_text(lost)} per step", ranks=ranks),),
+        {"throttled_share": float(found[worst])},
     )  # fmt: skip
 
 

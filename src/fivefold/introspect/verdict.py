@@ -32,7 +32,10 @@ def findings(analysis: Analysis) -> list[Finding]:
 def _without_doubles(found: list[Finding]) -> list[Finding]:
     """A throttled job is ready without a core; a slow link explains a slow network."""
     ids = {finding.id for finding in found}
-    explained = {"cores"} if "throttled" in ids else set[str]()
+    everywhere = any(f.id == "throttled" and not f.ranks for f in found)
+    explained = {"cores"} if everywhere else set[str]()
+    if any(f.id == "straggler" and f.figures["cause"] == "throttled" for f in found):
+        explained |= {"throttled"}
     explained |= {"slow-network"} if "slow-link" in ids else set()
     explained |= {"killed"} if {"hang", "mismatch"} & {f.id for f in found if f.broken} else set()
     return [finding for finding in found if finding.id not in explained]

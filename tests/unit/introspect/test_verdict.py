@@ -182,6 +182,17 @@ def test_a_throttled_job(tmp_path: Path) -> None:
     assert "cores" not in found
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_is_throttled_without_being_late(ranks: int, tmp_path: Path) -> None:
+    story = Story(ranks=ranks)
+    story.throttled[1] = story.run_delay[1] = 20 * MS
+    text, found = judged(story, tmp_path)
+    assert found["throttled"].ranks == (1,)
+    assert "The cgroup of rank 1 is throttled 35 % of the time" in text
+    assert "cores" not in found
+    assert "straggler" not in found
+
+
 def test_idle_gpus(tmp_path: Path) -> None:
     story = Story()
     story.gpu_busy[:] = 0.3
