@@ -98,10 +98,11 @@ def _quota(nodes: Nodes, trace: Path, folder: Path) -> Job:
 
 
 def _paused(nodes: Nodes, trace: Path, folder: Path) -> Job:
-    job, gate = _begun(nodes, trace, folder)
+    job, gate = _begun(nodes, trace, folder, "--width=96")  # steps of several stops
     gate.open("start", job)
-    gate.open("train", job)
+    gate.reached("train", job)
     with paused(job.ranks[1].pid, on_s=0.02, off_s=0.06):
+        gate.open("train", job)
         job.succeed(_LIMIT_S)
     return job
 

@@ -59,9 +59,8 @@ def measured(rounds: int, only: str = "") -> dict[str, Any]:
                 named[case.name] += right
                 if not right:
                     missed[case.name].append(text)
-                print(
-                    f"{number + 1}/{rounds} {case.name}: {'' if right else 'NOT '}named", flush=True
-                )
+                said = "named" if right else f"NOT named: {text}"
+                print(f"{number + 1}/{rounds} {case.name}: {said}", flush=True)
     import torch
 
     return {
@@ -87,7 +86,10 @@ def section(result: dict[str, Any]) -> str:
     for name, texts in result["missed"].items():
         lines += [f"Missed, {name}: {text}" for text in dict.fromkeys(texts[:2])]
     lines += [f"Without {name}: {why}." for name, why in result["absent"].items()]
-    return "\n".join([*lines, "", conditions(result)])
+    where = conditions({"environment": result["environment"]})
+    return "\n".join(
+        [*lines, "", f"{result['rounds']} runs each, whatever others computed meanwhile. {where}"]
+    )
 
 
 def renewed(text: str, folder: Path) -> str:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import State
 
@@ -63,3 +65,23 @@ def test_an_exception_and_a_hard_end(tmp_path: Path) -> None:
     found = run(tmp_path, "time.sleep(0.1); os._exit(3)", expect=3)
     assert found.state is State.RUNNING
     assert found.stacks["outside"]
+
+
+BUSY = """
+end = time.process_time() + 0.3
+while time.process_time() < end:
+    sum(range(20_000_000))  # holds the interpreter
+"""
+STOPPED = """
+import signal
+for _ in range(3):
+    os.system(f"(sleep 0.2; kill -CONT {os.getpid()}) &")
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("code", [BUSY, STOPPED], ids=["busy", "stopped"])
+def test_a_process_that_is_stopped_counts_it(tmp_path: Path, code: str) -> None:
+    found = run(tmp_path, code + "time.sleep(0.05)")
+    stopped_s = int(found.live["stopped_ns"]) / 1e9
+    assert (stopped_s > 0.3) is (code is STOPPED), stopped_s
