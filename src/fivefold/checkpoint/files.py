@@ -90,7 +90,7 @@ class Stream(io.BufferedIOBase):
 
     def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Append bytes; returns how many."""
-        self._crash("writing")
+        first = self._length == 0
         view = memoryview(data).cast("B")
         # A block at a time: it is still in the processor's cache when it is written.
         with doing("writing", self.path):
@@ -99,6 +99,8 @@ class Stream(io.BufferedIOBase):
                 self._hash.update(block)
                 self._raw.write(block)
         self._length += view.nbytes
+        if first:  # once per file, as at the other points
+            self._crash("writing")
         return view.nbytes
 
     def tell(self) -> int:

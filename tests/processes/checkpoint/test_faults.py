@@ -44,7 +44,7 @@ def test_a_node_may_die_at_any_moment_of_a_save(
 
 @apart
 def test_a_run_whose_first_save_fails_begins_again(nodes: Nodes, oracle: list[Told]) -> None:
-    broken(run(nodes, crash="writing:60@pid1", victim=2), 2, nodes)
+    broken(run(nodes, crash="writing:1@pid1", victim=2), 2, nodes)
     found = ended(run(nodes))
     assert {one.start for one in found} == {0}
     assert "it begins again" in found[0].text
