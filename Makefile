@@ -33,7 +33,8 @@ test: .venv/.develop  ## run the test suite, the code in README and docs include
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 soak: .venv/.develop  ## lose nodes at every moment of a save, and at random, for an hour or so
-	$(BIN)/python -m pytest -m slow tests/unit/checkpoint tests/processes/checkpoint $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m slow tests/unit/checkpoint tests/processes/checkpoint \
+	  tests/cli/test_train_checkpoint.py $(PYTEST_FLAGS)
 
 check: .venv/.develop  ## format, lint, types, layers, spelling and the documentation build
 	$(BIN)/ruff format --check .

@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"fivefold\.(parallel\.pipeline\.net\.PipelinedNet|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|checkpoint\.checkpointer\._Batch)",
     ),
-    (r"py:.*", r"Images|Transform"),
+    (r"py:.*", r"Images|Transform|Trace"),
     (r"py:.*", r"dict\[str"),  # half of `dict[str, Any]` in a docstring
     (
         r"py:.*",

@@ -54,7 +54,10 @@ def start(folder: Path, recipe: str, *words: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("recipe", ["digits"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["digits", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "photos"))],
+)
 def test_a_recipe_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, recipe: str) -> None:
     """Classes of digits, ResNet-50 on images of one's own, and EDSR, whose pictures are divided."""
     pictures(tmp_path / "pictures")
