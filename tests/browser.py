@@ -49,6 +49,8 @@ def chromium() -> Generator[Browser]:
         # Without its sandbox, which root may not use; the pages are our own.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
+            # Processes of the browser's own that start with the first page are no test's leftovers.
+            browser.new_page().close()
             yield browser
         finally:
             browser.close()

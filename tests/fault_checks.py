@@ -27,8 +27,11 @@ KIND = "namespaces" if not refusal() else "directories-only"
 apart = pytest.mark.skipif(bool(refusal()), reason=f"no nodes of their own: {refusal()}")
 BEFORE = CRASH_POINTS[:7]
 """moments of a save; the last two are of a recovery"""
-AT = {"staged": 2, "writing": 6, "before-fsync": 6, "before-rename": 6, "after-rename": 6}
-"""which passing of a point is in the second save; 2 for the others: a save commits four files and more"""
+AT = {
+    "staged": 2, "writing": 6, "before-fsync": 6, "before-rename": 6, "after-rename": 6, "encoding": 4,
+}  # fmt: skip
+"""which passing of a point is in the second save, of which each commits four files and more, and encodes
+twice; flushing is passed the second time after the first save is protected"""
 
 
 def crash_of(point: str) -> str:

@@ -167,8 +167,9 @@ def begun(space: Sequence[str], folder: Path) -> tuple[subprocess.Popen[bytes], 
 
 
 def _says_ready(stream: IO[bytes]) -> bool:
-    readable, _, _ = select.select([stream], [], [], START_LIMIT_S)
-    return bool(readable) and stream.readline() == b"ready\n"
+    poll = select.poll()  # select() refuses descriptors from 1024 on
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(START_LIMIT_S * 1000)) and stream.readline() == b"ready\n"
 
 
 def entering(pid: int, *spaces: str) -> list[str]:

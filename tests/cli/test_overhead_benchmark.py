@@ -13,7 +13,7 @@ def test_both_parts_in_one_round(tmp_path: Path) -> None:
     page = (HERE / "README.md").read_text()
     done = subprocess.run(
         [sys.executable, str(HERE / "overhead.py"), "--rounds", "1", "--steps", "1",
-         "--contenders", "fivefold", "fivefold-recorded", "ddp-profiled", "--results", str(tmp_path)],
+         "--contenders", "fivefold", "fivefold-recorded", "--results", str(tmp_path)],
         check=False, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

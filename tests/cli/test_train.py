@@ -66,7 +66,7 @@ def test_lines_tell_the_epochs_and_the_outcome(first):
 def test_the_run_directory_is_complete(first, home):
     run = home / "runs" / "digits-001"
     assert sorted(p.name for p in run.iterdir()) == [
-        "logs", "metrics.jsonl", "plan.toml", "weights.pt",
+        "logs", "metrics.jsonl", "plan.toml", "trace", "weights.pt",
     ]  # fmt: skip
     assert sorted(p.name for p in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert [p.name for p in home.iterdir()] == ["runs"], "nothing else is left behind"

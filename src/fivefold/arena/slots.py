@@ -128,7 +128,9 @@ def _has_ended(pid: int) -> bool:
         if end < 0:
             return False
         try:
-            return bool(select.select([end], [], [], 0)[0])
+            poll = select.poll()  # select() refuses descriptors from 1024 on
+            poll.register(end, select.POLLIN)
+            return bool(poll.poll(0))
         finally:
             os.close(end)
     return True

@@ -144,6 +144,7 @@ def _feed(value: object, update: Callable[[Any], object]) -> None:
         for member in members:
             _feed(member, update)
     elif isinstance(value, set):
+        update(b"set")  # an empty one is no empty list
         _feed(sorted(map(repr, cast("set[Any]", value))), update)
     else:
         update(f"{type(value).__name__}:{value!r};".encode())
