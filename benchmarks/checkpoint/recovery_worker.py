@@ -52,7 +52,8 @@ def main() -> None:
     if asked.way == "dcp":
         print("seconds", time.perf_counter() - begun, flush=True)
     print("bytes", run.state_bytes, flush=True)
-    # Not destroy_process_group: it holds the interpreter while it waits for gloo's threads, which may need it.
+    # Not destroy_process_group: it holds the interpreter while it waits for gloo's threads, which
+    # may need it.
     os._exit(0)
 
 
