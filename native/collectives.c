@@ -316,6 +316,7 @@ int ff_execute(struct run *run)
     ff_group *group = run->group;
     run->report->kind = run->call->kind;
     run->report->sequence = group->sequence++;
+    run->report->started_ns = 0;
     if (ff_is_broken(group, run->report))
         return FF_BROKEN;
     run->size = ff_dtype_bytes(run->call->dtype);

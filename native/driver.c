@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
 
 enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
 
@@ -20,6 +22,7 @@ static unsigned seed = 1;
 static void *memory, *arenas[FF_MAX_RANKS];
 static size_t arena_bytes;
 static void *slots;
+static uint64_t came_ns[FF_MAX_RANKS];
 
 #define CHECK(condition, ...)                                                                       \
     do {                                                                                            \
@@ -49,6 +52,13 @@ static unsigned draw(unsigned *state, unsigned below)
 static float value(int k, int r, int q, size_t i)
 {
     return (float)((k * 7 + r * 31 + q * 13 + (int)(i % 1009)) % 97 - 48);
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
 static float expected_sum(int k, int q, size_t i)
@@ -115,7 +125,7 @@ static void verify(const struct rank *own, const ff_call *call, int k)
 
 static ff_call drawn(struct rank *own, unsigned *state)
 {
-    static const unsigned sizes[] = {1, 22, 100, 2048, 5000, MOST};
+    static const unsigned sizes[] = {1, 20, 100, 2048, 5000, MOST};
     unsigned size = sizes[draw(state, 6)];
     ff_call call = {.kind = draw(state, FF_BARRIER + 1), .dtype = FF_F32, .reduction = FF_SUM};
     if (call.kind == FF_ALLTOALLV)
@@ -188,7 +198,47 @@ static void mismatch(struct rank *own)
     ff_call call = {.kind = own->rank == 1 ? FF_BROADCAST : FF_ALLREDUCE, .dtype = FF_F32,
                     .count = 10, .in = own->in, .out = own->out, .timeout_s = 60};
     CHECK(ff_run(own->group, &call, &report) == FF_MISMATCH, "status %u", report.status);
+    CHECK(report.started_ns == 0, "they did not come to the same");
     CHECK(report.other >= 0 && report.other_kind != call.kind, "other %d", report.other);
+}
+
+/* All ranks know when the last of them came: to a sum that runs at once, or to several that are under way. */
+static void arrivals(struct rank *own)
+{
+    static const size_t counts[] = {0, 7, 21, 5000, MOST};
+    enum { SUMS = sizeof counts / sizeof *counts };
+    for (int late = 0; late < ranks; late++) {
+        ff_op *ops[SUMS];
+        uint64_t started_ns[SUMS], all_ns[SUMS * FF_MAX_RANKS];
+        ff_report report = {0};
+        if (own->rank == late) {
+            usleep(2000);
+            came_ns[late] = now_ns();       /* read by others only after they have met this rank */
+        }
+        uint64_t before_ns = now_ns();
+        for (int i = 0; i < SUMS; i++) {
+            ff_call call = {.kind = FF_ALLREDUCE, .dtype = FF_F32, .count = counts[i], .in = own->in, .out = own->out,
+                            .timeout_s = late % 2 ? 60 : -1};
+            if (late == 0)
+                CHECK(ff_run(own->group, &call, &report) == FF_OK, "status %u", report.status);
+            else
+                ops[i] = ff_post(own->group, &call);
+            started_ns[i] = report.started_ns;
+        }
+        for (int i = 0; i < SUMS && late; i++) {
+            CHECK(ff_wait(own->group, ops[i], -1, &report) == FF_OK, "status %u", report.status);
+            ff_op_free(own->group, ops[i]);
+            started_ns[i] = report.started_ns;
+        }
+        for (int i = 0; i < SUMS; i++)
+            CHECK(started_ns[i] >= came_ns[late] && started_ns[i] >= (i ? started_ns[i - 1] : before_ns) &&
+                  started_ns[i] <= now_ns(), "late %d number %d", late, i);
+        ff_call call = {.kind = FF_ALLGATHER, .dtype = FF_U64, .count = SUMS, .in = started_ns, .out = all_ns,
+                        .timeout_s = 60};
+        CHECK(ff_run(own->group, &call, &report) == FF_OK, "status %u", report.status);
+        for (int i = 0; i < SUMS * ranks; i++)
+            CHECK(all_ns[i] == started_ns[i % SUMS], "rank %d number %d", i / SUMS, i % SUMS);
+    }
 }
 
 /* To everyone else, several sizes, received in the opposite order of tags, one of them from anyone. */
@@ -271,6 +321,7 @@ static void *rank_main(void *argument)
     collectives(&own);
     uneven(&own);
     mismatch(&own);
+    arrivals(&own);
     messages(&own, false);
     messages(&own, true);
     probe(&own);

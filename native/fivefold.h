@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 2          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 3          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_RANKS 256
 
 enum ff_kind {
@@ -44,7 +44,7 @@ enum ff_status {
     FF_UNREADABLE    /* the memory of `missing`, which could be read before, cannot any more */
 };
 
-/* What went wrong, and who is missing (one bit per rank). */
+/* When all had come, what went wrong, and who is missing (one bit per rank). */
 typedef struct ff_report {
     uint32_t status;
     int32_t other;
@@ -54,6 +54,8 @@ typedef struct ff_report {
     uint32_t other_status;
     uint32_t kind;
     uint64_t sequence;          /* number of the operation in its group, from 0 */
+    uint64_t started_ns;        /* of a collective: when the last rank came to it, by CLOCK_MONOTONIC; the same on all
+                                 * ranks. 0: not all came */
     uint64_t missing[FF_MAX_RANKS / 64];
 } ff_report;
 

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 
 #define LINE 128       /* two cache lines: neighbours are fetched in pairs */
-#define INLINED 88     /* bytes that travel in a post itself */
+#define INLINED 80     /* bytes that travel in a post itself */
 #define MAGIC UINT64_C(0x46495645464f4c44)
 
 /* A rank posts round k in posts[k % 2]: what it asks for, and that its staging of that round is filled.
@@ -27,6 +27,7 @@ struct post {
     uint64_t count;
     uint64_t place;                         /* of the tensor in the rank's arena, + 1; 0: elsewhere */
     uint64_t address;                       /* of the tensor in the rank's process; 0: not to be read there */
+    uint64_t arrived_ns;                    /* when the rank came to the operation */
     unsigned char inlined[INLINED];
 };
 
@@ -95,6 +96,7 @@ struct run {
     ff_group *group;
     const ff_call *call;
     size_t size;                            /* bytes of an element */
+    uint64_t arrived_ns;
     struct patience patience;
     ff_report *report;
     bool checked;                           /* that all ranks ask for the same */
@@ -112,7 +114,8 @@ struct view {
 /* waiting.c */
 uint64_t ff_now_ns(void);
 uint64_t ff_deadline_ns(double timeout_s);
-struct patience ff_patience(const ff_group *group, double timeout_s, bool background);
+uint64_t ff_deadline_after(uint64_t now_ns, double timeout_s);
+struct patience ff_patience(const ff_group *group, uint64_t deadline_ns, bool background);
 bool ff_bide(struct patience *patience);
 bool ff_nap(pthread_cond_t *until, pthread_mutex_t *lock, uint64_t posted_ns);
 void ff_condition(pthread_cond_t *condition);

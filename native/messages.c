@@ -224,7 +224,7 @@ int ff_message_done(ff_group *group, ff_message *message)
 static void wait_until_done(ff_group *group, ff_message *message, uint64_t deadline_ns)
 {
     struct messages *all = group->messages;
-    const struct patience fresh = ff_patience(group, -1, false);
+    const struct patience fresh = ff_patience(group, UINT64_MAX, false);
     struct patience patience = fresh;
     while (!atomic_load(&message->done)) {
         uint32_t seen = atomic_load(&group->bells[group->rank].rung);

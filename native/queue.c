@@ -29,11 +29,13 @@ int ff_queue_open(ff_group *group)
 
 static int run_call(ff_group *group, const ff_call *call, ff_report *report, bool background)
 {
+    uint64_t now_ns = ff_now_ns();
     struct run run = {
         .group = group,
         .call = call,
         .report = report,
-        .patience = ff_patience(group, call->timeout_s, background),
+        .arrived_ns = now_ns,
+        .patience = ff_patience(group, ff_deadline_after(now_ns, call->timeout_s), background),
     };
     return ff_execute(&run);
 }

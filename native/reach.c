@@ -161,7 +161,7 @@ int ff_group_probe(ff_group *group, double timeout_s, ff_report *report)
 {
     const ff_call call = {.kind = FF_BARRIER, .timeout_s = timeout_s};
     struct run run = {.group = group, .call = &call, .report = report,
-                      .patience = ff_patience(group, timeout_s, false)};
+                      .patience = ff_patience(group, ff_deadline_ns(timeout_s), false)};
     struct trial verdict = {0};
     group->token = ff_now_ns() << 8 | (uint64_t)group->rank;
     uint32_t round = group->round;

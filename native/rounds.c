@@ -84,15 +84,19 @@ static uint32_t what_is(const ff_call *call)
     return call->kind | call->dtype << 8 | call->reduction << 16;
 }
 
-/* All ranks see all posts, so if any two differ every rank finds one that differs from its own. */
+/* All ranks see all posts, so if any two differ every rank finds one that differs from its own; and all find the
+ * same latest arrival. */
 static int check(struct run *run)
 {
     ff_group *group = run->group;
     const struct post *own = ff_posted(group, group->rank, group->round);
+    uint64_t latest_ns = 0;
     for (int q = 0; q < group->ranks; q++) {
         const struct post *post = ff_posted(group, q, group->round);
-        if (post->what == own->what && post->root == own->root && post->count == own->count)
+        if (post->what == own->what && post->root == own->root && post->count == own->count) {
+            latest_ns = post->arrived_ns > latest_ns ? post->arrived_ns : latest_ns;
             continue;
+        }
         run->report->status = FF_MISMATCH;
         run->report->other = q;
         run->report->other_kind = post->what & 0xff;
@@ -102,6 +106,7 @@ static int check(struct run *run)
         run->report->other_count = post->count;
         return FF_MISMATCH;
     }
+    run->report->started_ns = latest_ns;
     return FF_OK;
 }
 
@@ -115,6 +120,7 @@ int ff_turn(struct run *run)
     own->count = run->call->count;
     own->place = run->place;
     own->address = run->address;
+    own->arrived_ns = run->arrived_ns;
     atomic_store(&own->flag, group->round + 1);
     if (atomic_load(&own->sleepers))
         ff_futex_wake(&own->flag);

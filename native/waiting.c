@@ -23,16 +23,21 @@ uint64_t ff_now_ns(void)
     return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
-uint64_t ff_deadline_ns(double timeout_s)
+uint64_t ff_deadline_after(uint64_t now_ns, double timeout_s)
 {
     if (timeout_s < 0 || timeout_s > 1e9)
         return UINT64_MAX;
-    return ff_now_ns() + (uint64_t)(timeout_s * 1e9);
+    return now_ns + (uint64_t)(timeout_s * 1e9);
 }
 
-struct patience ff_patience(const ff_group *group, double timeout_s, bool background)
+uint64_t ff_deadline_ns(double timeout_s)
 {
-    struct patience patience = {.deadline_ns = ff_deadline_ns(timeout_s)};
+    return ff_deadline_after(ff_now_ns(), timeout_s);
+}
+
+struct patience ff_patience(const ff_group *group, uint64_t deadline_ns, bool background)
+{
+    struct patience patience = {.deadline_ns = deadline_ns};
     if (!group->crowded)
         patience.spin_ns = background ? BACKGROUND_SPIN_NS : SPIN_NS;
     patience.yield_ns = background ? BACKGROUND_YIELD_NS : YIELD_NS;

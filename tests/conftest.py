@@ -5,6 +5,7 @@ The unit tier runs without torch, so nothing here imports it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 # Before any test imports torch: ranks share the cores, and a pool of threads per rank would fight.
@@ -16,10 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
+
+# For every Python that a test starts.
+_PATHS = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+_STARTUP = str(Path(__file__).parent / "python_startup")
+if _STARTUP not in _PATHS:
+    os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *_PATHS])
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
@@ -36,6 +44,10 @@ KEPT_HELPERS = (
 
 # Written by pytest itself, and by libraries as they are imported.
 FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "PYTHONHASHSEED")
+
+
+# To look at every process of the machine instead takes six times as long, twice for each test.
+KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def pytest_report_header() -> str:
@@ -79,9 +91,22 @@ def _threads() -> Iterator[str]:
             yield f"{thread.name} ({thread.ident})"
 
 
+def _children(pid: int) -> Iterator[int]:
+    """Processes that a process has started, and theirs."""
+    if not KERNEL_LISTS_CHILDREN:
+        yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
+        return
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, path.read_text().split()):
+                yield child
+                yield from _children(child)
+
+
 def _processes() -> Iterator[str]:
-    for child in psutil.Process().children(recursive=True):
+    for pid in _children(os.getpid()):
         try:
+            child = psutil.Process(pid)
             command = " ".join(child.cmdline())
             # What a fork server forks shows the same command line, but is not our direct child.
             helper = child.ppid() == os.getpid() and any(h in command for h in KEPT_HELPERS)

@@ -12,6 +12,8 @@ before a block changes this:
     <!-- test: file=train.py -->   write the block into that file instead of running it
     <!-- test: exit=2 -->          the last command must end with this code
     <!-- test: output -->          compare what commands print; `...` stands for anything
+    <!-- test: once -->            the first command, which finds an empty folder, is run for the first of the
+                                   documents that have it, and the others get a copy of what it leaves there
     <!-- skip: next "reason" -->   do not run it
 
 Any other language is refused by tests/unit/test_house.py, and so is a skip without a reason.
@@ -20,8 +22,11 @@ Any other language is refused by tests/unit/test_house.py, and so is a skip with
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +34,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -70,9 +76,9 @@ def options_before(text: str, start: int) -> dict[str, str]:
     found = _OPTIONS.search(text, 0, start)
     words = found["options"].split() if found else []
     options = dict(word.partition("=")[::2] for word in words)
-    if unknown := options.keys() - {"file", "exit", "output"}:
+    if unknown := options.keys() - {"file", "exit", "output", "once"}:
         raise ValueError(
-            f"unknown {sorted(unknown)} in a `test:` comment; valid: file, exit, output"
+            f"unknown {sorted(unknown)} in a `test:` comment; valid: file, exit, output, once"
         )
     return options
 
@@ -112,12 +118,36 @@ def _console(example: Example) -> None:
     options = example.parsed.options
     todo = commands(example.parsed.source)
     for number, command in enumerate(todo, start=1):
-        code, printed = _bash(command.line, example.namespace[_FOLDER])
+        if "once" in options and number == 1:
+            code, printed = _once(command.line, example.namespace)
+        else:
+            code, printed = _bash(command.line, example.namespace[_FOLDER])
         expected = int(options.get("exit", "0")) if number == len(todo) else 0
         told = f"$ {command.line}\n{printed}"
         assert code == expected, f"exit code {code} instead of {expected}:\n{told}"
         if "output" in options:
             assert matches(command.shown, printed), f"the document shows otherwise:\n{told}"
+
+
+def _once(line: str, namespace: dict[str, Any]) -> tuple[int, str]:
+    """As `_bash`, for the first that asks. Test processes of one run find what another has made."""
+    folder = namespace[_FOLDER]
+    assert not any(Path(folder).iterdir()), "not the first command of its document"
+    shared: Path = namespace["tmp_path_factory"].getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    kept = shared / f"once-{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+    kept.mkdir(exist_ok=True)
+    with (kept / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (printed := kept / "printed").exists():
+            shutil.rmtree(kept / "left", ignore_errors=True)
+            (kept / "left").mkdir()
+            code, text = _bash(line, str(kept / "left"))
+            if code:
+                return code, text
+            printed.write_text(text)
+    shutil.copytree(kept / "left", folder, symlinks=True, dirs_exist_ok=True)
+    return 0, printed.read_text()
 
 
 def _bash(line: str, folder: str) -> tuple[int, str]:
@@ -215,4 +245,5 @@ pytest_collect_file = Sybil(
     path=str(ROOT),
     setup=_enter,
     teardown=_leave,
+    fixtures=["tmp_path_factory"],
 ).pytest()

@@ -117,6 +117,16 @@ def _slow_link(nodes: Nodes, trace: Path, folder: Path) -> Job:
     return job
 
 
+def _link_that_becomes_slow(nodes: Nodes, trace: Path, folder: Path) -> Job:
+    job, gate = _begun(nodes, trace, folder, "--backend=gloo", "--width=96", ranks=1)
+    gate.open("start", job)
+    gate.reached("train", job)  # what links can do has been measured by then
+    slow_link(nodes, 2, 40)
+    gate.open("train", job)
+    job.succeed(_LIMIT_S)
+    return job
+
+
 def _stuck(nodes: Nodes, trace: Path, folder: Path) -> Job:
     pipe = folder / "pipe"
     os.mkfifo(pipe)
@@ -157,6 +167,13 @@ CASES = (
         "slow link",
         _slow_link,
         (r"rank 2\b|node2", "link"),
+        nodes=3,
+        needs=_no_shaping,
+    ),
+    Case(
+        "link that becomes slow",
+        _link_that_becomes_slow,
+        (r"rank 2\b|node2", "link", "slow"),
         nodes=3,
         needs=_no_shaping,
     ),

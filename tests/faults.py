@@ -123,7 +123,7 @@ class Quota:
             (self._group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
 
     def __exit__(self, *_: object) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while True:
             for pid in (self._group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):

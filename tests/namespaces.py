@@ -30,8 +30,8 @@ __all__ = [
     "namespace",
 ]
 
-START_LIMIT_S = 20.0
-END_LIMIT_S = 10.0
+START_LIMIT_S = 60.0
+END_LIMIT_S = 30.0
 
 # Process 1 of a node, and the hub's. It collects what other processes leave, and ends when we do.
 _INIT = """

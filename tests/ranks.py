@@ -75,9 +75,34 @@ class _World:
         self.comms: list[Any] = []
 
 
+class _AsGloo(type):
+    """Stands in for torch's class of gloo groups: what it makes are such."""
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return isinstance(thing, dist.ProcessGroupGloo)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(dist.ProcessGroupGloo, name)
+
+
+class _GlooOnOneDevice(metaclass=_AsGloo):
+    """Gloo groups that share a device. One of their own costs each group some 10 ms when it ends: its
+    thread looks so seldom whether it should."""
+
+    device: Any = None
+
+    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        if cls.device is None:
+            cls.device = dist.ProcessGroupGloo.create_default_device()
+        options._devices, options._timeout = [cls.device], timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 @contextmanager
 def _thread_worlds() -> Any:
     before, worlds, start = c10d._world, _WorldPerThread(), threading.Thread.start
+    gloo, c10d.ProcessGroupGloo = c10d.ProcessGroupGloo, _GlooOnOneDevice  # type: ignore[misc]
     c10d._world = worlds  # type: ignore[assignment]
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
 
@@ -91,7 +116,7 @@ def _thread_worlds() -> Any:
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        c10d._world = before
+        c10d._world, c10d.ProcessGroupGloo = before, gloo  # type: ignore[misc]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fivefold.data import Loader, loader
 from fivefold.mesh import owned
-from fivefold.plan import Plan
+from fivefold.plan import Layout, Plan
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Seat:
     ranks: int = 1
     plan: Plan = field(default_factory=Plan)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    role: str = "trainer"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(data=self.ranks)
 
     def share(self, n: int) -> range:
         return owned(n, self.ranks, self.rank)

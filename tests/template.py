@@ -32,7 +32,8 @@ __all__ = ["Forked", "Order", "Template"]
 # DistributedDataParallel imports the compiler when it is made.
 PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim", "fivefold.checkpoint.checkpointer")
 SPACES = ("user", "net", "mnt", "uts", "pid")
-END_LIMIT_S = 10.0
+START_LIMIT_S = 60.0  # it imports torch first, maybe on busy cores
+END_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ class Order:
     folder: str
     log: str
     """what it prints goes here; beside it lie .pid and, once it has ended, .code"""
-    node: int | None
+    node: int | None = None
     """a process whose namespaces it enters"""
+    errors: str = ""
+    """where its standard error goes, if not to the log as well"""
 
 
 class Forked:
@@ -58,7 +61,7 @@ class Forked:
     @property
     def pid(self) -> int:
         """Its number here."""
-        end = time.monotonic() + END_LIMIT_S
+        end = time.monotonic() + START_LIMIT_S
         while not (text := self._said(".pid")):
             assert time.monotonic() < end, "the template starts nothing"
             time.sleep(0.002)
@@ -138,6 +141,10 @@ def _watch(order: Order) -> bool:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
+    if order.errors:
+        err = os.open(order.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(err, 2)
+        os.close(err)
     kept = os.open(log.parent, os.O_DIRECTORY)  # this folder by any name
     try:
         if order.node is not None:

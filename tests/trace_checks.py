@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fivefold.comm.calibrate import links
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.trace import Phase, span
 from fivefold.trace.process import start, stop
@@ -18,9 +19,11 @@ from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import KINDS, PHASES, TAGS
 
 __all__ = [
+    "arrivals",
     "consumers",
     "every_operation",
     "hidden_and_exposed",
+    "links_of_a_busy_node",
     "of_ddp",
     "use_traced_groups",
     "weights_of_ddp",
@@ -83,6 +86,51 @@ def every_operation(folder: str) -> dict[str, Any]:
     ]
     assert all(event["end_ns"] > 0 for event in found.events)
     return {"events": events, "results": results, "notes": found.notes}
+
+
+def links_of_a_busy_node(times: int, delay_s: float) -> list[dict[str, Any]]:
+    """What links are measured to do while rank 1 is late for so many of its long messages."""
+    receive, late = dist.recv, iter(range(times))
+
+    def received(tensor: torch.Tensor, **how: Any) -> Any:
+        if dist.get_rank() == 1 and tensor.numel() > 2 and next(late, None) is not None:
+            time.sleep(delay_s)
+        return receive(tensor, **how)
+
+    dist.recv = received
+    try:
+        return links(dist.group.WORLD, range(dist.get_world_size()))
+    finally:
+        dist.recv = receive
+
+
+def arrivals(folder: str) -> list[tuple[str, int, int, int]]:
+    """Every rank comes late in turn: to operations that are waited for at once, later, and by a future.
+
+    What was recorded, as (kind, begin, when all had come, end) in nanoseconds.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    start(Path(folder), {"rank": rank, "size": size})
+    counts = (0, 1, 20, 21, 4097, 300_001)
+    for late in range(size):
+        if rank == late:
+            time.sleep(0.02)
+        for count in counts:
+            dist.all_reduce(torch.ones(count))
+        dist.broadcast(torch.ones(5), late)
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.02)
+        works: list[Any] = [dist.all_reduce(torch.ones(n), async_op=True) for n in counts]
+        futures = [works.pop().get_future() for _ in range(2)]
+        for future in [*works, *futures]:
+            future.wait()
+    found = _recorded(folder)
+    assert not found.problems, found.problems
+    return [
+        (KINDS[event["kind"]], *(int(event[name]) for name in ("begin_ns", "start_ns", "end_ns")))
+        for event in found.events
+    ]
 
 
 def consumers() -> list[str]:

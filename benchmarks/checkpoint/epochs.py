@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 import report
-from contender import Contender, leave_properly
+from contender import Contender
 from contenders import HERE, kinds
 from figures import environment
-from publishing import keep
 from rounds import take_turns
 
 NODES = 2
@@ -60,14 +58,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Measure what was asked for; the exit code."""
     asked = options()
-    begun = time.monotonic()
-    with leave_properly():
-        for model in asked.models:
-            result = measured(asked, model)
-            print(f"\n{report.section(result)}\n", flush=True)
-            keep(result, model, asked.results, HERE, report.renewed)
-    print(f"all of it took {time.monotonic() - begun:.0f} s")
-    return 0
+    return report.PAGE.publish(asked.models, lambda model: measured(asked, model), asked.results)
 
 
 def measured(asked: argparse.Namespace, model: str) -> dict[str, Any]:

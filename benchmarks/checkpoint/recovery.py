@@ -14,7 +14,6 @@ import re
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import report
-from contender import BenchmarkError, leave_properly
+from contender import BenchmarkError
 from contenders import HERE
 from figures import environment
-from publishing import keep
 from rounds import undisturbed
 from throttle import Throttle
 
@@ -45,13 +43,9 @@ def main() -> int:
     parser.add_argument("--throttle", type=float, default=200e6, help="of what is shared, bytes/s")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of figures")
     asked = parser.parse_args()
-    begun = time.monotonic()
-    with leave_properly():
-        result = measured(asked.rounds, asked.layers, asked.throttle)
-        print(f"\n{report.section(result)}\n", flush=True)
-        keep(result, "recovery", asked.results, HERE, report.renewed)
-    print(f"all of it took {time.monotonic() - begun:.0f} s")
-    return 0
+    return report.PAGE.publish(
+        ["recovery"], lambda _: measured(asked.rounds, asked.layers, asked.throttle), asked.results
+    )
 
 
 def measured(rounds: int, layers: int, throttle: float) -> dict[str, Any]:

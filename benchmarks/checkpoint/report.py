@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import epochs_report
-from contenders import TITLES
+from contenders import HERE, TITLES
 from costs import FIXED_S, MTBF_S, Cost, Rounds, call_s, costs
 from figures import Median, ratio, table
-from publishing import conditions, with_figures
+from publishing import Page, conditions
 
-__all__ = ["ORDER", "WAYS_BACK", "renewed", "section"]
+__all__ = ["ORDER", "PAGE", "WAYS_BACK", "section"]
 
 ORDER = ("replicated", "sharded", "recovery", *epochs_report.PARTS)
 WAYS_BACK = {
@@ -25,6 +24,7 @@ WAYS_BACK = {
 """how a state comes back, as recovery.py measures it"""
 OURS = ("single", "partner", "xor", "xor-flushed")
 COMPUTED = {"xor-tenth": "fivefold, xor, every tenth flushed (computed)"}
+NAMES = {**TITLES, **COMPUTED}
 LEAST_OVER_RANK0 = 5.0
 MOST_OVERHEAD, WANTED_OVERHEAD = 0.035, 0.01
 
@@ -87,7 +87,7 @@ def _table(blocks: Mapping[str, Rounds], found: Mapping[str, Sequence[Cost]]) ->
         cpu_s = statistics.median(one.cpu_s for one in rounds)
         typical = Cost(stall.value, cpu_s, rounds[0].cores)
         rows.append([
-            {**TITLES, **COMPUTED}[name],
+            NAMES[name],
             str(stall),
             f"{call_s(blocks[name]):.3f}" if name in blocks else "",
             f"{cpu_s:.2f}",
@@ -138,13 +138,11 @@ def _judged(found: Mapping[str, Sequence[Cost]]) -> Iterator[str]:
     for name in (name for name in ("xor", "xor-tenth") if name in found):
         most = Median.of([one.at_best() for one in found[name]])
         yield (
-            f"Goal, overhead of {({**TITLES, **COMPUTED})[name]} at Young's interval, by the clock or by the "
+            f"Goal, overhead of {NAMES[name]} at Young's interval, by the clock or by the "
             f"processor, whichever is more, at most {MOST_OVERHEAD:.1%}: {most.value:.2%} "
             f"[{most.low:.2%}, {most.high:.2%}]: {most.at_most(MOST_OVERHEAD)}; at most "
             f"{WANTED_OVERHEAD:.0%}: {most.at_most(WANTED_OVERHEAD)}."
         )
 
 
-def renewed(readme: str, folder: Path) -> str:
-    """The README with the figures of all kept parts."""
-    return with_figures(readme, folder, section, ORDER)
+PAGE = Page(HERE, section, ORDER)

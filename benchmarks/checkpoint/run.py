@@ -22,11 +22,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 import psutil
 import report
-from contender import BenchmarkError, Contender, leave_properly
+from contender import BenchmarkError, Contender
 from contenders import HERE, TITLES, kinds, missing
 from costs import of_blocks
 from figures import environment
-from publishing import keep
 from rounds import take_turns
 
 LEAST_FREE_BYTES = 1 << 30
@@ -74,14 +73,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Measure what was asked for; the exit code."""
     asked = options()
-    begun = time.monotonic()
-    with leave_properly():
-        for name in asked.parts:
-            result = measured(asked, name)
-            print(f"\n{report.section(result)}\n", flush=True)
-            keep(result, name, asked.results, HERE, report.renewed)
-    print(f"all of it took {time.monotonic() - begun:.0f} s")
-    return 0
+    return report.PAGE.publish(asked.parts, lambda name: measured(asked, name), asked.results)
 
 
 def measured(asked: argparse.Namespace, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Median, ratio, table
-from publishing import with_figures
+from publishing import Page
 
 from fivefold.bench.report import size_text
 
@@ -97,6 +97,4 @@ def _judged(result: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def renewed(readme: str, folder: Path) -> str:
-    """The README with the figures of all kept parts."""
-    return with_figures(readme, folder, section, ORDER)
+PAGE = Page(Path(__file__).resolve().parent, section, ORDER)

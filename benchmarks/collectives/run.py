@@ -22,7 +22,6 @@ import in_c
 import report
 import steps
 from figures import environment
-from publishing import keep
 
 from fivefold.bench import Contender, Measurement, Request, measure, start
 
@@ -60,11 +59,11 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Measure what was asked for; the exit code."""
     asked = options()
-    for name in asked.parts:
-        result = measured(name, asked.rounds, asked.most, asked.models)
-        print(f"\n{report.section(result)}\n", flush=True)
-        keep(result, name, asked.results, HERE, report.renewed)
-    return 0
+    return report.PAGE.publish(
+        asked.parts,
+        lambda name: measured(name, asked.rounds, asked.most, asked.models),
+        asked.results,
+    )
 
 
 def measured(name: str, rounds: int, most: int, models: Sequence[str]) -> dict[str, Any]:

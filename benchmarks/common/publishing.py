@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contender import leave_properly
 from figures import FEWEST_ROUNDS
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+@dataclass(frozen=True)
+class Page:
+    """The README of a benchmark, in the folder `home`: a section for each kept part, in this order."""
+
+    home: Path
+    section: Callable[[dict[str, Any]], str]
+    order: Sequence[str]
+
+    def publish(
+        self, parts: Iterable[str], measured: Callable[[str], dict[str, Any]], folder: Path
+    ) -> int:
+        """Measure each part, show its section and keep it, see `keep`; the exit code."""
+        begun = time.monotonic()
+        with leave_properly():
+            for part in parts:
+                result = measured(part)
+                print(f"\n{self.section(result)}\n", flush=True)
+                keep(result, part, folder, self.home, self.renewed)
+        print(f"all of it took {time.monotonic() - begun:.0f} s")
+        return 0
+
+    def renewed(self, text: str, folder: Path) -> str:
+        """The text of the README with the figures that are kept in a folder."""
+        results = kept(folder)
+        sections = [self.section(results[name]) for name in self.order if name in results]
+        return with_sections(text, sections)
 
 
 def keep(
@@ -40,14 +71,6 @@ def with_sections(text: str, sections: Sequence[str]) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + "\n\n".join([BEGIN, *sections, END]) + after
-
-
-def with_figures(
-    text: str, folder: Path, section: Callable[[dict[str, Any]], str], order: Sequence[str]
-) -> str:
-    """The text of a README with a section for each kept result, by name in this order."""
-    results = kept(folder)
-    return with_sections(text, [section(results[name]) for name in order if name in results])
 
 
 def conditions(result: dict[str, Any]) -> str:

@@ -9,16 +9,14 @@ the file it exits, so no contender outlives the benchmark.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from wire import answering
 
 
 @dataclass
@@ -69,13 +67,4 @@ def serve(address: str, answer: Callable[[int], dict[str, Any]], device: torch.d
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
     }
-    wire = socket.socket(socket.AF_UNIX)
-    wire.connect(address)
-    with (
-        wire,
-        wire.makefile("rw", encoding="utf-8") as told,
-        contextlib.suppress(BrokenPipeError),
-    ):
-        print(json.dumps(greeting), file=told, flush=True)
-        for line in told:
-            print(json.dumps(answer(int(line))), file=told, flush=True)
+    answering(address, greeting, answer)

@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 from figures import environment, table
-from publishing import conditions, keep, with_figures
+from publishing import Page, conditions
 
 from fault_cases import CASES, CONTROL, Case
 from template import Template
@@ -37,10 +37,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the names of faults")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of figures")
     asked = parser.parse_args()
-    result = measured(asked.rounds, asked.only)
-    print(f"\n{section(result)}\n", flush=True)
-    keep(result, "faults", asked.results, HERE, renewed)
-    return 0
+    return PAGE.publish(PAGE.order, lambda _: measured(asked.rounds, asked.only), asked.results)
 
 
 def measured(rounds: int, only: str = "") -> dict[str, Any]:
@@ -92,9 +89,7 @@ def section(result: dict[str, Any]) -> str:
     )
 
 
-def renewed(text: str, folder: Path) -> str:
-    """The README with the kept results."""
-    return with_figures(text, folder, section, ("faults",))
+PAGE = Page(HERE, section, ("faults",))
 
 
 if __name__ == "__main__":

@@ -18,39 +18,16 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
-import publishing
-from contender import Contender, Kind, leave_properly
-from figures import Median, environment, ratio, table
-from publishing import conditions
+from contender import Contender, Kind
+from figures import environment
+from report import CONTENDERS, HERE, PAGE, STATES, WAYS
 from rounds import take_turns
 
-HERE = Path(__file__).resolve().parent
 RANKS = 2
-GOAL_SHARE, GOAL_US = 1.01, 0.5
 _RUN = ("-m", "fivefold", "run", "-n", str(RANKS), "--log-dir", "{logs}")
 _RECORDED = (*_RUN, "--trace")
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("fivefold", "Fivefold", _RUN, RANKS, 1),
-        Kind("fivefold-recorded", "Fivefold, recorded", _RECORDED, RANKS, 1),
-        Kind("fivefold-profiled", "Fivefold, torch.profiler", _RUN, RANKS, 1),
-        Kind("ddp", "DistributedDataParallel, gloo", _RUN, RANKS, 1),
-        Kind("ddp-recorded", "DistributedDataParallel, recorded", _RECORDED, RANKS, 1),
-        Kind("ddp-profiled", "DistributedDataParallel, torch.profiler", _RUN, RANKS, 1),
-    )
-}
+KINDS = {name: Kind(name, title, _RECORDED, RANKS, 1) for name, title in CONTENDERS.items()}
 OPERATIONS = Kind("operations", "operations", _RUN, RANKS, 1)
-WAYS = {
-    "trace": "Trace.issue and Trace.ended alone, adding up included",
-    "span": "a span of a phase alone",
-    "step": "Trace.step_ended with 20 operations, those not counted",
-    "gloo": "all_reduce of 4 bytes, gloo as torch makes it",
-    "gloo-passed": "the same through the group that passes on, nothing recorded",
-    "gloo-recorded": "the same, recorded",
-    "fivefold": "all_reduce of 4 bytes, fivefold",
-    "fivefold-recorded": "the same, recorded",
-}
 
 
 def options() -> argparse.Namespace:
@@ -61,8 +38,8 @@ def options() -> argparse.Namespace:
         "--parts", nargs="+", choices=("operations", "steps"), default=["operations", "steps"]
     )
     parser.add_argument("--contenders", nargs="+", choices=KINDS, default=tuple(KINDS))
-    parser.add_argument("--rounds", type=int, default=17, help="of each part")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps in a block")
+    parser.add_argument("--rounds", type=int, default=21, help="of each part")
+    parser.add_argument("--steps", type=int, default=20, help="of each state in a round")
     parser.add_argument(
         "--results", type=Path, default=HERE / "results", help="folder of the figures"
     )
@@ -72,12 +49,11 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Measure what was asked for; the exit code."""
     asked = options()
-    with leave_properly():
-        for part in asked.parts:
-            result = operations(asked) if part == "operations" else steps(asked)
-            print(f"\n{section(result)}\n", flush=True)
-            publishing.keep(result, f"overhead-{part}", asked.results, HERE, _renewed)
-    return 0
+    return PAGE.publish(
+        [f"overhead-{part}" for part in asked.parts],
+        lambda part: (operations if part == "overhead-operations" else steps)(asked),
+        asked.results,
+    )
 
 
 def operations(asked: argparse.Namespace) -> dict[str, Any]:
@@ -101,11 +77,11 @@ def operations(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps(asked: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a step of ResNet-20, by contender and round."""
+    """Milliseconds of a step of ResNet-20, by contender, state and round."""
     before = environment()
 
     def told(done: int, answers: Mapping[str, Sequence[Any]]) -> str:
-        shown = (f"{name} {_mean_ms(own[-1]):.1f}" for name, own in answers.items())
+        shown = (f"{name} {by_state(own[-1])}" for name, own in answers.items())
         return f"{done}/{asked.rounds} ms: {'  '.join(shown)}"
 
     with (
@@ -122,63 +98,22 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "overhead-steps", "rounds": asked.rounds, "steps_per_block": asked.steps,
         "environment": {**before, "torch": greeting["torch"], **others.told()},
-        "step_ms": {name: [_mean_ms(one) for one in own] for name, own in answers.items()},
+        "step_ms": {
+            name: {state: [by_state(one)[state] for one in own] for state in STATES}
+            for name, own in answers.items()
+        },
     }  # fmt: skip
 
 
-def _mean_ms(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Of the slower rank."""
-    return round(max(statistics.mean(answer["step_s"]) for answer in answers) * 1e3, 4)
-
-
-def section(result: dict[str, Any]) -> str:
-    """A part as it stands in the README."""
-    title = (
-        "Per operation"
-        if "us" in result
-        else "Steps of ResNet-20, 64 images of 32 pixels, two ranks"
-    )
-    body = _operations(result["us"]) if "us" in result else _steps(result["step_ms"])
-    return f"### {title}\n\n{body}\n\n{conditions(result)}"
-
-
-def _operations(us: dict[str, list[float]]) -> str:
-    base = {"gloo-passed": "gloo", "gloo-recorded": "gloo", "fivefold-recorded": "fivefold"}
-    rows: list[list[str]] = []
-    for way, found in us.items():
-        more = ""
-        if way in base:
-            added = [own - plain for own, plain in zip(found, us[base[way]], strict=True)]
-            more = _interval(added)
-        rows.append([WAYS[way], _interval(found), more])
-    goal = Median.of(us["trace"]).at_most(GOAL_US)
-    return "\n\n".join([
-        table(["", "us [95 %]", "more than without, us [95 %]"], rows),
-        f"Goal, at most {GOAL_US} us for an operation: {goal}.",
-    ])  # fmt: skip
-
-
-def _interval(values: Sequence[float]) -> str:
-    found = Median.of(values)
-    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
-
-
-def _steps(step_ms: dict[str, list[float]]) -> str:
-    rows: list[list[str]] = []
-    goals: list[str] = []
-    for name, found in step_ms.items():
-        plain = step_ms.get(name.partition("-")[0])
-        same = plain is None or plain is found
-        over = "" if same else str(ratio(found, plain))
-        rows.append([KINDS[name].title, f"{statistics.median(found):.2f}", over])
-        if name.endswith("-recorded") and not same:
-            said = ratio(found, plain).at_most(GOAL_SHARE)
-            goals.append(f"Goal, {KINDS[name].title} at most {GOAL_SHARE} of without: {said}.")
-    return "\n\n".join([table(["", "ms", "times without [95 %]"], rows), *goals])
-
-
-def _renewed(text: str, folder: Path) -> str:
-    return publishing.with_figures(text, folder, section, ("overhead-operations", "overhead-steps"))
+def by_state(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of a step in each state, of the slower rank."""
+    states = answers[0]["step_s"]
+    found = {
+        state: max(statistics.median(answer["step_s"][state]) for answer in answers) * 1e3
+        for state in states
+    }
+    found["watched"] = found["recorded"] * (1 + max(answer["watcher"] for answer in answers))
+    return {state: round(found[state], 4) for state in STATES}
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fivefold.comm import register
+from fivefold.comm.tracing_groups import trace_groups
 from fivefold.recipes.models import build
+from fivefold.trace import Phase, span
+from fivefold.trace.current import current
+from fivefold.trace.process import start
+from fivefold.trace.trace import Trace
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 from serving import serve, timed
 
 BATCH, CLASSES, PIXELS = 64, 10, 32
-CALLS = 2000
+CALLS, PIECES = 2000, 20
 CPU = torch.device("cpu")
 
 
@@ -31,9 +40,7 @@ def training(name: str) -> Callable[[], None]:
     torch.manual_seed(0)
     net = build("resnet20", CLASSES)
     images, labels = torch.randn(BATCH, 3, PIXELS, PIXELS), torch.randint(CLASSES, (BATCH,))
-    return (
-        _fivefold(net, images, labels) if name.startswith("fivefold") else _ddp(net, images, labels)
-    )
+    return _fivefold(net, images, labels) if name == "fivefold" else _ddp(net, images, labels)
 
 
 def _fivefold(net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
@@ -68,57 +75,71 @@ def _ddp(net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Callable
     return step
 
 
+class Alone:
+    """What a trace takes by itself, in microseconds."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def measured(self) -> dict[str, float]:
+        """Each way of `overhead.WAYS` that needs no group."""
+        return {
+            "trace": _us(self._operation, 8 * CALLS), "fold": self._adding_up(),
+            "span": _us(self._phase, CALLS), "step": self._step(),
+        }  # fmt: skip
+
+    def _operation(self) -> None:
+        self._trace.ended(self._trace.issue(1, 0, 0, 0, 4, 1))
+
+    def _phase(self) -> None:
+        with span(Phase.FORWARD):
+            pass
+
+    def _adding_up(self) -> float:
+        self._trace.fold()
+        for _ in range(CALLS):
+            self._operation()
+        begun = time.perf_counter()
+        self._trace.fold()
+        return (time.perf_counter() - begun) / CALLS * 1e6
+
+    def _step(self) -> float:
+        total = 0.0
+        for _ in range(CALLS // 20):
+            for _ in range(20):
+                self._operation()
+            begun = time.perf_counter()
+            self._trace.step_ended()
+            total += time.perf_counter() - begun
+        return total / (CALLS // 20) * 1e6
+
+
 def operations() -> Callable[[int], dict[str, Any]]:
     """Microseconds per call of each way; `overhead.WAYS` says what they are."""
-    from fivefold.comm import register
-    from fivefold.comm.tracing_groups import trace_groups
-    from fivefold.trace import Phase, span
-    from fivefold.trace.current import current
-    from fivefold.trace.process import start
-
     register()
     dist.init_process_group("gloo")
     plain, ours = dist.group.WORLD, dist.new_group(backend="fivefold")
     trace_groups()
     passed = dist.new_group(backend="gloo")
-    folder = Path(tempfile.mkdtemp(prefix="fivefold-trace-"))
-    trace = start(folder, {"rank": dist.get_rank()})
+    trace = start(Path(tempfile.mkdtemp(prefix="fivefold-trace-")), {"rank": dist.get_rank()})
     assert trace is not None
-    tensor = torch.ones(1)
-
-    def alone() -> None:
-        trace.ended(trace.issue(1, 0, 0, 0, 4, 1))
-
-    def phase() -> None:
-        with span(Phase.FORWARD):
-            pass
-
-    def collective(group: Any) -> Callable[[], None]:
-        return lambda: dist.all_reduce(tensor, group=group) and None
-
-    def step_us() -> float:
-        total = 0.0
-        for _ in range(CALLS // 20):
-            for _ in range(20):
-                alone()
-            begun = time.perf_counter()
-            trace.step_ended()
-            total += time.perf_counter() - begun
-        return total / (CALLS // 20) * 1e6
-
-    turns = itertools.count()
+    alone, tensor, turns = Alone(trace), torch.ones(1), itertools.count()
+    ways = [("gloo", plain, None), ("gloo-passed", passed, None), ("gloo-recorded", passed, trace),
+            ("fivefold", ours, None), ("fivefold-recorded", ours, trace)]  # fmt: skip
 
     def measure(_: int) -> dict[str, Any]:
-        found = {"trace": _us(alone, 8 * CALLS), "span": _us(phase, CALLS), "step": step_us()}
-        ways = [("gloo", plain, None), ("gloo-passed", passed, None), ("gloo-recorded", passed, trace),
-                ("fivefold", ours, None), ("fivefold-recorded", ours, trace)]  # fmt: skip
-        turn = next(turns) % len(ways)
-        for name, group, recording in [*ways[turn:], *ways[:turn]]:
-            current.trace = recording
-            _us(collective(group), 20)
-            found[name] = _us(collective(group), CALLS)
+        pieces: dict[str, list[float]] = {name: [] for name, *_ in ways}
+        # Many short pieces in turns: how two processes fall into step drifts within a second.
+        for _ in range(PIECES):
+            turn = next(turns) % len(ways)
+            for name, group, recording in [*ways[turn:], *ways[:turn]]:
+                current.trace = recording
+                call = partial(dist.all_reduce, tensor, group=group)
+                _us(call, 10)
+                pieces[name].append(_us(call, CALLS // PIECES))
         current.trace = trace
-        return {"us": found}
+        found = {name: statistics.median(own) for name, own in pieces.items()}
+        return {"us": {**alone.measured(), **found}}
 
     return measure
 
@@ -130,15 +151,53 @@ def _us(call: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - begun) / calls * 1e6
 
 
-def profiled(step: Callable[[], None]) -> Callable[[int], dict[str, Any]]:
-    """Steps under torch.profiler, as its users begin it; starting and stopping are not counted."""
+def states(step: Callable[[], None]) -> Callable[[int], dict[str, Any]]:
+    """Seconds of steps as they are, recorded, and profiled, in turns; `overhead.STATES` says what they are.
+
+    The same process takes them all: two processes of one program differ by more than a trace costs.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    def measure(steps: int) -> dict[str, Any]:
+    trace = current.trace
+    assert trace is not None, "fivefold run --trace began one"
+    watcher = Cpu("fivefold-watch")
+    turns = itertools.count()
+
+    def one(name: str) -> float:
+        current.trace = trace if name == "recorded" else None
+        return timed(step, 1, CPU, untimed=0)[0]
+
+    def profiled(steps: int) -> list[float]:
+        current.trace = None
         with profile(activities=[ProfilerActivity.CPU]):
-            return {"step_s": timed(step, steps, CPU)}
+            return timed(step, steps, CPU)
+
+    def measure(steps: int) -> dict[str, Any]:
+        found: dict[str, list[float]] = {"plain": [], "recorded": []}
+        begun, before = time.perf_counter(), watcher.used_s()
+        first = next(turns) % 2
+        for number in range(steps):
+            order = ["plain", "recorded"] if (number + first) % 2 else ["recorded", "plain"]
+            for name in order:
+                found[name].append(one(name))
+        share = (watcher.used_s() - before) / (time.perf_counter() - begun)
+        found["profiled"] = profiled(steps)
+        current.trace = trace
+        return {"step_s": found, "watcher": share}
 
     return measure
+
+
+class Cpu:
+    """Processor time of a thread of this process, as the kernel counts it."""
+
+    def __init__(self, name: str) -> None:
+        (thread,) = (one for one in threading.enumerate() if one.name == name)
+        self._file = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+
+    def used_s(self) -> float:
+        """So far, in seconds."""
+        return int(self._file.read_text().split()[0]) / 1e9
 
 
 def main() -> None:
@@ -154,8 +213,7 @@ def main() -> None:
     else:
         step = training(asked.contender)
         timed(step, 5, CPU)
-        recorded = asked.contender.endswith("-profiled")
-        answer = profiled(step) if recorded else lambda steps: {"step_s": timed(step, steps, CPU)}
+        answer = states(step)
     serve(asked.socket, answer, CPU)
     dist.destroy_process_group()
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fivefold.checkpoint import Checkpointer
     from fivefold.data import loader
     from fivefold.mesh import Mesh, start
+    from fivefold.offload import Validator
     from fivefold.parallel import clip_grad_norm_, parallelize
     from fivefold.plan import Layout, Plan
     from fivefold.trace import Phase, span
@@ -31,6 +32,7 @@ __all__ = [
     "Mesh",
     "Phase",
     "Plan",
+    "Validator",
     "__version__",
     "clip_grad_norm_",
     "loader",
@@ -45,6 +47,7 @@ _HOME = {
     "Mesh": "fivefold.mesh",
     "Phase": "fivefold.trace",
     "Plan": "fivefold.plan",
+    "Validator": "fivefold.offload",
     "clip_grad_norm_": "fivefold.parallel",
     "loader": "fivefold.data",
     "parallelize": "fivefold.parallel",

@@ -16,10 +16,12 @@ __all__ = [
     "CheckpointWarning",
     "Damaged",
     "DataError",
+    "DataWarning",
     "FivefoldError",
     "Foreign",
     "InUse",
     "LaunchError",
+    "OffloadWarning",
     "PlanError",
     "Unrecoverable",
     "UsageError",
@@ -57,6 +59,14 @@ class CheckpointError(FivefoldError):
 
 class CheckpointWarning(UserWarning):
     """A save or a copy of it failed, or an older save had to be loaded. Training goes on."""
+
+
+class DataWarning(UserWarning):
+    """Samples were left out of batches, as the plan allows."""
+
+
+class OffloadWarning(UserWarning):
+    """Something about helpers: one is lost, cannot help, or computes otherwise. Training goes on."""
 
 
 class Damaged(CheckpointError):

@@ -36,6 +36,7 @@ from fivefold.sections import (
     Loader,
     Memory,
     Numerics,
+    Offload,
     Parallel,
     Pipeline,
     Tiles,
@@ -52,6 +53,7 @@ __all__ = [
     "Loader",
     "Memory",
     "Numerics",
+    "Offload",
     "Parallel",
     "Pipeline",
     "Plan",
@@ -98,6 +100,7 @@ class Plan:
     numerics: Numerics = field(default_factory=Numerics)
     train: Train = field(default_factory=Train)
     loader: Loader = field(default_factory=Loader)
+    offload: Offload = field(default_factory=Offload)
     comm: Comm = field(default_factory=Comm)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     trace: Trace = field(default_factory=Trace)

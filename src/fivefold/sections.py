@@ -20,6 +20,7 @@ __all__ = [
     "Loader",
     "Memory",
     "Numerics",
+    "Offload",
     "Parallel",
     "Pipeline",
     "Tiles",
@@ -198,6 +199,28 @@ class Loader:
 
     def __post_init__(self) -> None:
         _at_least("loader", self, workers=0, prefetch=1)
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What helpers do: processes beside the trainers. No value but `on_error` changes what is computed."""
+
+    helpers: str = ""
+    """which to start, such as "local:2, dpu01:4": on this node and on another, so many processes each"""
+    augmentation: bool = True
+    """whether helpers produce the batches of loaders"""
+    validation: bool = True
+    """whether helpers evaluate; what is trained on a GPU they do only where a plan says so"""
+    prefetch_bytes: int = 268435456
+    """the most memory per trainer for batches that helpers produce ahead"""
+    on_error: Literal["stop", "skip"] = "stop"
+    """what becomes of a sample that cannot be produced, with helpers or without: an error, or its batch is
+    that much smaller, which is counted and told"""
+    share_cores: bool = False
+    """whether helpers on this node may run on the cores of trainers"""
+
+    def __post_init__(self) -> None:
+        _at_least("offload", self, prefetch_bytes=0)
 
 
 @dataclass(frozen=True)

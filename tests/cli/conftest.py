@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ from browser import Open, Tab, chromium, written
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+# Benchmarks that are run small do not wait until the other tests leave the cores alone.
+os.environ.setdefault("BENCHMARK_PATIENCE_S", "0")
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.environment import without_places
+from commands import CLEAN
 
-# The suite may itself run in an allocation, or under a launcher.
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_", "OMP_"))
-}
+ENVIRON = {name: value for name, value in CLEAN.items() if not name.startswith("OMP_")}
 CORES = sorted(os.sched_getaffinity(0))
 TORCH = """
 from types import SimpleNamespace
@@ -40,7 +35,7 @@ def doctor(
     return subprocess.run(
         [*before, sys.executable, "-m", "fivefold", "doctor", *map(str, words)],
         cwd=folder,
-        env=CLEAN | {"PYTHONPATH": str(folder / "fast")} | environment,
+        env=ENVIRON | {"PYTHONPATH": str(folder / "fast")} | environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from commands import CLEAN
 from fivefold import Plan, recipes
 from fivefold.cli.train import Train, resolve
-from fivefold.launch.environment import without_places
 
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-} | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 CLUSTER = """
 name = "four boxes"
@@ -33,7 +28,7 @@ def plan(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fivefold", "plan", *words.split()],
         cwd=folder,
-        env=CLEAN,
+        env=ENVIRON,
         capture_output=True,
         text=True,
         timeout=100,

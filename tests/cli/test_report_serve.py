@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -310,6 +311,21 @@ def test_a_rank_that_was_killed_is_noticed_although_its_file_stays(tmp_path: Pat
         rank.wait()
         eventually(report, lambda: report.document["run"]["state"] == "killed")
         assert before == "running"
+
+
+def test_the_end_of_a_run_is_told_although_the_report_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fivefold.introspect.live._REST", 1e9)
+    meta = {"host": socket.gethostname()}
+    run = Story(ranks=1, steps=5, state=State.RUNNING, meta=meta).write(tmp_path / "run")
+    write_live(run, "pid", os.getpid())
+    report = LiveReport(run, every_s=0.0)
+    report.refresh()
+    assert report.document["run"]["state"] == "running"
+    write_live(run, "state", State.ENDED)
+    report.refresh()
+    assert report.document["run"]["state"] == "ended"
 
 
 def test_a_run_that_is_taken_away_is_a_problem_and_no_end(tmp_path: Path) -> None:

@@ -12,32 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.environment import without_places
-
-# The suite may itself run in an allocation, or under a launcher.
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-}
+from commands import fivefold
 
 HELLO = """
 import os, sys
 print("hello from", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
 """
-
-
-def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fivefold", *map(str, words)],
-        cwd=cwd,
-        env=CLEAN | {"COLUMNS": "100"} | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.fixture

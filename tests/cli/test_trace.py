@@ -6,21 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from fivefold.launch.environment import without_places
-from fivefold.trace import Phase
+from commands import CLEAN
+from fivefold.trace import Phase, Tag, helping
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import KINDS, PHASES, TAGS, State
-
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-}
+from fivefold.trace.trace import Trace
 
 DDP = """
 import os, sys
@@ -58,6 +54,62 @@ if several:
 """
 
 
+# torch computes SyncBatchNorm on GPUs only: here is its arithmetic for CPUs, around torch's own collectives.
+SYNCHRONISED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm
+
+
+def stats(x, eps):
+    var, mean = torch.var_mean(x, 0, correction=0)
+    return mean, (var + eps).rsqrt()
+
+
+def gathered(x, means, inverses, running_mean, running_var, momentum, eps, counts):
+    share = (counts / counts.sum())[:, None]
+    mean = (means * share).sum(0)
+    var = ((inverses**-2 - eps + (means - mean) ** 2) * share).sum(0)
+    return mean, (var + eps).rsqrt()
+
+
+def reduced(dy, x, mean, inverse, *_):
+    with_x = (dy * (x - mean)).sum(0)
+    return dy.sum(0), with_x, with_x * inverse, dy.sum(0)
+
+
+def back(dy, x, mean, inverse, weight, sum_dy, with_x, counts):
+    return (dy - (sum_dy + (x - mean) * inverse**2 * with_x) / counts.sum()) * inverse * weight
+
+
+torch.batch_norm_stats, torch.batch_norm_gather_stats_with_counts = stats, gathered
+torch.batch_norm_elemt = lambda x, weight, bias, mean, inverse, _: (x - mean) * inverse * weight + bias
+torch.batch_norm_backward_reduce, torch.batch_norm_backward_elemt = reduced, back
+
+
+class Norm(nn.BatchNorm1d):
+    def forward(self, x):
+        return SyncBatchNorm.apply(
+            x, self.weight, self.bias, self.running_mean, self.running_var, self.eps, 0.1,
+            dist.group.WORLD, dist.get_world_size(),
+        )
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), Norm(8), nn.ReLU(), nn.Linear(8, 8), Norm(8), nn.Linear(8, 1))
+model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in torch.randn(3, 2, 4, 8):
+    model(batch[dist.get_rank()]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
 def fivefold(*words: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "fivefold", *map(str, words)],
@@ -76,6 +128,37 @@ def traces(folder: Path) -> list[RankTrace]:
     return [RankTrace.load(path) for path in sorted(folder.glob("*.trace"))]
 
 
+HELPED = """
+import os, time
+from pathlib import Path
+while os.environ.get("FIVEFOLD_ROLE") == "helper" and not list(Path("logs").rglob("*.trace")):
+    time.sleep(0.02)
+
+import torch
+import fivefold as ff
+
+class Marked(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if os.environ.get("FIVEFOLD_ROLE") == "helper":
+            Path("helped").touch()
+        time.sleep(0.002)
+        return torch.ones(4), index
+
+with ff.start() as mesh:
+    Path(f"{mesh.role}-{os.getpid()}").touch()
+    data = ff.loader(Marked(), mesh, batch_size=8, seed=0)
+    while not Path("helped").exists():
+        for x, y in data:
+            pass
+    for x, y in data:
+        pass
+    data.close()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(DDP)
@@ -84,6 +167,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_script_is_recorded_as_it_is(folder: Path) -> None:
     plain = fivefold("run", "-n", 2, "train.py", cwd=folder)
+    assert not [*folder.rglob("*.trace")], "nothing is recorded unless it is asked for"
     done = fivefold("run", "-n", 2, "--trace", "--log-dir", "logs", "train.py", cwd=folder)
     assert weights(done) == weights(plain) and len(weights(plain)) == 1
     assert "recorded: fivefold report logs" in done.stderr
@@ -106,6 +190,37 @@ def test_a_script_is_recorded_as_it_is(folder: Path) -> None:
         assert trace.meta["environment"]["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_helper_that_begins_late_leaves_the_trace_to_its_trainer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HELPED)
+    words = ("--trace", "--plan", "shared.toml", "--helpers", "local:1", "--log-dir", "logs")
+    (tmp_path / "shared.toml").write_text("[offload]\nshare_cores = true\n")
+    fivefold("run", *words, "train.py", cwd=tmp_path)
+    (found,) = traces(tmp_path / "logs" / "trace")
+    assert (tmp_path / f"trainer-{found.meta['pid']}").exists(), found.meta
+    (helper,), supply = helping.read(found.meta)
+    assert helper.leases and supply and supply.batches > supply.own
+
+
+def test_collectives_of_synchronised_batch_norm_say_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SYNCHRONISED)
+    fivefold("run", "-n", 2, "--trace", "--log-dir", "logs", "train.py", cwd=tmp_path)
+    for trace in traces(tmp_path / "logs" / "trace"):
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for row in trace.sums[trace.sums["kind"] > 0]:
+            phase = PHASES[row["phase"]] if row["phase"] < len(PHASES) else ""
+            counts[KINDS[row["kind"]], TAGS[row["tag"]], phase] += int(row["count"])
+        # Two layers in three steps; the optimiser's hooks alone tell where a step begins and ends.
+        norms = {
+            (kind, phase): n for (kind, tag, phase), n in counts.items() if tag == Tag.BATCH_NORM
+        }
+        assert sum(n for (kind, _), n in norms.items() if kind == "all_gather") == 6
+        assert norms["all_reduce", Phase.BACKWARD] == 6
+        assert {kind for kind, _ in norms} == {"all_gather", "all_reduce"}
+        # What comes after them is not theirs: gradients in the same backward pass, a sum at the end.
+        assert counts["all_reduce", Tag.GRADIENTS, Phase.BACKWARD] >= 3
+        assert any(kind == "all_reduce" and tag == Tag.OTHER for kind, tag, _ in counts)
+
+
 def test_a_script_of_one_process_needs_no_torch_distributed(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=folder, env=CLEAN | {"FIVEFOLD_TRACE": "here"},
@@ -118,17 +233,26 @@ def test_a_script_of_one_process_needs_no_torch_distributed(folder: Path) -> Non
     assert found.state == State.ENDED
 
 
+def test_a_script_that_finds_its_trace_written_says_so_once(folder: Path) -> None:
+    meta = {"rank": 0, "host": os.uname().nodename}
+    ours = Trace.create(folder / "here", meta)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, env=CLEAN | {"FIVEFOLD_TRACE": "here"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"process {os.getpid()} writes the trace of this rank") == 1
+    ours.close()
+    (found,) = traces(folder / "here")
+    assert found.live["pid"] == os.getpid() and not found.windows["steps"].sum()
+
+
 def test_a_script_that_fails_says_why_in_its_trace(folder: Path) -> None:
     fivefold("run", "--trace", "--log-dir", "logs", "train.py", "fail", cwd=folder, code=1)
     (found,) = traces(folder / "logs" / "trace")
     assert found.state == State.FAILED
     failures = [note["text"] for note in found.notes if note["kind"] == "failure"]
     assert failures == ["ValueError: no such thing"]
-
-
-def test_without_the_variable_nothing_is_recorded(folder: Path) -> None:
-    fivefold("run", "train.py", cwd=folder)
-    assert not [*folder.rglob("*.trace")]
 
 
 def test_a_recipe_is_recorded_unless_its_plan_says_no(folder: Path) -> None:

@@ -18,21 +18,17 @@ import pytest
 import torch
 from PIL import Image
 
+from commands import CLEAN
 from fivefold import recipes
-from fivefold.launch.environment import without_places
 from fivefold.plan import Plan
 from fivefold.recipes import models
 
 BIN = Path(sys.executable).parent
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith("FIVEFOLD_")
-} | {"OMP_NUM_THREADS": "1"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 
 def fivefold(folder: Path, *words: str, before: tuple[str, ...] = (), **options):
-    options = {"capture_output": True, "text": True, "env": CLEAN} | options
+    options = {"capture_output": True, "text": True, "env": ENVIRON} | options
     command = [*before, str(BIN / "fivefold"), "train", *words]
     return subprocess.run(command, cwd=folder, timeout=100, check=False, **options)
 
@@ -128,7 +124,7 @@ def test_a_folder_of_pictures_on_a_terminal(pictures, tmp_path):
             tmp_path,
             *("folder", "--data", str(pictures), "--model", "resnet20", "--size", "16"),
             *("--epochs", "2", "--batch-size", "8", "--out", "elsewhere"),
-            env=CLEAN | {"TERM": "xterm-256color", "COLUMNS": "100"},
+            env=ENVIRON | {"TERM": "xterm-256color", "COLUMNS": "100"},
             capture_output=False, stdout=terminal, stderr=subprocess.PIPE,
         )  # fmt: skip
         shown = os.read(reader, 65536).decode()

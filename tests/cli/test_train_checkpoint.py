@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -16,13 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from fivefold.launch.environment import without_places
+from commands import CLEAN
 
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith("FIVEFOLD_")
-} | {"OMP_NUM_THREADS": "1", "FIVEFOLD_LEASE_S": "3"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "FIVEFOLD_LEASE_S": "3"}
 
 
 def pictures(folder: Path) -> None:
@@ -44,13 +39,13 @@ RECIPES = {
 }  # fmt: skip
 
 
-def start(folder: Path, recipe: str, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, recipe: str, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
     command = [
-        str(Path(sys.executable).parent / "fivefold"), "train", recipe, "-n", "2", *RECIPES[recipe],
+        str(Path(sys.executable).parent / "fivefold"), "train", recipe, "-n", str(ranks), *RECIPES[recipe],
         "--set", f"checkpoint.local={folder / 'local'}", *words,
     ]  # fmt: skip
     return subprocess.Popen(
-        command, cwd=folder, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -85,18 +80,18 @@ def test_a_recipe_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, reci
 
 def test_a_recipe_whose_saves_are_lost_begins_again_when_it_is_told_to(tmp_path: Path) -> None:
     words = ["--epochs", "1", "--checkpoint", "saved", "--set", "checkpoint.every_steps=5"]
-    done = start(tmp_path, "digits", *words)
+    done = start(tmp_path, "digits", *words, ranks=1)
     out, err = done.communicate(timeout=100)
     assert done.returncode == 0, out + err
     shutil.rmtree(tmp_path / "local")
     for path in (tmp_path / "saved").glob("step-*"):
         shutil.rmtree(path)
-    refused = start(tmp_path, "digits", *words)
+    refused = start(tmp_path, "digits", *words, ranks=1)
     out, err = refused.communicate(timeout=100)
     assert refused.returncode == 2, out + err
     assert "has made saves (the last: step " in err and "--begin-again" in err
     assert "Traceback" not in err
-    again = start(tmp_path, "digits", *words, "--begin-again")
+    again = start(tmp_path, "digits", *words, "--begin-again", ranks=1)
     out, err = again.communicate(timeout=100)
     assert again.returncode == 0, out + err
     assert re.search(r"^warning        .*it begins again at step 0", out, re.MULTILINE), out

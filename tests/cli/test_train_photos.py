@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,21 +10,17 @@ from pathlib import Path
 
 import torch
 
-from fivefold.launch.environment import without_places
+from commands import CLEAN
 from fivefold.recipes import models
 
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith("FIVEFOLD_")
-} | {"OMP_NUM_THREADS": "1"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 
 def test_an_epoch_on_two_processes_is_told_in_decibels(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "fivefold"), "train", "photos", "-n", "2"]
     done = subprocess.run(
         [*command, "--size", "31", "--epochs", "1"],
-        cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "epoch 1/1  loss" in done.stdout

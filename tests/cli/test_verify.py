@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fivefold.launch.environment import without_places
+from commands import CLEAN
 
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 MODELS = """
 import os
@@ -77,7 +72,7 @@ def verify(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fivefold", "verify", *words.split()],
         cwd=folder,
-        env=CLEAN | {"TMPDIR": str(folder.parent / "temporary")},
+        env=ENVIRON | {"TMPDIR": str(folder.parent / "temporary")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -153,7 +148,7 @@ def test_another_launcher_may_start_the_ranks(folder: Path) -> None:
     done = subprocess.run(
         [*before, "fivefold", "verify", "my_models:Net", "--input", "12"],
         cwd=folder,
-        env=CLEAN,
+        env=ENVIRON,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -222,7 +217,7 @@ def test_mistakes_in_models(folder: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *NEEDING_TORCH],
-        cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=100, check=False,
+        cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["2"] * len(NEEDING_TORCH), done.stderr
     for line, (words, start) in zip(done.stderr.splitlines(), NEEDING_TORCH.items(), strict=True):

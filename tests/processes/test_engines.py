@@ -17,18 +17,12 @@ import psutil
 import pytest
 
 import mpis
-from fivefold.launch.environment import without_places
+from commands import CLEAN
 
 # Generous: the machine may be busy. What the house promises (5 s) is checked on its own.
 TIMEOUT_S = 60.0
 PROMISED_S = 5.0
 
-# The suite may itself run in an allocation, or under a launcher.
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-}
 
 PREAMBLE = """
 import json, os, signal, subprocess, sys, time

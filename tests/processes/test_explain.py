@@ -14,14 +14,9 @@ from typing import Any
 import pytest
 
 import mpis
-from fivefold.launch.environment import without_places
+from commands import CLEAN
 
-# The suite may itself run in an allocation, or under a launcher.
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-} | {"OMP_NUM_THREADS": "1"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 CORES = sorted(os.sched_getaffinity(0))
 TIMEOUT_S = 90.0
 
@@ -46,7 +41,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
 
     def started(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "fivefold", "run", "-n", "2", "--engine", engine, *words]
-        return finished(command, tmp_path, CLEAN | environ)
+        return finished(command, tmp_path, ENVIRON | environ)
 
     started.engine = engine  # type: ignore[attr-defined]
     return started
@@ -98,7 +93,7 @@ def test_a_dry_run_prints_what_a_shell_can_run(run: Run, tmp_path: Path) -> None
     assert sorted(tmp_path.rglob("*")) == before, "something was written or run"
     assert done.stdout.startswith(f"# engine {run.engine}, 2 processes, ")  # type: ignore[attr-defined]
     assert "'WHO=two words'" in done.stdout
-    again = finished(["sh", "-e", "-c", done.stdout], tmp_path, CLEAN)
+    again = finished(["sh", "-e", "-c", done.stdout], tmp_path, ENVIRON)
     assert again.returncode == 0, again.stderr
     said = sorted(re.sub(r"^\[\d\] ", "", line) for line in again.stdout.splitlines())
     assert said == ["rank 0 of 2 a 'b'", "rank 1 of 2 a 'b'"]
@@ -107,7 +102,7 @@ def test_a_dry_run_prints_what_a_shell_can_run(run: Run, tmp_path: Path) -> None
 def test_a_dry_run_with_a_report_tells_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "greet.py").write_text(SCRIPT)
     words = ["run", "-n", "2", "--dry-run", "--explain", "--port", "24123", "greet.py"]
-    done = finished([sys.executable, "-m", "fivefold", *words], tmp_path, CLEAN)
+    done = finished([sys.executable, "-m", "fivefold", *words], tmp_path, ENVIRON)
     assert done.returncode == 0, done.stderr
     assert "MASTER_PORT=24123" in done.stdout and "fivefold.launch.explain" in done.stdout
     assert done.stderr.startswith("placement, as it would be:")
@@ -124,7 +119,7 @@ def by_hand(
     words = [*before, sys.executable, "-m", "fivefold.launch.explain", "--log-dir", str(folder)]
     return subprocess.Popen(
         [*words, "--", *command],
-        env=CLEAN | environ | {"MASTER_ADDR": "host0", "MASTER_PORT": "24000"},
+        env=ENVIRON | environ | {"MASTER_ADDR": "host0", "MASTER_PORT": "24000"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -155,7 +150,7 @@ def host(name: str, folder: Path) -> tuple[str, ...]:
 
 
 def test_ranks_of_several_hosts_meet_in_a_folder_that_they_share(tmp_path: Path) -> None:
-    if finished([*host("host0", tmp_path), "true"], tmp_path, CLEAN).returncode:
+    if finished([*host("host0", tmp_path), "true"], tmp_path, ENVIRON).returncode:
         pytest.skip("no hosts of other names: unshare is not allowed here")
     ranks = [
         by_hand(tmp_path / "logs", r, 2, "echo", "done", before=host(f"host{r}", tmp_path), hosts=2)

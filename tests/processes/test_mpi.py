@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -13,14 +12,7 @@ from pathlib import Path
 import pytest
 
 import mpis
-from fivefold.launch.environment import without_places
-
-# The suite may itself run in an allocation, or under a launcher.
-CLEAN = {
-    name: value
-    for name, value in without_places(os.environ).items()
-    if not name.startswith(("FIVEFOLD_", "SLURM_", "PBS_"))
-}
+from commands import CLEAN
 
 PLACE = """
 import dataclasses, json

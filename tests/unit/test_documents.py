@@ -11,13 +11,13 @@ from documents import Command, commands, matches, options_before
 RUNNER = Path(__file__).resolve().parents[1] / "documents.py"
 
 
-def run(pytester: pytest.Pytester, text: str) -> tuple[dict[str, int], str]:
+def run(pytester: pytest.Pytester, text: str, *more: str) -> tuple[dict[str, int], str]:
     runner = RUNNER.read_text().replace(
         "ROOT = Path(__file__).resolve().parent.parent", "ROOT = Path()"
     )
     pytester.makeconftest(runner.replace("path=str(ROOT)", "path='.'"))
     (pytester.path / "page.md").write_text(text)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "page.md")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "page.md", *more)
     return result.parseoutcomes(), result.stdout.str()
 
 
@@ -48,7 +48,7 @@ def test_shown_output_is_compared(shown: str, printed: str, same: bool) -> None:
 
 def test_unknown_options_are_refused() -> None:
     text = "<!-- test: files=a -->\n```python\n"
-    with pytest.raises(ValueError, match="valid: file, exit, output"):
+    with pytest.raises(ValueError, match="valid: file, exit, output, once"):
         options_before(text, text.index("```"))
 
 
@@ -78,20 +78,42 @@ assert name == "world" and Path("check.py").exists()
     assert found == {"passed": 4}, told
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        ("```python\nassert 1 == 2\n```", "assert 1 == 2"),
-        ("```console\n$ echo first\n$ false\n```", "exit code 1 instead of 0"),
-        ("<!-- test: exit=2 -->\n```console\n$ true\n```", "exit code 0 instead of 2"),
-        ("<!-- test: output -->\n```console\n$ echo a\nb\n```", "the document shows otherwise"),
-        ("```toml\n[layout]\ndata = 0\n```", "PlanError"),
-    ],
+def test_what_documents_begin_with_alike_is_run_once(pytester: pytest.Pytester) -> None:
+    begin = """
+<!-- test: once -->
+```console
+$ echo made; mkdir made; ls made; echo x >> "$COUNTED"
+made
+$ ls | tee found
+```
+<!-- test: output -->
+```console
+$ ls
+found
+made
+```
+"""
+    for name in ("page.md", "second.md"):
+        (pytester.path / name).write_text(begin.replace("$COUNTED", str(pytester.path / "counted")))
+    found, told = run(pytester, (pytester.path / "page.md").read_text(), "second.md")
+    assert found == {"passed": 4}, told
+    assert (pytester.path / "counted").read_text() == "x\n"
+
+
+WRONG = (
+    ("```python\nassert 1 == 2\n```", "assert 1 == 2"),
+    ("```console\n$ echo first\n$ false\n```", "exit code 1 instead of 0"),
+    ("<!-- test: exit=2 -->\n```console\n$ true\n```", "exit code 0 instead of 2"),
+    ("<!-- test: output -->\n```console\n$ echo a\nb\n```", "the document shows otherwise"),
+    ("```toml\n[layout]\ndata = 0\n```", "PlanError"),
+    ("<!-- test: once -->\n```console\n$ false\n```", "exit code 1 instead of 0"),
 )
-def test_a_wrong_block_fails(pytester: pytest.Pytester, block: str, message: str) -> None:
-    found, told = run(pytester, block)
-    assert found == {"failed": 1}
-    assert message in told
+
+
+def test_wrong_blocks_fail(pytester: pytest.Pytester) -> None:
+    found, told = run(pytester, "\n\n".join(block for block, _ in WRONG))
+    assert found == {"failed": len(WRONG)}
+    assert [message for _, message in WRONG if message not in told] == []
 
 
 def test_a_skipped_block_tells_why(pytester: pytest.Pytester) -> None:

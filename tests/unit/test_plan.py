@@ -2,7 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import PlanError
@@ -47,6 +47,7 @@ def test_an_axis_has_a_whole_positive_size(size: object) -> None:
         Layout(data=size)  # type: ignore[arg-type]
 
 
+@settings(max_examples=25)
 @given(layouts, st.integers(1, 99), st.floats(0, 10), st.sampled_from(["global", "replica"]))
 def test_toml_keeps_values_and_where_they_came_from(
     layout: Layout, epochs: int, rate: float, norm: str

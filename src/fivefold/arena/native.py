@@ -28,7 +28,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 2
+ABI = 3
 LIBRARY = "libfivefold_core.so"
 MAX_RANKS = 256
 
@@ -51,7 +51,7 @@ class ArenaError(FivefoldError):
 
 
 class Report(ctypes.Structure):
-    """`ff_report`: what went wrong, and who is missing."""
+    """`ff_report`: when all had come, what went wrong, and who is missing."""
 
     _fields_: ClassVar = [
         ("status", c_uint32),
@@ -64,6 +64,7 @@ class Report(ctypes.Structure):
         ("other_status", c_uint32),
         ("kind", c_uint32),
         ("sequence", c_uint64),
+        ("started_ns", c_uint64),
         ("missing", c_uint64 * (MAX_RANKS // 64)),
     ]
 

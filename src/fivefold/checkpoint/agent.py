@@ -143,8 +143,10 @@ class Desk:
         return {"names": copied.names, "copied_bytes": copied.copied_bytes}
 
     def _flush_rate(self, bytes_per_s: float | None) -> Rate:
-        rate = Rate(None if self._hurry else bytes_per_s, self._stop)
+        rate = Rate(bytes_per_s, self._stop)
         self._flush_rates.append(rate)
+        if self._hurry:  # asked once it is in the list: `hurry` runs in another thread
+            rate.bytes_per_s = None
         return rate
 
     def hurry(self, given: Given) -> Answer:

@@ -41,6 +41,7 @@ from fivefold.checkpoint.writing import Channels, Writing
 from fivefold.closing import Closing
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
+from fivefold.mesh.duty import help_instead
 from fivefold.mesh.groups import cpu_groups
 from fivefold.plan import Layout
 from fivefold.trace import Phase, span
@@ -113,6 +114,7 @@ class Checkpointer(Closing):
         node: str | None = None,
         **objects: Any,
     ) -> None:
+        help_instead()
         given = {
             "local": local, "scheme": scheme, "set_size": set_size, "every_steps": every,
             "flush_every": flush_every, "flush_bytes_per_s": flush_bytes_per_s, "keep": keep,

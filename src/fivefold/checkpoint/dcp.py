@@ -93,7 +93,7 @@ class Planner(DefaultSavePlanner):
 
 
 class _Open:
-    """A stream that DCP may close: it is committed by whoever opened it."""
+    """A stream that DCP may close, after every tensor and at the end: whoever opened it commits it."""
 
     def __init__(self, stream: Stream) -> None:
         self.write, self.tell = stream.write, stream.tell
@@ -126,41 +126,33 @@ class _Committing(FileSystem):
         self.items.append(Item(place.name, done.length, done.digest))
 
 
-class _Packed(io.BytesIO):
+class _Packed:
     """What `torch.save` writes of a small tensor, passed on as one piece: it writes dozens of them."""
 
-    def __init__(self, stream: Any) -> None:
-        super().__init__()
-        self._stream = stream
+    def __init__(self, stream: _Open) -> None:
+        self._stream, self._pieces = stream, io.BytesIO()
+        self.write = self._pieces.write
+
+    def flush(self) -> None:
+        """Nothing yet."""
 
     def close(self) -> None:
         """Pass on; DCP calls it once all is written."""
-        if not self.closed:
-            self._stream.write(self.getbuffer())
-        super().close()
-
-
-class _Through:
-    """What `torch.save` writes of a large tensor, passed on as it comes."""
-
-    def __init__(self, stream: Any) -> None:
-        self.write = stream.write
-
-    def flush(self) -> None:
-        """Nothing: `_Open` has nothing to flush."""
-
-    def close(self) -> None:
-        """Nothing: other tensors follow in the same file."""
+        self._stream.write(self._pieces.getbuffer())
 
 
 class _Packing:
     """In the place of DCP's transformations of streams, of which there are none."""
 
-    def transform_save_stream(self, item: WriteItem, stream: Any) -> tuple[Any, list[str]]:
+    def transform_save_stream(
+        self, item: WriteItem, stream: _Open
+    ) -> tuple[_Open | _Packed, list[str]]:
         """Where to write a tensor or value, and the names of what it passes through."""
         told = item.tensor_data
-        size = 0 if told is None else told.size.numel() * told.properties.dtype.itemsize
-        return (_Packed(stream) if size < _PACKED_BYTES else _Through(stream)), []
+        if told is None:  # a value: one piece already
+            return stream, []
+        size = told.size.numel() * told.properties.dtype.itemsize
+        return (_Packed(stream) if size < _PACKED_BYTES else stream), []
 
 
 class _Writer(FileSystemWriter):

@@ -18,6 +18,8 @@ from typing import Any, cast
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.place import LocalPlace, Place
 from fivefold.closing import Closing
+from fivefold.cluster import reading
+from fivefold.cluster.processes import process_stat
 from fivefold.errors import CheckpointError, InUse
 
 __all__ = ["BEAT_S", "LEASE", "STALE_S", "Lease", "this_process"]
@@ -251,7 +253,7 @@ def this_process() -> dict[str, Any]:
     """What tells this process from every other one, on any node and after a reboot."""
     return {
         "host": socket.gethostname(),
-        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "boot": reading.text(Path("/proc/sys/kernel/random/boot_id")) or "",
         "namespace": _link("/proc/self/ns/pid"),
         "pid": os.getpid(),
         "began": _began(os.getpid()),
@@ -270,16 +272,8 @@ def _known_to_be_gone(lease: Mapping[str, Any], mine: Mapping[str, Any]) -> bool
 
 def _began(pid: int) -> str:
     """When a process began, in ticks since the boot; empty if there is none of that number."""
-    # The name, the second field, may hold anything; the rest follows its closing bracket.
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+    found = process_stat(pid)
+    return found.began if found and not found.ended else ""
 
 
 def _link(path: str) -> str:

@@ -133,18 +133,18 @@ _GETATTR = (("builtins", "getattr"), ("__builtin__", "getattr"))
 def _member(owner: Any, name: Any) -> Any:
     """What may be asked of `getattr`: members of an enumeration that is allowed."""
     if not isinstance(owner, EnumMeta) or name not in owner.__members__:
-        raise _Refused(
-            f"it asks for {name!r:.40} of {owner!r:.40}, which is not part of any metadata"
-        )
+        raise _not_asked(owner, name)
     return owner.__members__[name]
 
 
 def _member_of_stand_in(owner: Any, name: Any) -> Any:
     if owner is not _Thing or not isinstance(name, str):
-        raise _Refused(
-            f"it asks for {name!r:.40} of {owner!r:.40}, which is not part of any metadata"
-        )
+        raise _not_asked(owner, name)
     return _Thing(name)
+
+
+def _not_asked(owner: Any, name: Any) -> _Refused:
+    return _Refused(f"it asks for {name!r:.40} of {owner!r:.40}, which is not part of any metadata")
 
 
 class _Allowed(pickle.Unpickler):

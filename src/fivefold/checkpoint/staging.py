@@ -10,6 +10,7 @@ The copies lie in memory that is kept from save to save: memory that is asked fo
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,7 +24,7 @@ from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.state import Captured
 from fivefold.errors import CheckpointError
 
-__all__ = ["SMALL_BYTES", "Staging", "wait_before_steps"]
+__all__ = ["SMALL_BYTES", "Staging", "wait_before_steps", "wait_for_copies"]
 
 SMALL_BYTES = 64 << 10
 """What is smaller is copied at once: 20 microseconds at the most"""
@@ -38,6 +39,10 @@ class _Later:
     name: str
     version: int
     """how often the source had been changed in place"""
+
+
+_stagings: weakref.WeakSet[Staging] = weakref.WeakSet()
+"""of this process, which may be copying"""
 
 
 class Staging:
@@ -65,6 +70,7 @@ class Staging:
         }
         if self._later:
             self._copied.clear()
+            _stagings.add(self)
             self._start_on_device()
         return replace(captured, parts=parts)
 
@@ -171,6 +177,12 @@ def _fits(kept: Tensor, source: Tensor) -> bool:
     return (kept.size(), kept.dtype) == (source.size(), source.dtype) and (
         kept.stride() == source.stride() or not source.is_contiguous()
     )
+
+
+def wait_for_copies() -> None:
+    """Return when parameters may change: for whoever changes them outside steps of optimisers."""
+    for staging in list(_stagings):
+        staging.wait()
 
 
 def wait_before_steps(

@@ -55,6 +55,7 @@ COMMANDS = {
     "checkpoint": _Entry(
         "fivefold.cli.checkpoint:Checkpoint", "List, check and repair checkpoints"
     ),
+    "helper": _Entry("fivefold.cli.helper:Helper", "Start a helper of a job by hand"),
 }
 
 _HELP = """\

@@ -6,10 +6,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from fivefold.launch.engine import Engine
 from fivefold.launch.expectation import expectation
 from fivefold.launch.explain import describe
+from fivefold.launch.helpers import Helper, Helpers, narrowed, remote_shell
 from fivefold.launch.job import Job, Start
 from fivefold.launch.placement import place
 from fivefold.launch.port import reserved_port
@@ -20,30 +22,71 @@ __all__ = ["script", "show"]
 
 def show(job: Job, engine: Engine, *, report: bool) -> None:
     """Print the commands; with `report` the expected placement as well, to standard error."""
-    with reserved_port(job.port) as port:
+    with reserved_port(job.port) as port, narrowed(job.helpers):
         starts = engine.starts(job, port)
     chosen = "" if job.port else f"; port {port} is free now, a run looks for one itself"
     count = f"{job.processes} process{'es' if job.processes > 1 else ''}"
     print(f"# engine {engine.name}, {count}, logs in {job.log_dir}{chosen}")
-    print(script(starts, os.environ, str(job.log_dir)))
+    print(script(starts, os.environ, job))
     if report:
         sys.stdout.flush()
         environ = job.rank_environment(engine.name)
-        with Probe(environ) as probe:
+        with Probe(environ) as probe, narrowed(job.helpers):
             found = probe.answer()
             situation = expectation(job.processes, engine.name, environ, found, job.port)
         sys.stderr.write(describe(place(situation)))
 
 
-def script(starts: list[Start], environ: Mapping[str, str], log_dir: str) -> str:
-    """A script for a POSIX shell that starts the same processes from this environment, and waits for them."""
-    lines = [f"mkdir -p {shlex.quote(log_dir)}"]
+def script(starts: list[Start], environ: Mapping[str, str], job: Job) -> str:
+    """A script for a POSIX shell that starts the same processes from this environment, and waits for them.
+
+    Helpers get a key that the script makes itself, and end when the ranks have ended.
+    """
+    lines = [f"mkdir -p {shlex.quote(str(job.log_dir))}"]
+    if job.helpers is not None:
+        lines += _helpers(job, job.helpers, environ)
     for start in starts:
-        told = start.environment
-        words = ["env"]
-        for name in sorted(environ.keys() - told.keys()):
-            words += ["-u", name]
-        words += [f"{k}={v}" for k, v in sorted(told.items()) if environ.get(k) != v]
-        line = shlex.join([*words, *start.command])
-        lines.append(f"{line} &" if len(starts) > 1 else line)
-    return "\n".join([*lines, *["wait"] * (len(starts) > 1)])
+        line = shlex.join([*_changes(start.environment, environ), *start.command])
+        lines.append(f'{line} & ranks="$ranks $!"' if len(starts) > 1 else line)
+    if len(starts) > 1:
+        lines.append("wait $ranks")
+    return "\n".join(lines)
+
+
+def _helpers(job: Job, helpers: Helpers, environ: Mapping[str, str]) -> list[str]:
+    folder = shlex.quote(str(helpers.folder))
+    lines = [
+        "export FIVEFOLD_HELPER_KEY=$(openssl rand -hex 32)",
+        f"mkdir -m 700 {folder}",
+        f"trap 'kill $helpers 2> /dev/null || :; rm -r {folder}' EXIT",
+    ]
+    for helper in helpers.members:
+        line = _local(job, helpers, helper, environ)
+        if not helper.local:
+            line = _remote(job, helpers, helper, environ)
+        lines.append(f'{line} & helpers="$helpers $!"')
+    cores = ",".join(map(str, helpers.trainer_cores))
+    return [*lines, f"taskset -pc {cores} $$ > /dev/null"]
+
+
+def _local(job: Job, helpers: Helpers, helper: Helper, environ: Mapping[str, str]) -> str:
+    told = {**environ, **job.environment, **helpers.for_helper(helper)}
+    words = [*_changes(told, environ), *helpers.command_of(helper)]
+    cores = ",".join(map(str, helper.cores))
+    return shlex.join(["taskset", "-c", cores, *words] if cores else words)
+
+
+def _remote(job: Job, helpers: Helpers, helper: Helper, environ: Mapping[str, str]) -> str:
+    """Where a run tells the key through a pipe, this shows it to everybody on that host."""
+    told = shlex.quote(" " + _local(job, helpers, helper, environ))
+    there = f"cd {shlex.quote(str(Path.cwd()))} && exec env FIVEFOLD_HELPER_KEY="
+    return f"{shlex.join([*remote_shell(environ), helper.host, there])}$FIVEFOLD_HELPER_KEY{told}"
+
+
+def _changes(told: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """The words that change one environment into the other. Keys of helpers are the script's."""
+    words = ["env"]
+    for name in sorted(environ.keys() - told.keys()):
+        words += ["-u", name]
+    changed = {k: v for k, v in told.items() if environ.get(k) != v and k != "FIVEFOLD_HELPER_KEY"}
+    return [*words, *(f"{k}={v}" for k, v in sorted(changed.items()))]

@@ -89,13 +89,13 @@ def _measured(path: str) -> Costs:
 
 
 def _asked(option: str, text: str, measured: float | None) -> float:
-    if text or not measured:
-        if not text:
-            raise UsageError(
-                f"{option} is missing: give a time, such as {option} 0.5s, or the directory of a run"
-            )
+    if text:
         return _seconds(option, text)
-    return measured
+    if measured:
+        return measured
+    raise UsageError(
+        f"{option} is missing: give a time, such as {option} 0.5s, or the directory of a run"
+    )
 
 
 def _seconds(option: str, text: str) -> float:

@@ -28,6 +28,9 @@ def _option(metavar: str, hint: str | None = "") -> object:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
 
 
+_OTHERS = ("--serve", "--export", "--out")
+
+
 @dataclass(frozen=True)
 class Report:
     """Tell where the time of a run went, which rank is slow, and what to do about it.
@@ -44,6 +47,9 @@ class Report:
     """one run, or two"""
     json: _Flag = False
     """print everything as JSON instead; docs/reference/report-json.md says what it holds"""
+    one_process: Annotated[str, _option("RUN")] = ""
+    """a run of one process with the same configuration: the throughput is compared with it, times ranks. Of
+    two runs, one of them does for the other"""
     html: Annotated[str, _option("FILE")] = ""
     """where the page goes; none: nowhere. Default: report.html in RUN, compare.html in the second RUN"""
     serve: _Flag = False
@@ -85,6 +91,10 @@ class Report:
         options = [name for name, given in chosen.items() if given]
         if len(options) > 1:
             raise UsageError(f"{' and '.join(options)} exclude each other: choose one")
+        if self.one_process:
+            raise UsageError(
+                f"--one-process is for reports: it goes with neither {' nor '.join(_OTHERS)}"
+            )
         if not (self.serve or self.export):
             raise UsageError("--out says where --export writes: name a format with --export")
         if len(self.runs) > 1:
@@ -102,10 +112,18 @@ class Report:
         return 0
 
     def _made(self, runs: list[TracedRun]) -> Any:
-        from fivefold.introspect.compare import compare
+        from fivefold.introspect.compare import compared
         from fivefold.introspect.document import document
+        from fivefold.introspect.efficiency import beside_each_other, beside_one
+        from fivefold.introspect.run import TracedRun
 
-        return document(runs[0]) if len(runs) == 1 else compare(*runs)
+        made = [document(run) for run in runs]
+        if self.one_process:
+            alone = document(TracedRun.load(Path(self.one_process)))
+            made = [beside_one(of, alone) for of in made]
+        elif len(made) == 2:
+            made = beside_each_other(*made)
+        return made[0] if len(made) == 1 else compared(*made)
 
     def _show(self, made: Any) -> None:
         from rich.console import Console

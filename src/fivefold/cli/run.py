@@ -9,17 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import tyro
 
 from fivefold.cli import parse_options
+from fivefold.cli.helpers import chosen_helpers
 from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.launch.engine import choose
 from fivefold.launch.environment import allocated_nodes, launched, locate
+from fivefold.launch.hosts import Hosts, read_hostfile
 from fivefold.launch.job import Job, default_log_dir
 
-__all__ = ["Run"]
+if TYPE_CHECKING:
+    from fivefold.plan import Plan
+
+__all__ = ["Run", "resolve", "split"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,13 @@ class Run:
         int | None, tyro.conf.arg(aliases=["-n", "-np"], metavar="N", help_behavior_hint="")
     ] = None
     """number of processes; default: as many as the layout of the plan needs, or 1"""
+    helpers: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="HOST:N", help_behavior_hint="(repeatable)"),
+    ] = ()
+    """helpers to start beside the processes, such as local:2 for two on this node's last cores, or dpu01:4"""
+    hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """file of lines such as: dpu01 slots=4 role=helper cores=0-3 port=21001"""
     engine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "auto"
     """what starts them: auto (the default), local, torchrun or mpirun"""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -65,7 +77,7 @@ class Run:
     @classmethod
     def parse(cls, words: Sequence[str]) -> Run:
         """Read our options up to the script, and leave the rest to it."""
-        options, command = _split(words)
+        options, command = split(words)
         parsed = cast(Run, parse_options(cls, options, "run"))
         return replace(parsed, command=tuple(command))
 
@@ -73,19 +85,22 @@ class Run:
         """Start the processes and wait for them."""
         if self.processes is not None and self.processes < 1:
             raise UsageError(f"-n {self.processes}: at least 1 process is needed")
-        command = _resolve(self.command)
+        command = resolve(self.command)
         environment = dict(_setting(text) for text in self.environment)
-        processes = self._check_plan(environment)
+        plan = self._told_plan(environment)
+        hosts = None if self.hostfile is None else read_hostfile(self.hostfile)
+        processes = self._processes(plan, hosts)
         engine = choose(self.engine)
         self._check_surroundings()
         log_dir = self.log_dir or default_log_dir()
         if self.trace:
             environment["FIVEFOLD_TRACE"] = str(log_dir.resolve() / "trace")
+        helpers = chosen_helpers(self.helpers, hosts, plan, command, environment)
         if self.explain:
             from fivefold.launch.explain import wrapped
 
             command = wrapped(command, log_dir)
-        job = Job(command, processes, log_dir, environment, port=self.port)
+        job = Job(command, processes, log_dir, environment, port=self.port, helpers=helpers)
         if self.dry_run:
             from fivefold.cli.dry_run import show
 
@@ -96,20 +111,28 @@ class Run:
                 sys.stderr.write(f"recorded: fivefold report {log_dir}\n")
         return 0
 
-    def _check_plan(self, environment: dict[str, str]) -> int:
-        """The number of processes; a plan that does not fit them ends here, not in every rank."""
+    def _told_plan(self, environment: dict[str, str]) -> Plan | None:
         if self.plan is None:
-            return self.processes or 1
-        from fivefold.plan import Layout, Plan
+            return None
+        from fivefold.plan import Plan
 
-        layout = Plan.load(self.plan).layout
         environment["FIVEFOLD_PLAN"] = str(self.plan.resolve())
+        return Plan.load(self.plan)
+
+    def _processes(self, plan: Plan | None, hosts: Hosts | None) -> int:
+        """The number of processes; a plan that does not fit them ends here, not in every rank."""
+        from fivefold.plan import Layout
+
+        slots = (hosts.trainers if hosts is not None else 0) or None
+        if plan is None:
+            return self.processes or slots or 1
+        layout = plan.layout
         if self.processes not in (None, layout.size) and layout != Layout():
             raise PlanError(
                 f"the layout {layout} in {self.plan} needs {layout.size} processes, not "
                 f"{self.processes}; leave -n out, or change the layout"
             )
-        return self.processes or layout.size
+        return self.processes or (layout.size if layout != Layout() else slots or 1)
 
     def _check_surroundings(self) -> None:
         if self.engine != "auto":
@@ -130,7 +153,7 @@ class Run:
 _FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace")
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the command: it begins at the first word that is no option, at -m or after --."""
     at = 0
     while at < len(words):
@@ -144,7 +167,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at:])
 
 
-def _resolve(command: Sequence[str]) -> list[str]:
+def resolve(command: Sequence[str]) -> list[str]:
     """The command as the system wants it. Raises `UsageError` if there is nothing to start."""
     if not command:
         raise UsageError("no script given; for example: fivefold run -n 2 train.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +15,13 @@ import tyro
 
 from fivefold import recipes
 from fivefold.cli import parse_options
+from fivefold.cli.helpers import chosen_helpers
 from fivefold.errors import FivefoldError, PlanError, UsageError
 from fivefold.launch.environment import launched, locate
+from fivefold.launch.helpers import Helpers
 from fivefold.launch.job import default_log_dir
 from fivefold.launch.relaunch import launch_self
+from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
 from fivefold.plan import Layout, Plan, Provenance, parse_setting
 
@@ -63,6 +67,13 @@ class Train:
         _option("KEY=VALUE", name="set", hint="(repeatable)"),
     ] = ()
     """any value of the plan, such as train.learning_rate=0.05"""
+    helpers: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        _option("HOST:N", hint="(repeatable)"),
+    ] = ()
+    """helpers to start beside the processes, such as local:2 or
+    dpu01:4; default: those of the plan
+    """
     out: Annotated[Path | None, _option("DIR")] = None
     """where runs are written; default: FIVEFOLD_RUN_DIR, or runs"""
     checkpoint: Annotated[str | None, _option("DIR")] = None
@@ -87,6 +98,7 @@ class Train:
         if self.processes is None and plan.layout == Layout():
             locate()  # one process in an allocation of many tasks: was srun forgotten?
         if launched():
+            self._refuse_helpers()
             from fivefold.recipes.train import train
 
             out = self.out or Path(os.environ.get("FIVEFOLD_RUN_DIR") or "runs")
@@ -96,8 +108,16 @@ class Train:
                 begin_again=self.begin_again,
             )  # fmt: skip
         else:
-            _launch(self.words, plan.layout.size)
+            command = [sys.executable, "-m", "fivefold", "train", *self.words]
+            _launch(self.words, plan.layout.size, chosen_helpers(self.helpers, None, plan, command))
         return 0
+
+    def _refuse_helpers(self) -> None:
+        if self.helpers and not os.environ.get("FIVEFOLD_ENGINE") and not is_helper():
+            raise UsageError(
+                f"--helpers: {locate().launcher} started this process, and it would start its own for every "
+                "rank; start helpers by `fivefold helper`, or the ranks by `fivefold train -n`"
+            )
 
 
 def resolve(options: Train, recipe: recipes.Recipe, environ: Mapping[str, str]) -> Plan:
@@ -129,6 +149,8 @@ def _fitted(plan: Plan, asked: int | None, axis: str, environ: Mapping[str, str]
     """The plan with a layout for the processes asked for, or started by somebody else."""
     if asked is not None and asked < 1:
         raise UsageError(f"-n {asked}: at least 1 process is needed")
+    if is_helper(environ):
+        return plan  # whose layout is that of the trainers
     why, processes = Provenance("user", "-n"), asked
     if launched(environ):
         place = locate(environ)
@@ -154,12 +176,14 @@ def _reason(plan: Plan) -> str:
     return next(str(plan.origin(key)) for key in keys if plan.origin(key).kind != "default")
 
 
-def _launch(words: Sequence[str], processes: int) -> None:
+def _launch(words: Sequence[str], processes: int, helpers: Helpers | None) -> None:
     """Start this command in `processes` ranks; their logs end up in the directory of the run."""
     logs = default_log_dir()
     environment = {"FIVEFOLD_LOG_DIR": str(logs.resolve())}
     try:
-        launch_self(["train", *words], processes, log_dir=logs, environment=environment)
+        launch_self(
+            ["train", *words], processes, log_dir=logs, environment=environment, helpers=helpers
+        )
     except UsageError:
         _remove(logs)  # the message says it all
         raise

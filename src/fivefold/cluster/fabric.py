@@ -44,7 +44,9 @@ def ports(root: Path = Path("/")) -> tuple[Port, ...]:
         found += [_port(adapter, port) for port in reading.entries(adapter / "ports")]
     for adapter in reading.entries(root / "sys/class/cxi"):
         told = reading.text(adapter / "device/properties/link_state") or "up"
-        found.append(Port(adapter.name, 1, "Slingshot", told == "up", None, _numa(adapter)))
+        found.append(
+            Port(adapter.name, 1, "Slingshot", told == "up", None, reading.numa(adapter / "device"))
+        )
     return tuple(found)
 
 
@@ -70,10 +72,5 @@ def _port(adapter: Path, port: Path) -> Port:
         kind="RoCE" if kind == "Ethernet" else kind,
         active=(reading.text(port / "state") or "").endswith("ACTIVE"),  # 4: ACTIVE
         bytes_per_s=float(rate[0]) * 125e6 if rate else None,
-        numa=_numa(adapter),
+        numa=reading.numa(adapter / "device"),
     )
-
-
-def _numa(adapter: Path) -> int | None:
-    numa = reading.number(adapter / "device/numa_node")
-    return numa if numa is not None and numa >= 0 else None

@@ -95,14 +95,13 @@ def _gpu(path: Path, root: Path) -> Gpu | None:
     kind, vendor = reading.number(path / "class"), reading.number(path / "vendor")
     if kind is None or vendor not in _VENDORS or kind >> 8 not in _CLASSES:
         return None
-    maker, numa = _VENDORS[vendor], reading.number(path / "numa_node")
-    memory = reading.number(path / "mem_info_vram_total")
+    maker, memory = _VENDORS[vendor], reading.number(path / "mem_info_vram_total")
     told = _of_driver(root, path.name)
     return Gpu(
         vendor=maker,
         name=told.get("Model", "") or reading.text(path / "product_name") or "",
         address=path.name,
-        numa=numa if numa is not None and numa >= 0 else None,
+        numa=reading.numa(path),
         memory_bytes=memory,
         driver=_driver(path),
         uuid=told.get("GPU UUID", ""),

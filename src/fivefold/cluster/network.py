@@ -73,7 +73,7 @@ def interface_for(found: tuple[Interface, ...], address: str) -> Interface | Non
 
 def _interface(path: Path, addresses: list[str], default: str) -> Interface:
     kind: Kind = _KINDS.get(reading.number(path / "type") or 0, "other")
-    speed, numa = reading.number(path / "speed"), reading.number(path / "device/numa_node")
+    speed = reading.number(path / "speed")
     if kind == "loopback" and not any("." in one for one in addresses):
         addresses = ["127.0.0.1", *addresses]  # routes of the loopback are not in /proc/net/route
     return Interface(
@@ -84,7 +84,7 @@ def _interface(path: Path, addresses: list[str], default: str) -> Interface:
         addresses=tuple(addresses),
         default=path.name == default,
         virtual=not (path / "device").exists(),
-        numa=numa if numa is not None and numa >= 0 else None,
+        numa=reading.numa(path / "device"),
     )
 
 

@@ -16,8 +16,6 @@ class Told:
     name: str
     uuid: str
     memory_bytes: int
-    energy: bool
-    """whether it counts energy (Volta and newer)"""
 
 
 def devices() -> dict[str, Told]:
@@ -44,14 +42,10 @@ def devices() -> dict[str, Told]:
 
 
 def _device(nvml: Any, handle: Any) -> Told:
-    energy = False
-    with contextlib.suppress(nvml.NVMLError):
-        energy = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) >= 0
     return Told(
         name=_said(nvml.nvmlDeviceGetName(handle)),
         uuid=_said(nvml.nvmlDeviceGetUUID(handle)),
         memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        energy=energy,
     )
 
 

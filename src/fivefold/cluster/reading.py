@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["entries", "number", "numbers", "spans", "text"]
+__all__ = ["entries", "numa", "number", "numbers", "spans", "text"]
 
 
 def text(path: Path) -> str | None:
@@ -25,6 +25,12 @@ def number(path: Path) -> int | None:
     with contextlib.suppress(ValueError):
         return int(text(path) or "", 0)
     return None
+
+
+def numa(device: Path) -> int | None:
+    """Number of the NUMA node that a device is attached to; None if the firmware does not tell (-1)."""
+    node = number(device / "numa_node")
+    return node if node is not None and node >= 0 else None
 
 
 def entries(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fivefold import comm
 from fivefold.trace import Tag
@@ -23,6 +24,9 @@ _MOST_TURNS = 10
 _EACH_S = 0.03
 _MOST_LINKS = 64
 _MESSAGE_BYTES = 1 << 20
+_TURNS, _DOUBTS = 5, 2
+_DOUBTFUL = 0.5
+"""of what the faster quarter of links does, as where reports begin to blame a link"""
 
 
 def calibration(group: dist.ProcessGroup) -> list[dict[str, Any]]:
@@ -51,38 +55,58 @@ def calibration(group: dist.ProcessGroup) -> list[dict[str, Any]]:
 def links(group: dist.ProcessGroup, nodes: Sequence[int]) -> list[dict[str, Any]]:
     """Between first ranks of neighbours in the ring of nodes: latency, and bytes per second. Collective.
 
-    Known to all ranks of `group`. Of 64 links at most.
+    Known to all ranks of `group`. Of 64 links at most. One that is far below the others is measured again:
+    another process may just have had its core.
     """
     firsts = [nodes.index(node) for node in sorted(set(nodes))]
     ring = (
         [*firsts, firsts[0]] if len(firsts) > 2 else firsts
     )  # so that a node at fault has two slow links
     pairs = list(itertools.pairwise(ring))[:_MOST_LINKS]
-    own = torch.zeros(max(1, len(pairs)), 2, dtype=torch.float64)
-    for number, (one, other) in enumerate(pairs):
-        if group.rank() in (one, other):
-            peer = other if group.rank() == one else one
-            latency_s = _turn_s(torch.zeros(2), group, peer, first=group.rank() == one)
-            long_s = _turn_s(
-                torch.zeros(_MESSAGE_BYTES // 4), group, peer, first=group.rank() == one
-            )
-            if group.rank() == one:
-                own[number] = torch.tensor(
-                    [latency_s, _MESSAGE_BYTES / max(long_s - latency_s, 1e-9)]
-                )
     if not pairs:
         return []
-    told = comm.all_reduce(own, group, Tag.CONTROL).tolist()
+    found = _measured(pairs, [_TURNS] * len(pairs), group)
+    for _ in range(_DOUBTS):
+        usual = float(found[:, 1].quantile(0.75))
+        doubtful = [n for n, rate in enumerate(found[:, 1].tolist()) if rate < _DOUBTFUL * usual]
+        if not doubtful:
+            break
+        turns = [
+            max(1, min(_TURNS, int(_EACH_S * float(found[n, 1]) / _MESSAGE_BYTES)))
+            for n in doubtful
+        ]
+        again = _measured([pairs[n] for n in doubtful], turns, group)
+        for n, (latency_s, rate) in zip(doubtful, again, strict=True):
+            found[n] = torch.stack([found[n, 0].minimum(latency_s), found[n, 1].maximum(rate)])
     return [
         {"ranks": list(pair), "latency_s": latency_s, "bytes_per_s": rate}
-        for pair, (latency_s, rate) in zip(pairs, told, strict=True)
+        for pair, (latency_s, rate) in zip(pairs, found.tolist(), strict=True)
     ]
 
 
-def _turn_s(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, *, first: bool) -> float:
-    """Half of the time that a tensor takes there and back."""
+def _measured(
+    pairs: Sequence[tuple[int, int]], turns: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Latency in s and bytes per second of links, one after the other; float64, (links, 2). Collective."""
+    own = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for number, (one, other) in enumerate(pairs):
+        if group.rank() in (one, other):
+            first, peer = group.rank() == one, other if group.rank() == one else one
+            short, long = torch.zeros(2), torch.zeros(_MESSAGE_BYTES // 4)
+            latency_s = _turn_s(short, group, peer, first=first, turns=turns[number])
+            long_s = _turn_s(long, group, peer, first=first, turns=turns[number])
+            if first:
+                rate = _MESSAGE_BYTES / max(long_s - latency_s, 1e-9)
+                own[number] = torch.tensor([latency_s, rate])
+    return comm.all_reduce(own, group, Tag.CONTROL)
+
+
+def _turn_s(
+    tensor: Tensor, group: dist.ProcessGroup, peer: int, *, first: bool, turns: int
+) -> float:
+    """Half of the time that a tensor takes there and back, the least of some turns."""
     found: list[float] = []
-    for _ in range(5):
+    for _ in range(turns):
         begun = time.perf_counter()
         if first:
             dist.send(tensor, group=group, group_dst=peer)

@@ -72,7 +72,7 @@ class GroupLog:
             self._meet(trace)
         tag = usage.tag
         if tag < 0:
-            tag = self.tag if self.tag >= 0 else _guessed(kind, trace.phase)
+            tag = self.tag if self.tag >= 0 else _guessed(kind, trace.phase, dtype)
         number = self._message(kind, peer) if kind in _MESSAGES else next(self._collectives)
         known = 0 if dtype is None else DTYPE_NUMBERS.get(dtype, _OTHER_DTYPE)
         return trace.issue(kind, tag, self._index, number, size_bytes, known, peer)
@@ -98,8 +98,12 @@ class GroupLog:
                 self._trace = trace
 
 
-def _guessed(kind: int, phase: int) -> int:
-    """What an operation is for that nobody names: DistributedDataParallel issues its own from C++."""
+def _guessed(kind: int, phase: int, dtype: torch.dtype | None) -> int:
+    """What an operation is for that nobody names: DistributedDataParallel issues its own from C++.
+
+    In forward it sends buffers, those of batch norm as a rule; and once the order of its buckets, as int32.
+    """
     if phase == _BACKWARD:
         return _GRADIENTS
-    return _BATCH_NORM if phase == _FORWARD and kind == _BROADCAST else _OTHER
+    buffers = phase == _FORWARD and kind == _BROADCAST and dtype is not torch.int32
+    return _BATCH_NORM if buffers else _OTHER

@@ -225,7 +225,7 @@ class Operations:
             call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
             raise explain(self.group, self._report, call)
         if trace is not None:
-            trace.ended(issued)
+            trace.ended(issued, start_ns=self._report.started_ns)
         return _DONE
 
     def _start(
@@ -259,11 +259,11 @@ class Operations:
         issued = self._noted(trace, kind, block, size_bytes, root)
         if not later:
             with event(kind, size_bytes, self.group.tag):
-                self.group.run(call)
+                started_ns = self.group.run(call)
             if after is not None:
                 after()
             if trace is not None:
-                trace.ended(issued)
+                trace.ended(issued, start_ns=started_ns)
             return Finished(results)
         kept = (arrays, reads_from, writes_to, all_from, all_to)
         work = OpWork(

@@ -55,6 +55,8 @@ class _Steps:
         self.loads = False
         """whether batches come from a loader that we see"""
         self.samples = 0
+        self.refused = False
+        """whether a trace could not be begun: that was told, and is not tried again in every step"""
 
     def assume(self, trace: Trace, phase: int) -> None:
         if not trace.nested and trace.push(phase):
@@ -72,7 +74,9 @@ _steps = _Steps()
 
 @functools.cache
 def install() -> None:
-    """Have torch tell us. Calling it again does nothing."""
+    """Have torch tell us, where a trace is asked for. Calling it again does nothing."""
+    if trace_folder() is None:
+        return
     trace_groups()
     initialize = c10d.init_process_group
 
@@ -123,11 +127,14 @@ def _launcher() -> str:
 def _trace() -> Trace | None:
     """The trace, begun for a script of one process that never starts torch.distributed."""
     trace = current.trace
-    if trace is None and not c10d.is_initialized() and multiprocessing.parent_process() is None:
+    if trace is not None or _steps.refused or c10d.is_initialized():
+        return trace
+    if multiprocessing.parent_process() is None:
         folder = trace_folder()
         place = _alone()
         if folder is not None and place is not None:
             trace = begin(folder, place, None, torch.device("cpu"))
+            _steps.refused = trace is None
     return trace
 
 

@@ -2,7 +2,7 @@
 
 torch ──► TracedGroup ──► the group that torch made ──► gloo, nccl, mpi
               │                                            │
-              └── issue ──► trace ◄── wait, future ◄── TracedWork
+              └── issue ──► trace ◄── wait, future ◄── TracedWork, where the caller goes on meanwhile
 
 DistributedDataParallel, functional collectives and the like call a group's methods from C++, which finds
 ours: to patch `torch.distributed.all_reduce` would miss most of what a training step sends.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,7 @@ _GIVEN = {
     "send": ("send", 0), "recv": ("receive", 0), "recv_anysource": ("receive", 0),
 }  # fmt: skip
 """methods of a group: the operation, and which argument holds the tensors that this rank gives"""
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _PASSED_ON = (
     "_enable_collectives_timing", "_get_sequence_number_for_group", "_has_hooks",
     "_register_on_completion_hook",
@@ -51,6 +53,36 @@ _PASSED_ON = (
 _BACKENDS = {kind.name.lower(): kind for kind in dist.ProcessGroup.BackendType.__members__.values()}
 _END_S = 1.0
 """how long callbacks of futures may take to come when a group ends"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """Of a group. What can be known of it before it is called, since every microsecond of a call counts."""
+
+    name: str
+    kind: int
+    which: int
+    """argument that holds the tensors that this rank gives, or -1"""
+    is_message: bool
+    has_root: bool
+    is_scatter: bool
+
+    @classmethod
+    def of(cls, name: str, kind: str, which: int) -> _Method:
+        """A method that is the operation `kind`."""
+        messages = kind in ("send", "receive")
+        return cls(name, KIND_NUMBERS[kind], which, messages, kind in _ROOTED, kind == "scatter")
+
+    def given(self, args: tuple[Any, ...]) -> Any:
+        """The tensors that this rank gives."""
+        given = args[self.which] if 0 <= self.which < len(args) else None
+        return args[0] if self.is_scatter and not given else given
+
+    def peer(self, args: tuple[Any, ...], options: Any) -> int:
+        """The other side of a message, the root of what has one, or -1."""
+        if self.is_message:
+            return int(args[1]) if len(args) > 2 else -1  # else (tensors, tag): from anyone
+        return int(getattr(options, "rootRank", -1)) if self.has_root else -1
 
 
 class TracedGroup(dist.ProcessGroup):
@@ -152,66 +184,60 @@ class TracedGroup(dist.ProcessGroup):
         trace = current.trace
         if trace is None or not events or work is None:
             return work
-        return TracedWork(work, trace, events, gpu_times(trace, device), self._futures)
+        gpu = gpu_times(trace) if device.type == "cuda" else None
+        return TracedWork(work, trace, events, gpu, self._futures)
 
     # --- operations ----------------------------------------------------------------------------
 
-    def note(
-        self, trace: Trace, kind: str, given: Any, peer: int
-    ) -> tuple[int, torch.device | None]:
-        """Tell the trace of an operation with the tensors `given`: its number there, and their device."""
-        size, dtype, device = _told(given)
-        return self.log.issue(trace, KIND_NUMBERS[kind], size, dtype, peer), device
+    def note(self, trace: Trace, kind: int, given: Any, peer: int) -> tuple[int, bool]:
+        """Tell the trace of an operation with the tensors `given`: its number there, whether on a GPU."""
+        size, dtype, on_gpu = _told(given)
+        return self.log.issue(trace, kind, size, dtype, peer), on_gpu
 
-    def run(self, method: str, kind: str, which: int, args: tuple[Any, ...], named: Any) -> Any:
+    def run(self, method: _Method, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call `method` of the group within, and tell the trace."""
-        call = getattr(self.inner, method)
+        call = getattr(self.inner, method.name)
         trace = current.trace
-        peer = _peer(kind, args, named)
+        options = named.get("opts", args[-1] if args else None)
         if trace is None:
-            if kind in ("send", "receive"):
-                self.log.skip_message(KIND_NUMBERS[kind], peer)
+            if method.is_message:
+                self.log.skip_message(method.kind, method.peer(args, options))
             else:
                 self.log.skip()
             return call(*args, **named)
-        given = args[which] if 0 <= which < len(args) else None
-        if kind == "scatter" and not given:
-            given = args[0]
-        event, device = self.note(trace, kind, given, peer)
-        gpu = gpu_times(trace, device)
+        peer = method.peer(args, options)
+        event, on_gpu = self.note(trace, method.kind, method.given(args), peer)
+        gpu = gpu_times(trace) if on_gpu else None
         mark = None if gpu is None else gpu.mark()
         work = call(*args, **named)
         if self._coalesced is not None:
             self._coalesced.append(event)
-            return work
-        if work is not None and method != "monitored_barrier":
-            return TracedWork(work, trace, [event], gpu, self._futures)
-        if gpu is not None and mark is not None:
-            gpu.waited([event], mark)
+        elif work is None or method.name == "monitored_barrier":
+            if gpu is not None and mark is not None:
+                gpu.waited([event], mark)
+            else:
+                trace.ended(event)
+        elif gpu is None and not (method.is_message or getattr(options, "asyncOp", True)):
+            # The caller would do so next, and needs no work of ours, which takes as long as all the rest.
+            try:
+                work.wait()
+            finally:
+                trace.ended(event)
         else:
-            trace.ended(event)
+            return TracedWork(work, trace, [event], gpu, self._futures)
         return work
 
 
-def _peer(kind: str, args: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """The other side of a message, the root of what has one, or -1."""
-    if kind in ("send", "receive"):
-        return int(args[1]) if len(args) > 2 else -1  # else (tensors, tag): from anyone
-    if kind in ("broadcast", "reduce", "gather", "scatter"):
-        options = named.get("opts", args[-1] if args else None)
-        return int(getattr(options, "rootRank", -1))
-    return -1
-
-
-def _told(given: Any) -> tuple[int, torch.dtype | None, torch.device | None]:
-    """Bytes of tensors, in lists of lists perhaps; element type and place of the first."""
-    if isinstance(given, Tensor):
-        return _bytes(given), given.dtype, given.device
+def _told(given: Any) -> tuple[int, torch.dtype | None, bool]:
+    """Bytes of tensors, in lists of lists perhaps; element type of the first, and whether it is on a GPU."""
+    only = given[0] if type(given) is list and len(given) == 1 else given
+    if isinstance(only, Tensor):
+        return _bytes(only), only.dtype, only.is_cuda
     size, first = 0, None
     for tensor in _tensors(given):
         size += _bytes(tensor)
         first = tensor if first is None else first
-    return (size, None, None) if first is None else (size, first.dtype, first.device)
+    return (size, None, False) if first is None else (size, first.dtype, first.is_cuda)
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
@@ -231,10 +257,8 @@ def _bytes(tensor: Tensor) -> int:
 _gpus: dict[int, GpuTimes] = {}
 
 
-def gpu_times(trace: Trace, device: torch.device | None) -> GpuTimes | None:
-    """What times operations on a GPU; None on CPUs."""
-    if device is None or device.type != "cuda":
-        return None
+def gpu_times(trace: Trace) -> GpuTimes:
+    """What times operations on a GPU."""
     found = _gpus.get(id(trace))
     if found is None:
         _gpus.clear()
@@ -242,12 +266,14 @@ def gpu_times(trace: Trace, device: torch.device | None) -> GpuTimes | None:
     return found
 
 
-def _noted(method: str, kind: str, which: int) -> Callable[..., Any]:
-    def call(self: TracedGroup, *args: Any, **named: Any) -> Any:
-        return self.run(method, kind, which, args, named)
+def _noted(name: str, kind: str, which: int) -> Callable[..., Any]:
+    method = _Method.of(name, kind, which)
 
-    call.__name__ = method
-    call.__doc__ = f"Torch's own `{method}`, noted."
+    def call(self: TracedGroup, *args: Any, **named: Any) -> Any:
+        return self.run(method, args, named)
+
+    call.__name__ = name
+    call.__doc__ = f"Torch's own `{name}`, noted."
     return call
 
 

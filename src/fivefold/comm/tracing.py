@@ -24,8 +24,10 @@ from fivefold.comm.calibrate import calibration, links
 from fivefold.comm.clocks import clock_offset
 from fivefold.comm.hang import attend
 from fivefold.launch.environment import Place
+from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
 from fivefold.trace import Tag
+from fivefold.trace.connections import Connections
 from fivefold.trace.process import start
 from fivefold.trace.trace import Trace
 
@@ -38,9 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 def trace_folder() -> Path | None:
-    """Where FIVEFOLD_TRACE asks for a trace, if it does."""
+    """Where FIVEFOLD_TRACE asks for a trace, if it does; never in a helper, which is no rank."""
     told = os.environ.get("FIVEFOLD_TRACE", "")
-    return Path(told) if told else None
+    return Path(told) if told and not is_helper() else None
 
 
 def begin(
@@ -51,8 +53,8 @@ def begin(
 
     `rows`: as in `Trace.create`; `hang_s`: as in `attend`, unless FIVEFOLD_HANG_S says otherwise; `facts`:
     more fields of meta.
-    A rank that cannot write says so and goes on without; None is returned then, and where a trace is
-    active already.
+    A rank that cannot write, or whose trace another process writes, says so and goes on without; None is
+    returned then, and where a trace is active already.
     """
     found = met(group)
     meta = {
@@ -73,6 +75,8 @@ def begin(
     if trace is not None:
         gpu = device.index or 0 if device.type == "cuda" else None
         attend(trace, read_seconds("FIVEFOLD_HANG_S", hang_s), gpu=gpu)
+        if place.world_size > 1:
+            Connections(trace)
     return trace
 
 

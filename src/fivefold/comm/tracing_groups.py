@@ -10,12 +10,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d  # noqa: TID251 - groups are put into its books
 
+from fivefold.comm.group_log import KIND_NUMBERS
 from fivefold.comm.traced_group import TracedGroup, gpu_times
 from fivefold.comm.traced_works import TracedWork
 from fivefold.trace.current import current
 
 __all__ = ["trace_groups"]
 
+_SEND, _RECEIVE = KIND_NUMBERS["send"], KIND_NUMBERS["receive"]
 _log = logging.getLogger(__name__)
 _MAKER = "_new_process_group_helper"
 _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
@@ -91,11 +93,10 @@ def _batched(batch: Any, operations: Sequence[Any]) -> Any:
         return batch(within)
     events = [
         group.note(
-            trace, "send" if op.op in (dist.isend, dist.send) else "receive", op.tensor, op.group_peer
+            trace, _SEND if op.op in (dist.isend, dist.send) else _RECEIVE, op.tensor, op.group_peer
         )[0]
         for op in operations
     ]  # fmt: skip
     works = batch(within)
-    return [
-        TracedWork(work, trace, events, gpu_times(trace, device)) for work in works[:1]
-    ] + works[1:]
+    gpu = gpu_times(trace) if device.type == "cuda" else None
+    return [TracedWork(work, trace, events, gpu) for work in works[:1]] + works[1:]

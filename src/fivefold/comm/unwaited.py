@@ -14,6 +14,7 @@ what then goes on until the span's end, the caller waits for.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ __all__ = ["Unwaited", "unwaited"]
 _BACKWARD = PHASES.index(Phase.BACKWARD)
 _LATE_NS = 20_000_000
 """a future's callback needs the interpreter, and may come so much later than the future"""
+_END_S = 0.1
+"""how long callbacks may take to come when a trace ends"""
 
 
 @dataclass
@@ -34,8 +37,8 @@ class _Pass:
 
     begun: dict[int, int] = field(default_factory=dict[int, int])
     """when operations were asked for that have not ended"""
-    ended: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """when others ended, and which they are"""
+    ended: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """when others ended, which they are, and when all ranks had come to them (0: unknown)"""
     last_ns: int = 0
     """when the last operation was asked for; after the pass, until when waiting has been counted"""
     over_ns: int = 0
@@ -62,7 +65,7 @@ class Unwaited:
             self._pass.last_ns = max(self._pass.last_ns, begun)
             self._of[event] = self._pass
 
-    def ended(self, event: int, end_ns: int) -> None:
+    def ended(self, event: int, end_ns: int, start_ns: int = 0) -> None:
         """The future of an operation is set. One that was not watched has blocked nobody."""
         trace = self._trace()
         if trace is None:
@@ -70,14 +73,14 @@ class Unwaited:
         with self._lock:
             own = self._of.pop(event, None)
             if own is None:
-                trace.ended(event, 0, end_ns=end_ns)
+                trace.ended(event, 0, start_ns, end_ns)
                 return
             own.begun.pop(event, None)
             if not own.over_ns:
-                own.ended.append((end_ns, event))
+                own.ended.append((end_ns, event, start_ns))
             else:
                 late = own.over_ns < end_ns < own.over_ns + _LATE_NS
-                _settle(trace, own, event, own.over_ns if late else end_ns)
+                _settle(trace, own, event, own.over_ns if late else end_ns, start_ns)
 
     def _after_phase(self, phase: int, begin_ns: int, end_ns: int) -> None:  # noqa: ARG002
         if phase != _BACKWARD:
@@ -87,20 +90,23 @@ class Unwaited:
             own, self._pass = self._pass, _Pass()
             own.over_ns = end_ns
             if trace is not None:
-                for ended_ns, event in sorted(own.ended):
-                    _settle(trace, own, event, ended_ns)
+                for ended_ns, event, start_ns in sorted(own.ended):
+                    _settle(trace, own, event, ended_ns, start_ns)
             own.ended.clear()
 
     def _give_up(self) -> None:
-        """The trace ends within a backward pass."""
+        """The trace ends, perhaps within a backward pass. Callbacks that are due get time to come."""
+        until = time.monotonic() + _END_S
+        while self._of and time.monotonic() < until:
+            time.sleep(0.001)
         self._after_phase(_BACKWARD, 0, self._pass.last_ns)
 
 
-def _settle(trace: Trace, own: _Pass, event: int, end_ns: int) -> None:
+def _settle(trace: Trace, own: _Pass, event: int, end_ns: int, start_ns: int) -> None:
     until = min(end_ns, own.over_ns)
     blocked = max(0, until - max(own.last_ns, trace.begun_ns(event)))
     own.last_ns = max(own.last_ns, until)
-    trace.ended(event, blocked, end_ns=end_ns)
+    trace.ended(event, blocked, start_ns, end_ns)
 
 
 _lock = threading.Lock()

@@ -231,10 +231,11 @@ class _Pending(_Work):
         trace, self._trace = self._trace, None
         if trace is None:
             return
+        started_ns = int(report.started_ns)
         if self._completer is not None and self._completer.is_here():
-            unwaited(trace).ended(self._issued, time.monotonic_ns())
+            unwaited(trace).ended(self._issued, time.monotonic_ns(), started_ns)
         else:
-            trace.ended(self._issued, self._blocked_ns)
+            trace.ended(self._issued, self._blocked_ns, started_ns)
 
 
 class _Collective:

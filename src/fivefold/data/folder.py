@@ -43,6 +43,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         DataError: a folder is missing or empty, a file is truncated or no picture; names it.
     """
 
+    transforms_last = True
+
     def __init__(
         self,
         root: str | Path,

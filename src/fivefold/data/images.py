@@ -25,6 +25,8 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
     `images` is N x C x H x W of any dtype, `labels` N ints that index `classes`.
     """
 
+    transforms_last = True
+
     def __init__(
         self,
         images: Tensor,
@@ -52,6 +54,8 @@ class Transformed(Dataset[Any]):
 
     Offers windows if `dataset` does; `transform` then has to work on windows where there are tile axes.
     """
+
+    transforms_last = True
 
     def __init__(self, dataset: Samples, transform: Transform) -> None:
         self.dataset = dataset

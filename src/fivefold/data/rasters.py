@@ -43,6 +43,8 @@ class RasterImages(Dataset[Any]):
     int64; an image of classes (integers, no channels) comes as int64, as losses want it.
     """
 
+    transforms_last = True
+
     def __init__(
         self,
         images: Sequence[Raster],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,10 +18,14 @@ from fivefold.data.collate import check_batch, emptied, stack
 from fivefold.data.seeding import isolated, permutation, seed_sample
 from fivefold.errors import FivefoldError, UsageError
 
-__all__ = ["BatchId", "Collate", "LoadError", "Samples", "Source"]
+__all__ = ["BatchId", "Collate", "LoadError", "Made", "OnError", "Samples", "Skipped", "Source"]
 
 Collate = Callable[[list[Any]], Any]
 """Samples, in order, to a batch whose tensors count samples along their first dim."""
+
+
+OnError = Literal["stop", "skip"]
+"""what becomes of a batch with a sample that cannot be read: an error, or it is smaller"""
 
 
 class Samples(Protocol):
@@ -47,8 +51,28 @@ class BatchId:
         return f"batch {self.batch} of epoch {self.epoch}"
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that was left out since it could not be read."""
+
+    index: int
+    """in the data set"""
+    why: str
+
+
+class Made(NamedTuple):
+    """What was produced, and what was left out of it."""
+
+    batch: Any
+    skipped: tuple[Skipped, ...] = ()
+
+
 class Source:
-    """Produces any part of any batch of `dataset`, alike wherever and however often it is asked."""
+    """Produces any part of any batch of `dataset`, alike wherever and however often it is asked.
+
+    With `on_error="skip"` a sample that cannot be read is left out, so that its batch is smaller; what the
+    stream is then depends on which samples can be read.
+    """
 
     def __init__(
         self,
@@ -59,6 +83,7 @@ class Source:
         shuffle: bool = True,
         drop_last: bool = False,
         collate: Collate | None = None,
+        on_error: OnError = "stop",
     ) -> None:
         self.dataset = dataset
         self.length = len(dataset)
@@ -67,7 +92,18 @@ class Source:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.collate = collate
-        self._order: tuple[int, np.ndarray] | None = None
+        self.on_error: OnError = on_error
+        self._orders: dict[int, np.ndarray] = {}
+
+    def identity(self) -> dict[str, int]:
+        """What makes a stream of batches this one: two that differ here are two streams."""
+        return {
+            "seed": self.seed,
+            "dataset_length": self.length,
+            "batch_size": self.batch_size,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+        }
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -92,9 +128,16 @@ class Source:
         stop = start + self.size(batch_id)
         if not self.shuffle:
             return list(range(start, stop))
-        if self._order is None or self._order[0] != batch_id.epoch:
-            self._order = (batch_id.epoch, permutation(self.seed, batch_id.epoch, self.length))
-        return self._order[1][start:stop].tolist()
+        return self._order(batch_id.epoch)[start:stop].tolist()
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Of the samples of an epoch. Two are kept: around the end of an epoch both are asked for."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = permutation(self.seed, epoch, self.length)
+            # A new dict, since another thread may be reading this one.
+            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}
+        return order
 
     def produce(self, batch_id: BatchId, share: range | None = None) -> Any:
         """Samples `share` (positions in the batch; all of them by default), collated, on the CPU.
@@ -106,16 +149,55 @@ class Source:
             DataError: the data set says that a file is missing or damaged.
             LoadError: the data set's or the user's own code failed; names the sample and the batch.
         """
+        return self.make(batch_id, share).batch
+
+    def make(self, batch_id: BatchId, share: range | None = None) -> Made:
+        """As `produce`, together with the samples that were left out, which `on_error="skip"` allows.
+
+        Raises as `produce`; also the error of the first sample if none of a batch can be read.
+        """
         indices = self.indices(batch_id)
         share = range(len(indices)) if share is None else share
         if share.step != 1 or not 0 <= share.start <= share.stop <= len(indices):
             raise UsageError(f"{batch_id} has {len(indices)} samples, so it has no {share}")
-        # One sample is needed all the same: an empty tensor has a shape and a dtype.
-        chosen = indices[share.start : share.stop] or indices[:1]
+        wanted = indices[share.start : share.stop]
         with isolated():
-            samples = [self._sample(index, batch_id) for index in chosen]
-            batch = self._collated(samples, chosen, batch_id)
-        return batch if share else emptied(batch)
+            samples, read, skipped = self._read(wanted, batch_id)
+            if read:
+                return Made(self._collated(samples, read, batch_id), skipped)
+            # One sample is needed all the same: an empty tensor has a shape and a dtype.
+            samples, read = self._one_of(indices, batch_id)
+            return Made(emptied(self._collated(samples, read, batch_id)), skipped)
+
+    def _read(
+        self, indices: list[int], batch_id: BatchId
+    ) -> tuple[list[Any], list[int], tuple[Skipped, ...]]:
+        """Samples, their indices, and those that were left out."""
+        if self.on_error == "stop":
+            return [self._sample(index, batch_id) for index in indices], indices, ()
+        samples: list[Any] = []
+        read: list[int] = []
+        skipped: list[Skipped] = []
+        for index in indices:
+            try:
+                samples.append(self._sample(index, batch_id))
+                read.append(index)
+            except FivefoldError as error:
+                skipped.append(Skipped(index, str(error)))
+        return samples, read, tuple(skipped)
+
+    def _one_of(self, indices: list[int], batch_id: BatchId) -> tuple[list[Any], list[int]]:
+        """The first sample that can be read; the error of the first if none can."""
+        first: FivefoldError | None = None
+        for index in indices:
+            try:
+                return [self._sample(index, batch_id)], [index]
+            except FivefoldError as error:
+                if self.on_error == "stop":
+                    raise
+                first = first or error
+        assert first is not None, "a batch has samples"
+        raise first
 
     def _sample(self, index: int, batch_id: BatchId) -> Any:
         seed_sample(self.seed, batch_id.epoch, index)

@@ -11,7 +11,8 @@ The stream of batches is the same for every number of ranks and workers. A rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,14 +21,33 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from fivefold.closing import Closing
-from fivefold.data.source import BatchId, Collate, Samples, Source
-from fivefold.data.tiling import TileCollate, noted, tiles_of
-from fivefold.data.workers import Key, Workers
-from fivefold.errors import DataError, UsageError
+from fivefold.data.finishing import Later, put_off
+from fivefold.data.producing import Producer, producer_of
+from fivefold.data.source import (
+    BatchId,
+    Collate,
+    LoadError,
+    Made,
+    OnError,
+    Samples,
+    Skipped,
+    Source,
+)
+from fivefold.data.tiling import TileCollate, Tiles, noted, tiles_of
+from fivefold.data.workers import Key
+from fivefold.errors import DataError, DataWarning, FivefoldError, UsageError
+from fivefold.launch.role import is_helper
 from fivefold.mesh import Mesh
+from fivefold.mesh.duty import help_instead
 from fivefold.trace import Phase, span
 
-__all__ = ["Cursor", "Loader", "loader"]
+__all__ = ["Cursor", "Finish", "Loader", "loader"]
+
+Finish = Callable[[Any], Any]
+"""A batch to a batch, of each sample by itself, always in the same way; on the device of the batch."""
+
+_SKIPPED_NAMED = 5
+_AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -45,28 +65,27 @@ class Loader(Closing):
     """Iterating runs from the batch after the cursor to the end of that epoch. Made by `loader`.
 
     One iteration at a time: starting another ends the one before. `close()` (or `with`) ends the worker
-    processes; iterating again starts new ones.
+    processes, or lets helpers do something else; iterating again begins anew.
     """
 
     def __init__(
-        self, source: Source, mesh: Mesh, *, workers: int, prefetch: int, tiled: bool = False
+        self,
+        source: Source,
+        mesh: Mesh,
+        producer: Producer | None,
+        *,
+        tiles: Tiles | None = None,
+        later: Later | None = None,
+        finish: Finish | None = None,
     ) -> None:
-        self._source = source
-        self._tiled = tiled
-        self._mesh = mesh
+        self._source, self._mesh, self._producer = source, mesh, producer
+        self._tiled = tiles is not None
+        self._later, self._finish = later, finish
         self._cursor = Cursor()
         self._iteration = 0
-        self._workers = (
-            Workers(
-                source,
-                count=workers,
-                prefetch=prefetch,
-                pin=mesh.device.type == "cuda",
-                timeout_s=mesh.plan.comm.timeout_s,
-            )
-            if workers
-            else None
-        )
+        self._skipped: list[Skipped] = []
+        self.skipped = 0
+        """samples of this rank's shares that were left out so far, where `on_error` is "skip" """
 
     def __len__(self) -> int:
         """Batches per epoch, wherever the cursor stands."""
@@ -89,7 +108,7 @@ class Loader(Closing):
         Where windows are read, this rank's tiles of it.
         """
         made = self._source.produce(batch_id, share)
-        return made[0] if self._tiled else made
+        return self._finished(made[0] if self._tiled else made, batch_id)
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's share of each batch left in the epoch, on `mesh.device`.
@@ -98,10 +117,13 @@ class Loader(Closing):
 
         Every tensor knows which part of the global batch it is (`fivefold.mesh.part_of`).
         """
+        help_instead()
         self._iteration = iteration = self._iteration + 1
         first = self.upcoming
         ids = [BatchId(first.epoch, batch) for batch in range(first.batch, len(self))]
-        batches = self._produced([self._key(batch_id) for batch_id in ids])
+        batches = self._produced(
+            [self._key(batch_id) for batch_id in ids], self._next_epoch(first.epoch + 1)
+        )
         for batch_id in ids:
             if iteration != self._iteration:
                 raise UsageError(
@@ -112,39 +134,93 @@ class Loader(Closing):
                 batch = self._placed(next(batches), batch_id)
             self._cursor = Cursor(batch_id.epoch, batch_id.batch, self._cursor.step + 1)
             yield batch
+        self._tell_skipped()
 
-    def _key(self, batch_id: BatchId) -> Key:
-        share = self._mesh.share(self._source.size(batch_id))
+    def _next_epoch(self, epoch: int) -> list[Key]:
+        """What will be asked for when this epoch is over, most likely."""
+        return [self._key(BatchId(epoch, batch)) for batch in range(min(len(self), _AHEAD))]
+
+    @property
+    def source(self) -> Source:
+        """Where the batches come from, but for this rank's share of them."""
+        return self._source
+
+    def read(self, ids: Sequence[BatchId], *, whole: bool = False) -> Iterator[Any]:
+        """Some batches, in this order, as iterating yields them: this rank's share; the cursor stays.
+
+        `whole`: all samples of each batch, which tiles of images rule out. An iteration under way ends.
+        """
+        assert not (whole and self._tiled), "a rank reads its tile of an image, never all of it"
+        self._iteration = iteration = self._iteration + 1
+        batches = self._produced([self._key(batch_id, whole=whole) for batch_id in ids])
+        for batch_id in ids:
+            if iteration != self._iteration:
+                raise UsageError("reading ended when the loader was iterated over, read or closed")
+            with span(Phase.LOAD):
+                batch = self._placed(next(batches), batch_id, whole=whole)
+            yield batch
+        self._tell_skipped()
+
+    def _key(self, batch_id: BatchId, *, whole: bool = False) -> Key:
+        share = self._share(batch_id, whole=whole)
         return Key(batch_id.epoch, batch_id.batch, share.start, share.stop)
 
-    def _produced(self, keys: list[Key]) -> Iterator[Any]:
-        if self._workers is not None:
-            return self._workers.produce(keys)
+    def _share(self, batch_id: BatchId, *, whole: bool) -> range:
+        samples = self._source.size(batch_id)
+        return range(samples) if whole else self._mesh.share(samples)
+
+    def _produced(self, keys: list[Key], following: Sequence[Key] = ()) -> Iterator[Made]:
+        if self._producer is not None:
+            return self._producer.produce(keys, following)
         return (
-            self._source.produce(BatchId(key.epoch, key.batch), range(key.start, key.stop))
+            self._source.make(BatchId(key.epoch, key.batch), range(key.start, key.stop))
             for key in keys
         )
 
-    def _placed(self, made: Any, batch_id: BatchId) -> Any:
-        batch, boxes = made if self._tiled else (made, None)
+    def _placed(self, made: Made, batch_id: BatchId, *, whole: bool = False) -> Any:
+        batch, boxes = made.batch if self._tiled else (made.batch, None)
+        here = self._finished(pytree.tree_map_only(Tensor, self._moved, batch), batch_id)
         samples = self._source.size(batch_id)
-        start = self._mesh.share(samples).start
-        here = pytree.tree_map_only(Tensor, self._moved, batch)
+        if self._source.on_error == "skip":
+            self._skipped.extend(made.skipped)
+            self.skipped += len(made.skipped)
+            if self._mesh.layout.data > 1:
+                return here  # how many samples other ranks left out is for the step to find out
+            samples -= len(made.skipped)
+        start = self._share(batch_id, whole=whole).start
         return noted(here, boxes, samples=samples, start=start)
+
+    def _finished(self, batch: Any, batch_id: BatchId) -> Any:
+        """The batch with what was put off, and what the user wants done here."""
+        try:
+            if self._later is not None:
+                batch = self._later.finish(batch)
+            return batch if self._finish is None else self._finish(batch)
+        except FivefoldError:
+            raise
+        except Exception as error:
+            raise LoadError(
+                f"finish failed on {batch_id}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _tell_skipped(self) -> None:
+        """Say what was left out of an epoch."""
+        skipped, self._skipped = self._skipped, []
+        if skipped:
+            named = "; ".join(s.why for s in skipped[:_SKIPPED_NAMED])
+            more = ", ..." if len(skipped) > _SKIPPED_NAMED else ""
+            warnings.warn(
+                f'{len(skipped)} samples were left out, as on_error = "skip" allows: {named}{more}',
+                DataWarning,
+                stacklevel=3,
+            )
 
     def _moved(self, leaf: Tensor) -> Tensor:
         return leaf.to(self._mesh.device, non_blocking=True)
 
     def _identity(self) -> dict[str, int]:
-        """What makes this stream of batches this one: two that differ here are two streams."""
-        source = self._source
-        return {
-            "seed": source.seed,
-            "dataset_length": source.length,
-            "batch_size": source.batch_size,
-            "shuffle": int(source.shuffle),
-            "drop_last": int(source.drop_last),
-        }
+        skips = self._source.on_error == "skip"
+        return {**self._source.identity(), **({"skip_errors": 1} if skips else {})}
 
     def state_dict(self) -> dict[str, int]:
         """The cursor and what identifies the stream. Equal on every rank; ranks and workers may change."""
@@ -157,12 +233,13 @@ class Loader(Closing):
             UsageError: the state is of another stream (seed, data set, batch size), or no state at all.
         """
         expected = {**asdict(self._cursor), **self._identity()}
+        expected.pop("skip_errors", None)
         if absent := [name for name in expected if name not in state]:
             raise UsageError(f"this is not the state of a loader: it has no {', '.join(absent)}")
-        for name, here in self._identity().items():
-            if state[name] != here:
+        for name, here in {"skip_errors": 0, **self._identity()}.items():
+            if (there := state.get(name, 0)) != here:
                 raise UsageError(
-                    f"the state is of another stream of batches: its {name} is {state[name]}, this "
+                    f"the state is of another stream of batches: its {name} is {there}, this "
                     f"loader's is {here}; make the loader as it was, or start without the state"
                 )
         cursor = Cursor(int(state["epoch"]), int(state["batch"]), int(state["step"]))
@@ -172,10 +249,10 @@ class Loader(Closing):
         self._iteration += 1
 
     def close(self) -> None:
-        """End the worker processes and the iteration under way, if any."""
+        """End the worker processes, if any, and the iteration under way."""
         self._iteration += 1
-        if self._workers is not None:
-            self._workers.close()
+        if self._producer is not None:
+            self._producer.close()
 
 
 def loader(
@@ -189,8 +266,13 @@ def loader(
     workers: int | None = None,
     prefetch: int | None = None,
     collate: Collate | None = None,
+    finish: Finish | None = None,
+    on_error: OnError | None = None,
 ) -> Loader:
-    """A loader of `dataset`, alike for every number of ranks and workers.
+    """A loader of `dataset`, alike for every number of ranks, workers and helpers.
+
+    A `ToFloat` or `Normalise` at the end of a data set's `Compose` is applied to whole batches where they
+    arrive, which changes no byte (`fivefold.data.finishing`).
 
     Args:
         dataset: anything with a length and samples by index (map-style). Samples may draw from torch's,
@@ -199,44 +281,67 @@ def loader(
         mesh: decides which samples of a batch this rank gets, and on which device.
         batch_size: samples in a batch over all ranks.
         seed: 0 to 2**64 - 1; decides the order and the randomness of every sample.
-        shuffle: a new order in every epoch; else the order of the data set.
+        shuffle: a new order in every epoch; else that of the data set.
         drop_last: leave out the smaller batch at the end of an epoch.
-        workers: processes that prepare batches; 0 prepares them here. Default: the plan's.
+        workers: processes that prepare batches, where helpers do not; 0: none. Default: the plan's.
         prefetch: batches that each worker prepares ahead. Default: the plan's.
         collate: samples to batch. The default stacks pytrees. What it draws at random would depend on the
             number of ranks, so randomness belongs into the data set.
+        finish: what is done to a rank's share of a batch where it arrives, on its device: never by a worker
+            or helper, so the batches that travel can be small. It treats each sample by itself, draws
+            nothing at random, and keeps the first dim, which may be 0.
+        on_error: what becomes of a batch with a sample that cannot be read: "stop" raises the error; "skip"
+            leaves the sample out, which is counted and told. Default: the plan's (`offload.on_error`).
 
     Raises:
-        UsageError: the data set is not map-style, a number makes no sense, or a transform needs whole images.
+        UsageError: the data set is not map-style, a number makes no sense, a transform needs whole images,
+            or samples cannot be skipped under this layout.
         DataError: the data set is empty.
     """
     _check_dataset(dataset)
-    workers = mesh.plan.loader.workers if workers is None else workers
+    given, workers = workers, mesh.plan.loader.workers if workers is None else workers
     prefetch = mesh.plan.loader.prefetch if prefetch is None else prefetch
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("workers", workers, 0),
-        ("prefetch", prefetch, 1),
-    ):
+    _check_numbers(seed, batch_size=(batch_size, 1), workers=(workers, 0), prefetch=(prefetch, 1))
+    dataset, later = put_off(dataset) if collate is None else (dataset, None)
+    collate = later if collate is None else collate
+    tiles = tiles_of(dataset, mesh)
+    on_error = _checked(on_error or mesh.plan.offload.on_error, mesh, windows=tiles is not None)
+    source = Source(
+        dataset if tiles is None else tiles, batch_size=batch_size, seed=seed, shuffle=shuffle,
+        drop_last=drop_last, collate=collate if tiles is None else TileCollate(collate),
+        # A helper's files are no reason to leave a sample out: the trainer decides that.
+        on_error="stop" if is_helper() else on_error,
+    )  # fmt: skip
+    _check_left(source)
+    producer = producer_of(source, mesh, tiles, workers=workers, prefetch=prefetch, given=given)
+    return Loader(source, mesh, producer, tiles=tiles, later=later, finish=finish)
+
+
+def _check_numbers(seed: int, **numbers: tuple[int, int]) -> None:
+    """`numbers`: value and least value by name."""
+    for name, (value, least) in numbers.items():
         if value < least:
             raise UsageError(f"{name} is {value}; it must be {least} or more")
     if not 0 <= seed < 2**64:
         raise UsageError(f"seed is {seed}; it must be from 0 to 2**64 - 1")
-    tiles = tiles_of(dataset, mesh)
-    source = Source(
-        dataset if tiles is None else tiles,
-        batch_size=batch_size,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        collate=collate if tiles is None else TileCollate(collate),
-    )
+
+
+def _check_left(source: Source) -> None:
     if len(source) == 0:
         raise UsageError(
-            f"no batch is left: the data set has {source.length} samples, a batch {batch_size}, and "
+            f"no batch is left: the data set has {source.length} samples, a batch {source.batch_size}, and "
             "drop_last leaves out a smaller one; choose a smaller batch_size or drop_last=False"
         )
-    return Loader(source, mesh, workers=workers, prefetch=prefetch, tiled=tiles is not None)
+
+
+def _checked(on_error: OnError, mesh: Mesh, *, windows: bool) -> OnError:
+    """Ranks must agree on what is left out, or need not know."""
+    if on_error == "skip" and (windows or (mesh.layout.data > 1 and mesh.layout.tiles > 1)):
+        raise UsageError(
+            'on_error = "skip" cannot be used here: under tile axes several ranks hold parts of a sample '
+            'and could not agree on leaving it out; use "stop", or a layout without height, width and depth'
+        )
+    return on_error
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -49,7 +49,7 @@ class Tiles:
 
     def __init__(self, windows: Windowed, axes: dict[str, tuple[int, int]]) -> None:
         self.windows = windows
-        self._axes = axes
+        self.axes = axes
         self._dims = -min(TILE_DIMS[axis] for axis in axes)
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Tiles:
             return None
         ranges = [range(n) for n in size]
         if len(size) >= self._dims:  # else it is no image in the sense of this layout, and whole
-            for axis, (parts, index) in self._axes.items():
+            for axis, (parts, index) in self.axes.items():
                 n = size[TILE_DIMS[axis]]
                 if n < parts:
                     raise UsageError(
@@ -107,7 +107,7 @@ class TileCollate:
     """Pairs (sample, boxes) to (batch, boxes), by a collate of the user's or the default one."""
 
     def __init__(self, collate: Collate | None) -> None:
-        self._collate = collate or stack
+        self.collate = collate or stack
 
     def __call__(self, pairs: list[Any]) -> Any:
         """The batch of the samples, and the boxes that they have in common."""
@@ -118,7 +118,7 @@ class TileCollate:
                     f"images of a batch differ in size and cannot be stacked: {', '.join(sorted(sizes))} "
                     "pixels; use batch_size=1, or a data set with images of one size"
                 )
-        return self._collate([sample for sample, _ in pairs]), pairs[0][1]
+        return self.collate([sample for sample, _ in pairs]), pairs[0][1]
 
 
 def noted(batch: Any, boxes: Any, *, samples: int, start: int) -> Any:

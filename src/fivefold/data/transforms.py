@@ -95,6 +95,14 @@ class ToFloat:
         """The image as float32."""
         return image if image.is_floating_point() else image.float() / 255
 
+    def on_batch(self, images: Tensor) -> Tensor:
+        """N images at once, as if each by itself."""
+        return images if images.is_floating_point() else images.float().div_(255)
+
+    def fits(self, channels: int) -> bool:  # noqa: ARG002
+        """Whether images of so many channels keep them."""
+        return True
+
     def __repr__(self) -> str:
         return "ToFloat()"
 
@@ -112,6 +120,16 @@ class Normalise:
         """The image, normalised."""
         channels = (-1, *[1] * (image.dim() - 1))
         return (image - self.mean.view(channels)) / self.std.view(channels)
+
+    def on_batch(self, images: Tensor) -> Tensor:
+        """N images at once, as if each by itself."""
+        channels = (1, -1, *[1] * (images.dim() - 2))
+        mean, std = (figures.to(images.device).view(channels) for figures in (self.mean, self.std))
+        return (images - mean).div_(std)
+
+    def fits(self, channels: int) -> bool:
+        """Whether images of so many channels keep them: one figure for each, or one for all."""
+        return len(self.mean) == len(self.std) and len(self.mean) in (1, channels)
 
     def __repr__(self) -> str:
         return f"Normalise({self.mean.tolist()}, {self.std.tolist()})"

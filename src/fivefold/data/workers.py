@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from fivefold.data.source import BatchId, LoadError, Source
+from fivefold.data.source import BatchId, LoadError, Made, Skipped, Source
 from fivefold.errors import DataError, FivefoldError, UsageError
 from fivefold.trace import active
 from fivefold.trace.ready import ready_batches
@@ -38,9 +38,10 @@ class _Parcel:
     """A batch on its way. Pins itself: DataLoader would not look into every kind of pytree."""
 
     batch: Any
+    skipped: tuple[Skipped, ...]
 
     def pin_memory(self) -> _Parcel:
-        return _Parcel(pytree.tree_map_only(Tensor, Tensor.pin_memory, self.batch))
+        return _Parcel(pytree.tree_map_only(Tensor, Tensor.pin_memory, self.batch), self.skipped)
 
 
 class _InWorkerError(Exception):
@@ -78,7 +79,7 @@ class _Shares(Dataset["_Parcel | _Failure"]):
     def __getitem__(self, index: Key) -> _Parcel | _Failure:
         epoch, batch, start, stop = index
         try:
-            return _Parcel(self.source.produce(BatchId(epoch, batch), range(start, stop)))
+            return _Parcel(*self.source.make(BatchId(epoch, batch), range(start, stop)))
         except FivefoldError as error:
             return _Failure.of(error)
 
@@ -136,19 +137,22 @@ class Workers:
             generator=torch.Generator(),
         )
 
-    def produce(self, keys: Iterable[Key]) -> Iterator[Any]:
+    def produce(self, keys: Iterable[Key], following: Iterable[Key] = ()) -> Iterator[Made]:
         """The batches of `keys`, in order; calling it again drops what an earlier call had under way.
+
+        `following` is left alone: workers do not begin the next epoch.
 
         Raises:
             FivefoldError: what `Source.produce` raised in the worker.
             LoadError: a worker died, or took longer than the timeout over one batch.
         """
+        del following
         self._keys.coming = keys
         try:
             for item in _counted(iter(self._loader)):
                 if isinstance(item, _Failure):
                     raise item.error()
-                yield item.batch
+                yield Made(item.batch, item.skipped)
         except RuntimeError as error:  # how DataLoader reports workers that died or hang
             self.close()
             raise LoadError(

@@ -1,8 +1,15 @@
 """When ranks come to the same operation: who is late, and who waits for whom.
 
 The same operation has the same number in its group on all ranks. A rank arrives when it asks for it. The
-last one to arrive makes all others wait; how long it then takes is the communication itself, and is read from
-the clock of that rank alone.
+last one to arrive makes all others wait; how long it then takes is the communication itself.
+
+    rank 0   asks ├─────────── blocked ─────────────┤
+    rank 1                     asks ├─── blocked ───┤
+                                     │   transfer
+                                     └ all have come
+
+The backend fivefold tells exactly when all had come, which is later than the last one asked where operations
+wait for each other. Of other backends it is when the last one asked, by clocks that were aligned.
 """
 
 from __future__ import annotations
@@ -49,8 +56,11 @@ class Meeting:
     arrival_ns: NDArray[np.int64]
     """by the clock of rank 0's node"""
     blocked_ns: NDArray[np.int64]
+    waiting_ns: NDArray[np.int64]
+    """of it, before all had come"""
     served_ns: NDArray[np.int64]
-    """from asking, or from the end of the group's operation before, to the end; of the last rank"""
+    """of the last rank: from when all had come to the end. Where that is not told, from when it asked, or
+    from the end of the group's operation before"""
     first: NDArray[np.void]
     """the event as the first of `ranks` has it"""
     phase: NDArray[np.int64]
@@ -90,6 +100,8 @@ class Meetings:
     first_step: int | None
     last_step: int | None
     served_s: dict[Transfer, Floats] = field(default_factory=dict[Transfer, Floats])
+    waiting_share: dict[Transfer, float] = field(default_factory=dict[Transfer, float])
+    """of the time in which ranks were blocked, before all had come"""
 
     @property
     def compared(self) -> int:
@@ -109,6 +121,7 @@ def meetings(
     late, times, last = np.zeros((3, size))
     waited = np.zeros((size, size))
     served: dict[Transfer, list[Floats]] = defaultdict(list)
+    blocked: dict[Transfer, Floats] = defaultdict(lambda: np.zeros(2))
     for meeting in found:
         at = np.searchsorted(ranks, meeting.ranks)
         widest = meeting.widest
@@ -117,26 +130,31 @@ def meetings(
         apart = widest[meeting.skew_ns[widest] > 0]
         last[at] += np.bincount(meeting.last[apart], minlength=len(at))
         _wait(waited, at, meeting)
-        for key, seconds in _served(meeting):
-            served[key].append(seconds)
+        for key, same in _by_transfer(meeting):
+            served[key].append(meeting.served_ns[same] / 1e9)
+            blocked[key] += [
+                table[:, same].sum() for table in (meeting.waiting_ns, meeting.blocked_ns)
+            ]
     steps = np.concatenate([m.first["step"] for m in found]) if found else np.zeros(0, np.int64)
     times[times == 0] = np.nan
     return Meetings(
         ranks, found, late / times, last / times, waited, len(np.unique(steps)),
         int(steps.min()) if len(steps) else None, int(steps.max()) if len(steps) else None,
         {key: np.concatenate(parts) for key, parts in served.items()},
+        {key: float(waiting / whole) for key, (waiting, whole) in blocked.items() if whole > 0},
     )  # fmt: skip
 
 
 def _wait(waited: Floats, at: NDArray[np.int64], meeting: Meeting) -> None:
     last = meeting.arrival_ns.max(0)
-    # A rank that did not wait for the result was not kept by who came late.
-    kept = np.minimum(last - meeting.arrival_ns, meeting.blocked_ns) / 1e9
+    # Who did not wait for the result was not kept by who came late, nor by an operation before this one.
+    kept = np.minimum(last - meeting.arrival_ns, meeting.waiting_ns) / 1e9
     for column in np.unique(meeting.last):
         waited[at, at[column]] += kept[:, meeting.last == column].sum(1)
 
 
-def _served(meeting: Meeting) -> list[tuple[Transfer, Floats]]:
+def _by_transfer(meeting: Meeting) -> list[tuple[Transfer, NDArray[np.bool_]]]:
+    """Which operations are alike."""
     buckets = bit_lengths(meeting.first["size_bytes"])
     codes = (
         buckets
@@ -146,7 +164,7 @@ def _served(meeting: Meeting) -> list[tuple[Transfer, Floats]]:
     return [
         (
             Transfer(int(code) >> 16, int(code) >> 8 & 255, meeting.group.name, int(code) & 255),
-            meeting.served_ns[codes == code] / 1e9,
+            codes == code,
         )
         for code in np.unique(codes)
     ]
@@ -206,10 +224,20 @@ def _meeting(group: Group, parts: list[_Part]) -> Meeting:
         rows = [part.events[name][where] for part, where in zip(parts, at, strict=True)]
         return np.stack(rows).astype(np.int64)
 
-    arrival = table("begin_ns") + np.array([part.offset_ns for part in parts])[:, None]
+    offset = np.array([part.offset_ns for part in parts])[:, None]
+    arrival, end, blocked = (
+        table("begin_ns") + offset,
+        table("end_ns") + offset,
+        table("blocked_ns"),
+    )
     served = np.stack([part.served_ns[where] for part, where in zip(parts, at, strict=True)])
     last = np.argmax(arrival, axis=0) if len(common) else np.zeros(0, np.int64)
+    told = table("start_ns")
+    started = np.maximum(np.where(told > 0, told + offset, 0), arrival).max(0)
+    # Nobody is blocked before asking, and who is blocked is so until the end.
+    waiting = np.minimum(started, end) - np.maximum(arrival, end - blocked)
+    served = np.where((told > 0).all(0), np.maximum(end - started, 0), served)
     return Meeting(
-        group, np.array([part.rank for part in parts]), common.astype(np.int64), arrival, table("blocked_ns"),
-        served[last, np.arange(len(common))], parts[0].events[at[0]], table("phase"),
+        group, np.array([part.rank for part in parts]), common.astype(np.int64), arrival, blocked,
+        np.maximum(waiting, 0), served[last, np.arange(len(common))], parts[0].events[at[0]], table("phase"),
     )  # fmt: skip

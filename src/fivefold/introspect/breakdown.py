@@ -1,18 +1,17 @@
-"""Where a steady step goes, and how fast it is."""
+"""Where a steady step goes, and how long it takes."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fivefold.introspect.facts import first_told
 from fivefold.introspect.numbers import rounded
 from fivefold.introspect.run import TracedRun
-from fivefold.introspect.shape import Steady, Throughput
+from fivefold.introspect.shape import Steady
 from fivefold.introspect.steps import Floats, Steps
 from fivefold.introspect.tables import Breakdown, Kind
 from fivefold.trace.schema import PHASES, TAGS
 
-__all__ = ["breakdown", "steady", "throughput"]
+__all__ = ["breakdown", "steady"]
 
 
 def steady(steps: Steps | None) -> Steady | None:
@@ -78,17 +77,3 @@ def _calls(run: TracedRun) -> Floats:
 
 def _mean(values: Floats) -> float | None:
     return rounded(float(np.nanmean(values))) if not np.isnan(values).all() else None
-
-
-def throughput(run: TracedRun, steps: Steps | None) -> Throughput:
-    """Samples per second of all ranks, beside one process times ranks where that is known."""
-    alone = first_told(run, "one_process_samples_per_s")
-    alone = float(alone) if isinstance(alone, int | float) else None
-    expected = alone * run.size if alone else None
-    per_step = float(np.nansum(steps.mean(steps.scalars["samples"]))) if steps else 0.0
-    speed = per_step / steps.step_s if steps and per_step and steps.step_s else None
-    return {
-        "samples_per_s": rounded(speed), "samples_per_step": rounded(per_step) if per_step else None,
-        "one_process_samples_per_s": rounded(alone), "expected_samples_per_s": rounded(expected),
-        "ratio": rounded(speed / expected) if speed and expected else None,
-    }  # fmt: skip

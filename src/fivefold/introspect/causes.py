@@ -33,7 +33,7 @@ from fivefold.trace.schema import PHASES
 
 __all__ = ["Cause", "Straggler", "cause_of", "stragglers"]
 
-_LEAST_SHARE, _LEAST_S = 0.03, 2e-4
+_LEAST_SHARE, _LEAST_S = 0.05, 2e-4
 """of a step, and seconds, that a rank has to be late on average"""
 _SIGNIFICANT = 3.0
 """times its own standard error"""

@@ -7,7 +7,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.cluster.reading import spans
 from fivefold.introspect.arrivals import Meetings
+from fivefold.introspect.efficiency import counted_once
 from fivefold.introspect.facts import first_told
 from fivefold.introspect.numbers import column, plain
 from fivefold.introspect.run import FULL, TracedRun
@@ -155,7 +157,7 @@ def series(run: TracedRun, steps: Steps | None) -> Series:
 def _over_time(run: TracedRun, steps: Steps) -> Any:
     wall = np.fmax.reduce(steps.wall, axis=0)
     nodes = _first_of_nodes(run, steps)
-    samples = np.nansum(steps.scalars["samples"], axis=0)
+    samples = np.nansum(steps.scalars["samples"], axis=0) * counted_once(run)
 
     def over(name: str) -> Floats:
         return _sum(steps.scalars[name][nodes]) / wall
@@ -270,10 +272,5 @@ def _phase(number: int) -> str | None:
 
 def _cores(told: Any) -> str:
     """Core numbers as 0-3, 8."""
-    parts: list[list[int]] = []
-    for core in sorted({c for c in told if isinstance(c, int)}) if isinstance(told, list) else []:
-        if parts and parts[-1][1] == core - 1:
-            parts[-1][1] = core
-        else:
-            parts.append([core, core])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+    cores = (c for c in told if isinstance(c, int)) if isinstance(told, list) else ()
+    return spans(cores).replace(",", ", ")

@@ -6,33 +6,40 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fivefold.introspect.document import document, made_by
+from fivefold.introspect.document import made_by
 from fivefold.introspect.numbers import rounded, seconds_text, share_text
-from fivefold.introspect.run import TracedRun
-from fivefold.introspect.shape import SHAPE, Change, Comparison, Document, Side, Verdict
+from fivefold.introspect.shape import (
+    SHAPE,
+    Change,
+    Comparison,
+    Document,
+    FindingData,
+    Side,
+    Verdict,
+)
 
-__all__ = ["change", "compare", "compared"]
+__all__ = ["change", "compared"]
 
 _SAME = 0.02
 """relative change of the step's time that is not worth a word"""
+_EXPLAINS = 0.25
+"""share of that change from which a finding is named as its cause"""
 _RUN = ("size", "nodes", "per_node", "engine", "backend", "device", "threads", "layout", "command")
 """facts of runs that are configuration"""
-
-
-def compare(a: TracedRun, b: TracedRun) -> Comparison:
-    """What changed from run `a` to run `b`."""
-    return compared(document(a), document(b))
+_PLACES = ("FIVEFOLD_LOG_DIR", "FIVEFOLD_TRACE")
 
 
 def compared(a: Document, b: Document) -> Comparison:
-    """The same, of their reports."""
+    """What changed from one run to the other, by their reports."""
     parts = {kind: _changes(_parts(a, kind), _parts(b, kind)) for kind in ("phase", "exposed")}
     differences = _differences(a, b)
+    only = (_without(a, b), _without(b, a))
     made: Any = {
         "shape": SHAPE, "kind": "comparison", **made_by(),
-        "verdict": _verdict(a, b, [*parts["phase"], *parts["exposed"]], differences),
+        "verdict": _verdict(a, b, [*parts["phase"], *parts["exposed"]], differences, only),
         "a": _side(a), "b": _side(b), "figures": _figures(a, b), "phases": parts["phase"],
-        "tags": parts["exposed"], "operations": _changes(_operations(a), _operations(b)),
+        "tags": parts["exposed"], "only_a": only[0], "only_b": only[1],
+        "operations": _changes(_operations(a), _operations(b)),
         "differences": differences, "documents": [a, b],
     }  # fmt: skip
     return cast("Comparison", made)
@@ -68,11 +75,17 @@ def _figures(a: Document, b: Document) -> list[Change]:
     rows = [
         change("step", _side(a)["step_s"], _side(b)["step_s"]),
         change("samples per second", _side(a)["samples_per_s"], _side(b)["samples_per_s"], "1/s"),
+        change("of one process times ranks", _measured(a), _measured(b), "share"),
         change("longest work of a rank", most(a, "work_s"), most(b, "work_s")),
         change("memory, largest rank", most(a, "rss_bytes"), most(b, "rss_bytes"), "bytes"),
         change("last loss", _last(a["series"]["loss"]), _last(b["series"]["loss"]), ""),
     ]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
+
+
+def _measured(of: Document) -> float | None:
+    told = of["throughput"]
+    return told["ratio"] if told["one_process_from"] == "measured" else None
 
 
 def _last(values: list[float | None]) -> float | None:
@@ -118,6 +131,17 @@ def _differences(a: Document, b: Document) -> list[dict[str, Any]]:
     return found
 
 
+def _without(of: Document, other: Document) -> list[FindingData]:
+    """Findings that the other run does not have: of another rule, cause, tag or rank."""
+    known = [_what(finding) for finding in other["findings"]]
+    return [finding for finding in of["findings"] if _what(finding) not in known]
+
+
+def _what(finding: FindingData) -> tuple[Any, ...]:
+    figures = finding["figures"]
+    return finding["id"], figures.get("cause"), figures.get("tag"), tuple(finding["ranks"])
+
+
 def _keys(tables: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for table in tables for key in table))
 
@@ -127,9 +151,12 @@ def _of(table: Mapping[str, Mapping[str, Any]], key: str, part: str) -> Any:
 
 
 def _environment(of: Document) -> dict[str, Any]:
-    """Values that all ranks share."""
+    """Values that all ranks share. Where a run writes to differs from run to run, and says nothing."""
     rows = of["configuration"]["environment"]
-    return {row["name"]: row["value"] for row in rows if row["ranks"] is None}
+    return {
+        row["name"]: row["value"] for row in rows
+        if row["ranks"] is None and row["name"] not in _PLACES
+    }  # fmt: skip
 
 
 def _facts(of: Document) -> dict[str, Any]:
@@ -137,9 +164,21 @@ def _facts(of: Document) -> dict[str, Any]:
     return {name: facts[name] for name in _RUN}
 
 
+def _cause(a: Document, b: Document, found: list[FindingData], apart_s: float) -> str:
+    """The finding that only the slower run has, if it explains a part of the difference."""
+    faster = (_side(a)["step_s"] or 0.0) > (_side(b)["step_s"] or 0.0)
+    costs = [f for f in found if (f["gain_s_per_step"] or 0.0) >= _EXPLAINS * apart_s]
+    if not costs:
+        return ""
+    # One of communication of a tag may be the trace of a late rank, which tells more.
+    first = next((f for f in costs if f["id"] != "exposed"), costs[0])
+    return f". Only in {(a if faster else b)['run']['title']}: {first['title']}"
+
+
 def _verdict(
-    a: Document, b: Document, parts: list[Change], differences: list[dict[str, Any]]
-) -> Verdict:
+    a: Document, b: Document, parts: list[Change], differences: list[dict[str, Any]],
+    only: tuple[list[FindingData], list[FindingData]],
+) -> Verdict:  # fmt: skip
     one, other = _side(a)["step_s"], _side(b)["step_s"]
     if not one or not other:
         return {
@@ -159,6 +198,7 @@ def _verdict(
     if worst and worst["change"]:
         before, after = seconds_text(worst["a"] or 0), seconds_text(worst["b"] or 0)
         text += f", most of it in {worst['name']} ({before} to {after})"
+    text += _cause(a, b, only[0] if faster else only[1], abs(other - one))
     keys = [
         str(row["key"])
         for row in differences

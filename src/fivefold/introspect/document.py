@@ -8,10 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 from fivefold.introspect.analysis import Analysis
-from fivefold.introspect.breakdown import breakdown, steady, throughput
+from fivefold.introspect.breakdown import breakdown, steady
 from fivefold.introspect.charts import heat, outstanding, rank_table, series, timeline
+from fivefold.introspect.efficiency import throughput
 from fivefold.introspect.facts import calibrated, configuration, facts, marks
 from fivefold.introspect.findings import as_data
+from fivefold.introspect.helping import Helping
 from fivefold.introspect.matrix import arrivals
 from fivefold.introspect.numbers import plain
 from fivefold.introspect.run import FULL, TracedRun
@@ -45,7 +47,8 @@ def document(run: TracedRun) -> Document:
         "ranks": rank_table(run, steps, met, chosen),
         "operations": plain(analysis.operations), "arrivals": arrivals(met, steps.origin_ns if steps else 0),
         "series": series(run, drawn), "marks": marks(run, steps),
-        "throughput": throughput(run, steps), "calibration": calibrated(run),
+        "throughput": throughput(run, steps), "offload": Helping(run).table(),
+        "calibration": calibrated(run),
         "configuration": configuration(run), "stacks": _stacks(run, chosen),
     }  # fmt: skip
     return cast("Document", made)

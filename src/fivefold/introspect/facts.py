@@ -17,7 +17,7 @@ from fivefold.introspect.steps import Steps
 
 __all__ = ["calibrated", "configuration", "facts", "first_told", "marks"]
 
-_MARKS = ("checkpoint", "failure", "recovery", "hang", "mismatch", "warning")
+_MARKS = ("checkpoint", "failure", "recovery", "hang", "mismatch", "helper", "warning")
 _MOST_MARKS = 1000
 
 

@@ -3,7 +3,8 @@
     trace files --stamps differ--> document --> {part: JSON} --> those whose text differs get a new version
 
 Nothing is read while nobody asks. What takes long is done seldom: making reports takes a fifth of one core
-at most.
+at most while the run goes on. An end that its ranks tell is shown at once; that of a run killed with all its
+ranks, which tells nothing, with the next report.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,19 @@ def stamp(path: Path) -> tuple[Any, ...]:
 
     A rank that was killed says nothing: while one claims to run, the stamp changes every few seconds too.
     """
-    found: list[Any] = []
-    running = False
+    found = list(_said(path))
+    running = any(state == State.RUNNING for _, state, _ in found)
+    return (*found, int(time.monotonic() / _LOOK_S) if running else 0)
+
+
+def _said(path: Path) -> Iterator[tuple[str, int, bytes | str]]:
+    """Of every rank: its file, its state and all that it says; -1 and why, where that cannot be read."""
     for file in trace_files(path):
         try:
             live = TraceFile.open(file).live[0]
-            found.append((file.name, live.tobytes()))
-            running |= int(live["state"]) == State.RUNNING
+            yield file.name, int(live["state"]), live.tobytes()
         except FivefoldError as problem:
-            found.append((file.name, str(problem)))
-    return (*found, int(time.monotonic() / _LOOK_S) if running else 0)
+            yield file.name, -1, str(problem)
 
 
 class LiveReport:
@@ -71,14 +75,15 @@ class LiveReport:
         self._parts: dict[str, tuple[int, str]] = {}
         self._metrics = ""
         self._stamp: tuple[Any, ...] = ()
-        self._next_s = 0.0
+        self._next_s = self._look_s = 0.0
+        self._running = False
         self._lock = threading.Lock()
         self._renew()
 
     def refresh(self) -> None:
         """Make the report again if its time has come and its run has gone on."""
         with self._lock:
-            if time.monotonic() < self._next_s:
+            if time.monotonic() < self._next_s and not self._over():
                 return
             begin = time.monotonic()
             try:
@@ -104,11 +109,24 @@ class LiveReport:
             ]
             return self.version, "{" + ",".join(changed) + "}" if changed else ""
 
+    def _over(self) -> bool:
+        """Whether the run has ended since the latest report: nobody is disturbed by making another."""
+        begin = time.monotonic()
+        if not self._running or begin < self._look_s:
+            return False
+        try:
+            over = all(state != State.RUNNING for _, state, _ in _said(self.path))
+        except FivefoldError:  # files were moved away; the next attempt tells
+            over = False
+        self._look_s = time.monotonic() + max(self.every_s, _REST * (time.monotonic() - begin))
+        return over
+
     def _renew(self) -> None:
         now = stamp(self.path)
         if now == self._stamp:
             return
         run = TracedRun.load(self.path)
+        self._running = run.state == "running"
         self.document = made = self._make(run)
         self._metrics = prometheus.text(run.ranks)
         self._stamp = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.facts import calibrated, first_told
 from fivefold.introspect.findings import Finding, evidence
+from fivefold.introspect.links import Way, slowed
 from fivefold.introspect.numbers import bytes_text, seconds_text, share_text
 from fivefold.introspect.run import listed
 from fivefold.introspect.steps import Floats
@@ -86,7 +88,7 @@ def _ends(link: dict[str, Any]) -> str:
 
 
 def slow_network(analysis: Analysis) -> Iterator[Finding]:
-    """Operations that take far longer than the same ones did when the run started."""
+    """Operations that take far longer than the same ones when the run started, and the link at fault."""
     if analysis.steps is None:
         return
     often = _OFTEN * int(analysis.steps.count.max(0).sum()) * len(analysis.run.ranks)
@@ -99,11 +101,18 @@ def slow_network(analysis: Analysis) -> Iterator[Finding]:
     if not rows or gain < _EXPOSED * analysis.steps.step_s:
         return
     at, worst = max(rows, key=lambda pair: pair[1]["exposed_s"])
-    size = bytes_text(worst["bytes"] / worst["count"])
+    slower = (
+        f"{worst['operation']} of {bytes_text(worst['bytes'] / worst['count'])} takes "
+        f"{seconds_text(worst['transfer_s'] or 0)} instead of {seconds_text(worst['expected_s'] or 0)}"
+    )
+    link = slowed(analysis.run)
+    if link is not None:
+        yield replace(
+            _slow_since(*link, slower, at), gain_s=gain, share=gain / analysis.steps.step_s
+        )
+        return
     yield Finding(
-        "slow-network",
-        f"communication is slower than when the run started: {worst['operation']} of {size} takes "
-        f"{seconds_text(worst['transfer_s'] or 0)} instead of {seconds_text(worst['expected_s'] or 0)}",
+        "slow-network", f"communication is slower than when the run started: {slower}",
         "see who else uses the network or the cores: computing on all cores slows communication of CPUs "
         "(leave one core free); other jobs on the nodes; a link that has become slow",
         gain / analysis.steps.step_s, (), gain,
@@ -113,6 +122,23 @@ def slow_network(analysis: Analysis) -> Iterator[Finding]:
         {"operation": worst["operation"], "size_bytes": worst["bytes"] / worst["count"],
          "transfer_s": worst["transfer_s"], "expected_s": worst["expected_s"],
          "ratio": worst["expected_ratio"]},
+    )  # fmt: skip
+
+
+def _slow_since(way: Way, usual: float | None, slower: str, row: int) -> Finding:
+    speed = f"{bytes_text(way.bytes_per_s)}/s while it is in use"
+    others = f", the median of the others has {bytes_text(usual)}/s" if usual else ""
+    ranks = tuple(sorted({*way.ranks[0], *way.ranks[1]}))
+    return Finding(
+        "slow-link", f"the link {way.text} has become slow: {speed}{others}; {slower}",
+        "see what else uses this link now; have the cables, the ports and the interfaces of these two "
+        "nodes checked, or leave out one of them",
+        None, ranks, None,
+        (evidence("operations", slower, rows=[row]),
+         evidence("ranks", f"{share_text(way.in_use)} of the time something is on its way there: {speed}"
+                           f"{others}", ranks=ranks)),
+        {"bytes_per_s": way.bytes_per_s, "usual_bytes_per_s": usual, "in_use": way.in_use,
+         "hosts": list(way.hosts), "ranks": [list(way.ranks[0]), list(way.ranks[1])]},
     )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ def _operation(
     count, size = int(rows["count"].sum()), int(rows["size_bytes"].sum())
     total, blocked = int(rows["total_ns"].sum()), int(rows["blocked_ns"].sum())
     histogram = rows["histogram"].sum(0)
+    waiting = met.waiting_share.get(key)
     whole = size / count * (group.size or 1 if name in _WHOLE else 1)
     transfer = _transfer(met.served_s.get(key), [part[2] for part in parts])
     curve = curves.get((name, index)) if index in {part[1] for part in parts} else None
@@ -165,7 +166,8 @@ def _operation(
         "min_s": int(rows["min_ns"].min()) / 1e9, "max_s": int(rows["max_ns"].max()) / 1e9,
         "p50_s": quantile(histogram, 0.5), "p90_s": quantile(histogram, 0.9),
         "p99_s": quantile(histogram, 0.99),
-        "exposed_s": blocked / 1e9, "hidden_s": max(0, total - blocked) / 1e9,
+        "exposed_s": blocked / 1e9, "waiting_s": None if waiting is None else waiting * blocked / 1e9,
+        "hidden_s": max(0, total - blocked) / 1e9,
         "transfer_s": transfer, "algorithm_bytes_per_s": speed,
         "bus_bytes_per_s": speed * bus_factor(name, group.size) if speed else None,
         "expected_s": expected,

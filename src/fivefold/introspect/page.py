@@ -24,7 +24,7 @@ __all__ = ["SCRIPTS", "STYLES", "html", "policy"]
 
 SCRIPTS = (
     "uplot.js", "base.js", "table.js", "chart.js", "heat.js", "summary.js", "timeline.js", "ranks.js",
-    "operations.js", "bandwidth.js", "series.js", "configuration.js", "compare.js", "main.js",
+    "operations.js", "bandwidth.js", "series.js", "helpers.js", "configuration.js", "compare.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot.css", "page.css")
 

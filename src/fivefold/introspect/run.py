@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 import tomllib
@@ -15,6 +14,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from fivefold.cluster.reading import numbers, spans
 from fivefold.errors import UsageError
 from fivefold.introspect.merging import merged
 from fivefold.trace.file import SUFFIX, TraceError
@@ -157,7 +157,7 @@ def state_of(trace: RankTrace) -> RankState:
     if trace.state != State.RUNNING:
         return "ended" if trace.state == State.ENDED else "failed"
     if trace.meta.get("host") == socket.gethostname():
-        return "running" if os.path.isdir(f"/proc/{int(trace.live['pid'])}") else "killed"  # noqa: PTH112
+        return "running" if trace.has_writer else "killed"
     return "running" if silent_s(trace) < _SILENT_S else "killed"
 
 
@@ -208,17 +208,11 @@ def listed(ranks: Iterable[int]) -> str:
     >>> listed([3]), listed([0, 1, 2, 5]), listed(range(0, 64, 2))
     ('rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4, 6, 8, 10, 12, 14 and 24 more')
     """
-    numbers = sorted(set(ranks))
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    words = [f"{a}" if a == b else f"{a}-{b}" for a, b in parts[:_NAMED]]
-    rest = sum(b - a + 1 for a, b in parts[_NAMED:])
-    text = ", ".join(words) + (f" and {rest} more" if rest else "")
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}"
+    named = set(ranks)
+    parts = spans(named).split(",")
+    rest = len(numbers(",".join(parts[_NAMED:])))
+    text = ", ".join(parts[:_NAMED]) + (f" and {rest} more" if rest else "")
+    return f"{'rank' if len(named) == 1 else 'ranks'} {text}"
 
 
 # --- what lies beside the traces -------------------------------------------------------------------

@@ -16,6 +16,7 @@ from fivefold.introspect.tables import (
     Arrivals,
     Breakdown,
     Heat,
+    Offload,
     Operation,
     RankTable,
     Series,
@@ -32,6 +33,7 @@ __all__ = [
     "Evidence",
     "FindingData",
     "Mark",
+    "OneProcessFrom",
     "RunFacts",
     "Side",
     "Steady",
@@ -41,6 +43,7 @@ __all__ = [
 
 SHAPE = 1
 """version of the shape; a larger one has changed the meaning of a field"""
+OneProcessFrom = Literal["measured", "estimated"]
 
 
 class RunFacts(TypedDict):
@@ -91,7 +94,7 @@ class Evidence(TypedDict):
 
     section: str
     """key of `Document`: timeline, heat, ranks, operations, arrivals, series, configuration, stacks,
-    calibration, marks, problems, breakdown, throughput"""
+    calibration, marks, problems, breakdown, throughput, offload"""
     text: str
     """the figures that the finding rests on, in words"""
     rows: list[int]
@@ -136,7 +139,7 @@ class Mark(TypedDict):
     """Something that happened, on the axis of time."""
 
     kind: str
-    """checkpoint, failure, recovery, hang, mismatch, warning"""
+    """checkpoint, failure, recovery, hang, mismatch, helper, warning"""
     at_s: float | None
     step: int | None
     rank: int | None
@@ -151,6 +154,11 @@ class Throughput(TypedDict):
     samples_per_s: float | None
     samples_per_step: float | None
     one_process_samples_per_s: float | None
+    one_process_from: OneProcessFrom | None
+    """measured: in a run of one process; estimated: from the work of this run's ranks, as if one process did
+    all of it without waiting, which makes `ratio` one that is reached at most"""
+    one_process_run: str | None
+    """that it was measured in, where this is known"""
     expected_samples_per_s: float | None
     """one process times ranks"""
     ratio: float | None
@@ -202,6 +210,7 @@ class Document(TypedDict):
     series: Series
     marks: list[Mark]
     throughput: Throughput
+    offload: Offload
     calibration: Calibration
     configuration: Configuration
     stacks: dict[str, dict[str, list[list[Any]]]]
@@ -249,6 +258,9 @@ class Comparison(TypedDict):
     """computing of phases per step"""
     tags: list[Change]
     """exposed communication per step"""
+    only_a: list[FindingData]
+    """findings of A that B does not have"""
+    only_b: list[FindingData]
     operations: list[Change]
     """total time per step and rank, by operation and tag"""
     differences: list[dict[str, Any]]

@@ -8,14 +8,17 @@ __all__ = [
     "Arrivals",
     "Breakdown",
     "Heat",
+    "Helper",
     "Kind",
     "LateOperation",
     "Numbers",
+    "Offload",
     "Operation",
     "Quantiles",
     "RankSeries",
     "RankTable",
     "Series",
+    "Supply",
     "Timeline",
 ]
 
@@ -170,6 +173,8 @@ class Operation(TypedDict):
     p99_s: float
     """from the histogram: right to within a factor of the square root of two"""
     exposed_s: float
+    waiting_s: float | None
+    """of `exposed_s`, before all ranks had come; the rest is the transfer. From single events"""
     hidden_s: float
     transfer_s: float | None
     """median time from the last rank's arrival to the end, or what comes nearest"""
@@ -245,3 +250,60 @@ class Series(TypedDict):
     """lines of metrics.jsonl"""
     energy_note: str | None
     """why there is no energy"""
+
+
+class Helper(TypedDict):
+    """One helper: what all trainers say about it, put together, over the whole run."""
+
+    number: int
+    """its position in FIVEFOLD_HELPERS"""
+    name: str
+    state: str
+    """absent, serving, lost, retired, refused or ended; of several trainers' words the worst"""
+    why: str
+    """of being lost, retired or refused"""
+    trainers: list[int]
+    """ranks that it was linked with"""
+    connected_s: float
+    """longest link with a trainer"""
+    busy_share: float | None
+    """of that time, it computed"""
+    waited_share: float | None
+    """of that time, it had no lease: the helper waits for trainers"""
+    leases: int
+    """answers that were used"""
+    evaluated: int
+    """of them, slices of a validation"""
+    duplicates: int
+    """answers to what another had answered already"""
+    lost: int
+    """leases that it did not answer, and others got"""
+    failed: int
+    """leases whose transform or data set raised"""
+    bytes: int
+    """received from it"""
+
+
+class Supply(TypedDict):
+    """How the loop of one trainer got its batches where there are helpers, over the whole run."""
+
+    rank: int
+    batches: int
+    own: int
+    """of them, made by the trainer itself"""
+    empty_share: float | None
+    """of them, none was ready when the loop asked"""
+    waited_s: float | None
+    """per batch that the loop stood still: the trainer waits for helpers"""
+    occupancy: float | None
+    """batches ready when the loop asked, mean; near 0 the loop waits for helpers, near depth helpers wait for
+    the loop"""
+    depth: float | None
+    """batches that helpers may be ahead, mean"""
+
+
+class Offload(TypedDict):
+    """Helpers and those whom they serve; empty without helpers."""
+
+    helpers: list[Helper]
+    supply: list[Supply]

@@ -9,12 +9,14 @@ from rich.text import Text
 
 from fivefold.introspect.numbers import bytes_text, seconds_text, share_text
 from fivefold.introspect.shape import Change, Comparison, Document, FindingData
+from fivefold.introspect.tables import Supply
 
 __all__ = ["show", "show_comparison"]
 
 _STYLES = {"good": "bold green", "notice": "bold yellow", "bad": "bold red"}
 _BAR = 24
-_OPERATIONS = 8
+_OPERATIONS = _HELPERS = 8
+_SHARES = ("computes", "waits for trainers")
 _PARTS = 0.002
 """share of a step from which a part is shown"""
 
@@ -34,6 +36,10 @@ def show(document: Document, console: Console) -> None:
             _finding(console, number, finding)
     if document["operations"]:
         console.print(_operations(document, console.is_terminal))
+    if document["offload"]["helpers"]:
+        console.print(_helpers(document, console.is_terminal))
+        for row in document["offload"]["supply"][:_OPERATIONS]:
+            _line(console, _supplied(row))
     for problem in document["problems"]:
         _line(console, f"note: {problem}", "yellow")
 
@@ -50,10 +56,18 @@ def _head(document: Document) -> str:
         parts.append(f"a step takes {seconds_text(steady['step_s'])}")
     speed = document["throughput"]["samples_per_s"]
     if speed:
-        ratio = document["throughput"]["ratio"]
-        expected = f", {share_text(ratio)} of {run['size']} times one process" if ratio else ""
-        parts.append(f"{speed:,.0f} samples/s{expected}")
+        parts.append(f"{speed:,.0f} samples/s{_expected(document)}")
     return "; ".join(parts)
+
+
+def _expected(document: Document) -> str:
+    told, size = document["throughput"], document["run"]["size"]
+    if not told["ratio"] or (size == 1 and not told["one_process_run"]):
+        return ""
+    text = f"{share_text(told['ratio'])} of {size} times one process"
+    return (
+        f", at most {text} (estimated)" if told["one_process_from"] == "estimated" else f", {text}"
+    )
 
 
 def _breakdown(document: Document, pretty: bool) -> Table:
@@ -111,6 +125,35 @@ def _operations(document: Document, pretty: bool) -> Table:
     return table
 
 
+def _helpers(document: Document, pretty: bool) -> Table:
+    table = _table(pretty)
+    left = ("helper (extra hardware)", "state")
+    for name in (*left, *_SHARES, "leases", "validation", "duplicates", "lost"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in document["offload"]["helpers"][:_HELPERS]:
+        shares = (_share(row["busy_share"]), _share(row["waited_share"]))
+        counts = (row["leases"], row["evaluated"], row["duplicates"], row["lost"])
+        table.add_row(row["name"], row["state"], *shares, *(f"{count:,}" for count in counts))
+    return table
+
+
+def _supplied(row: Supply) -> str:
+    waits = "-" if row["waited_s"] is None else seconds_text(row["waited_s"])
+    return (
+        f"rank {row['rank']} waits {waits} per batch for helpers; {_plain(row['occupancy'])} of "
+        f"{_plain(row['depth'])} batches were ready when it asked, {row['own']:,} of {row['batches']:,} it "
+        "made itself"
+    )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else share_text(value)
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
 def show_comparison(found: Comparison, console: Console) -> None:
     """Print what differs between two runs."""
     console.print(
@@ -124,6 +167,9 @@ def show_comparison(found: Comparison, console: Console) -> None:
     ):  # fmt: skip
         if rows:
             console.print(_changes(title, rows, found, pretty))
+    for side, only in ((found["a"], found["only_a"]), (found["b"], found["only_b"])):
+        for finding in only:
+            _line(console, f"only in {side['title']}: {finding['title']}", "bold")
     if found["differences"]:
         table = _table(pretty)
         for name in ("configured otherwise", found["a"]["title"], found["b"]["title"]):
@@ -164,6 +210,8 @@ def _figure(value: float | None, unit: str) -> str:
         return "-"
     if unit == "s":
         return seconds_text(value)
+    if unit == "share":
+        return share_text(value)
     return bytes_text(value) if unit == "bytes" else f"{value:,.4g}"
 
 

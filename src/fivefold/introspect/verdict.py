@@ -6,6 +6,7 @@ import numpy as np
 
 from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.findings import Finding, ordered
+from fivefold.introspect.helping import HELPING_RULES
 from fivefold.introspect.incidents import INCIDENTS
 from fivefold.introspect.machine_rules import MACHINE_RULES
 from fivefold.introspect.numbers import seconds_text, share_text
@@ -24,7 +25,8 @@ _MOST = 0.5
 
 def findings(analysis: Analysis) -> list[Finding]:
     """What all rules find, most important first."""
-    rules = (*INCIDENTS, *MACHINE_RULES, *(RULES if analysis.steps is not None else ()))
+    rules = (*INCIDENTS, *MACHINE_RULES, *HELPING_RULES)
+    rules += RULES if analysis.steps is not None else ()
     found = [finding for rule in rules for finding in rule(analysis)]
     return ordered(_without_doubles(found))
 
@@ -36,6 +38,7 @@ def _without_doubles(found: list[Finding]) -> list[Finding]:
     explained = {"cores"} if everywhere else set[str]()
     if any(f.id == "straggler" and f.figures["cause"] == "throttled" for f in found):
         explained |= {"throttled"}
+    explained |= {"loader"} if "helpers-short" in ids else set()
     explained |= {"slow-network"} if "slow-link" in ids else set()
     explained |= {"killed"} if {"hang", "mismatch"} & {f.id for f in found if f.broken} else set()
     return [finding for finding in found if finding.id not in explained]

@@ -36,7 +36,6 @@ def wrapped(command: Sequence[str], log_dir: Path) -> list[str]:
     """The command that tells where it runs before it becomes `command`."""
     return [
         sys.executable,
-        "-P",  # a file beside the script may be called as one of our modules is
         "-P",  # no file beside the script is taken for one of our modules
         "-m",
         "fivefold.launch.explain",

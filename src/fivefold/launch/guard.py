@@ -12,16 +12,23 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 __all__ = ["Guard", "dies_with_parent"]
 
 _SCRIPT = """
 trap '' INT TERM HUP QUIT
 groups=
-while read -r group; do groups="$groups -$group"; done
+while read -r line; do
+  case $line in
+    /*) set -- "$@" "$line" ;;
+    *) groups="$groups -$line" ;;
+  esac
+done
 kill -s TERM -- $groups 2>/dev/null
 sleep 1
 kill -s KILL -- $groups 2>/dev/null
+[ $# -eq 0 ] || rm -rf -- "$@"
 """
 
 _PR_SET_PDEATHSIG = 1
@@ -29,7 +36,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Guard:
-    """Ends the process groups it was told of if this process dies without dismissing it."""
+    """Ends the process groups it was told of if this process dies without dismissing it.
+
+    Folders that it was told of are removed then.
+    """
 
     def __init__(self) -> None:
         self._shell = subprocess.Popen(
@@ -42,10 +52,18 @@ class Guard:
 
     def add(self, group: int) -> None:
         """Put a process group under guard."""
+        self._tell(b"%d" % group)
+
+    def add_folder(self, folder: Path) -> None:
+        """Put a folder under guard."""
+        assert folder.is_absolute()
+        self._tell(bytes(folder))
+
+    def _tell(self, line: bytes) -> None:
         pipe = self._shell.stdin
         assert pipe is not None
         try:
-            pipe.write(b"%d\n" % group)
+            pipe.write(line + b"\n")
             pipe.flush()
         except BrokenPipeError:
             pass  # somebody killed the guard; the ranks still die with us

@@ -13,6 +13,7 @@ from typing import Literal
 from fivefold.cluster import granted_cores
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.environment import without_places
+from fivefold.launch.helpers import Helpers
 
 __all__ = [
     "Job",
@@ -22,6 +23,7 @@ __all__ = [
     "Stopped",
     "default_log_dir",
     "ended",
+    "helper_log_path",
     "log_path",
     "tail",
 ]
@@ -36,7 +38,8 @@ class Job:
     `environment` is added to the launcher's own. Every rank's output is kept in `rank-N.log` in
     `log_dir`. `output` says what of it is shown as well: "prefix" shows all lines, each after `[N] `;
     "first" gives the terminal to rank 0 (its standard output only) and shows nothing else.
-    `port` is where the ranks meet; None picks a free one.
+    `port` is where the ranks meet; None picks a free one. `helpers` run beside the ranks; the output of
+    each is kept in `helper-N.log`, and shown after `[hN] `.
     """
 
     command: Sequence[str]
@@ -45,6 +48,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     output: Literal["prefix", "first"] = "prefix"
     port: int | None = None
+    helpers: Helpers | None = None
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -71,13 +75,16 @@ class Job:
         """The environment that all ranks share: the launcher's, without a place in some outer job.
 
         Unless the user set OMP_NUM_THREADS, the granted cores are divided among the ranks: with the
-        default of every library, all cores in every rank, they would fight each other.
+        default of every library, all cores in every rank, they would fight each other. Cores of helpers are
+        not theirs.
         """
         environ = without_places(os.environ)
         environ["FIVEFOLD_ENGINE"] = engine
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, granted_cores() // self.processes)))
+        threads = granted_cores() if self.helpers is None else self.helpers.threads
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // self.processes)))
         environ.setdefault("PYTHONUNBUFFERED", "1")
-        return {**environ, **self.environment}
+        told = {} if self.helpers is None else self.helpers.for_trainers()
+        return {**environ, **self.environment, **told}
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,11 @@ def ended(code: int) -> str:
 def log_path(log_dir: Path, rank: int) -> Path:
     """Where the output of a rank is kept."""
     return log_dir / f"rank-{rank}.log"
+
+
+def helper_log_path(log_dir: Path, number: int) -> Path:
+    """Where the output of a helper is kept."""
+    return log_dir / f"helper-{number}.log"
 
 
 def tail(path: Path, lines: int = TAIL_LINES, most_bytes: int = 16384) -> list[str]:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 
 from fivefold.errors import UsageError
+from fivefold.launch.attend import attend
 from fivefold.launch.guard import dies_with_parent
+from fivefold.launch.helpers import narrowed
 from fivefold.launch.job import Job, Outcome, Start, log_path
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
@@ -42,9 +44,10 @@ class LocalEngine:
     def run(self, job: Job) -> Outcome:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
-        with reserved_port(job.port) as port:
+        with reserved_port(job.port) as port, narrowed(job.helpers):
             job.make_log_dir()
             with Watch(job) as watch:
+                attend(job, self.name, watch)
                 for rank, start in enumerate(self.starts(job, port)):
                     _start(job, rank, start, watch)
                 watch.wait()

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from fivefold.cluster.processes import process_stat
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch import slurm
 from fivefold.launch.environment import FAMILIES, Place
@@ -128,18 +129,11 @@ def _launching_process(place: Place, environ: Environ) -> str | None:
     while pid > 0:
         # Another user's process, slurmstepd for one, shows no environment: no wrapper of ours.
         variables = _read(f"/proc/{pid}/environ").split(b"\0")
-        parent, started = _parent_and_start(pid)
+        found = process_stat(pid)
         if mark + b"=" + value not in variables:
-            return f"{pid} {started}"
-        pid = parent
+            return f"{pid} {found.began if found else ''}"
+        pid = found.parent if found else 0
     return None
-
-
-def _parent_and_start(pid: int) -> tuple[int, str]:
-    """Parent and start time (in clock ticks since boot) of a process; 0 and empty if it is hidden."""
-    # The second field, the name, may hold spaces and parentheses: split after the last one.
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return (int(fields[1]), fields[19].decode()) if len(fields) > 19 else (0, "")
 
 
 def _read(path: str) -> bytes:

@@ -49,7 +49,10 @@ class MpirunEngine:
         mpirun = _command(job)
         with reserved_port(job.port) as port:
             run_through(
-                job, f"mpirun ({mpirun[0]})", lambda fifo: self._start(job, mpirun, port, fifo)
+                job,
+                self.name,
+                f"mpirun ({mpirun[0]})",
+                lambda fifo: self._start(job, mpirun, port, fifo),
             )
         return Outcome(job.processes, time.monotonic() - began)
 

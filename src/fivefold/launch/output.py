@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import IO, Literal
 
-__all__ = ["Display", "LogLines", "Stream"]
+__all__ = ["Display", "LogLines", "Stream", "Who"]
 
 Stream = Literal["out", "err"]
+Who = int | str
+"""a rank by its number, or a helper, such as "h0" """
 
 _USAGE = b"error: "
 _LONGEST_BYTES = 65536
@@ -24,21 +26,21 @@ class Display:
     def __init__(self, mode: Literal["prefix", "first"], out: int = 1, err: int = 2) -> None:
         self._mode = mode
         self._fds: dict[Stream, int] = {"out": out, "err": err}
-        self._partial: dict[tuple[int, Stream], bytes] = {}
-        self._held: dict[int, bytes] = {}
+        self._partial: dict[tuple[Who, Stream], bytes] = {}
+        self._held: dict[Who, bytes] = {}
         self.silent = False
         """Nothing more is shown: the ranks are being stopped, and their last words are in the logs."""
         self.broken = False
         """Whoever read the launcher's output has gone away (`fivefold run ... | head`)."""
 
-    def feed(self, rank: int, stream: Stream, chunk: bytes) -> None:
+    def feed(self, rank: Who, stream: Stream, chunk: bytes) -> None:
         """Take the next bytes that `rank` wrote to `stream`, and show the lines they complete."""
         *lines, rest = (self._partial.pop((rank, stream), b"") + chunk).split(b"\n")
         if rest:
             self._partial[rank, stream] = rest[-_LONGEST_BYTES:] if rest.endswith(b"\r") else rest
         self._show(rank, stream, lines)
 
-    def close(self, rank: int, usage_error: bool = False) -> None:
+    def close(self, rank: Who, usage_error: bool = False) -> None:
         """Show what is left of a rank that has ended; drop the held line if it was a `usage_error`."""
         for stream in ("out", "err"):
             if rest := self._partial.pop((rank, stream), b""):
@@ -47,7 +49,11 @@ class Display:
         if held and not usage_error:
             self._write("err", self._prefixed(rank, held))
 
-    def _show(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
+    def note(self, text: str) -> None:
+        """Show a line of the launcher's own, on standard error."""
+        self._write("err", text.encode() + b"\n")
+
+    def _show(self, rank: Who, stream: Stream, lines: list[bytes]) -> None:
         text = b""
         for line in lines:
             shown = line.rstrip(b"\r").rpartition(b"\r")[2]
@@ -61,8 +67,8 @@ class Display:
         if text and (self._mode == "prefix" or (rank == 0 and stream == "out")):
             self._write(stream, text)
 
-    def _prefixed(self, rank: int, line: bytes) -> bytes:
-        return (b"[%d] " % rank if self._mode == "prefix" else b"") + line + b"\n"
+    def _prefixed(self, rank: Who, line: bytes) -> bytes:
+        return (f"[{rank}] ".encode() if self._mode == "prefix" else b"") + line + b"\n"
 
     def _write(self, stream: Stream, text: bytes) -> None:
         if self.silent or self.broken:

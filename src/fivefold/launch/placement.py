@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -53,6 +54,8 @@ class Placement:
     node: Node
     """that of rank 0"""
     findings: tuple[Finding, ...]
+    helpers: str = ""
+    """how many, and where; empty without any"""
 
 
 def place(job: Situation) -> Placement:
@@ -71,6 +74,7 @@ def place(job: Situation) -> Placement:
         torch=job.torch,
         node=job.node,
         findings=advise(job),
+        helpers=_helpers(job),
     )
 
 
@@ -87,6 +91,15 @@ def _network(job: Situation) -> Choice:
         return Choice("unknown", "no interface leads to other nodes")
     how = "has the host's address" if job.node.address in found.addresses else "leads outwards"
     return Choice(found.name, f"{how}, {speed(found.bytes_per_s)}")
+
+
+def _helpers(job: Situation) -> str:
+    told = [address for address in job.environ.get("FIVEFOLD_HELPERS", "").split(",") if address]
+    hosts = Counter(
+        "this node" if address.startswith("unix:") else address.rpartition(":")[0]
+        for address in told
+    )
+    return ", ".join(f"{count} on {host}" for host, count in hosts.items())
 
 
 def _backend(job: Situation) -> Choice:
@@ -120,6 +133,7 @@ def text_of_placement(report: Placement) -> list[str]:
     rows = (
         ("engine", report.engine),
         ("ranks", _ranks(report)),
+        *([("helpers", report.helpers)] if report.helpers else []),
         ("cores", _per_rank(report.ranks, lambda one: _cores(one, report.node))),
         ("threads", _per_rank(report.ranks, _threads)),
         ("GPUs", _gpus(report)),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from fivefold.launch.helpers import Helpers
 from fivefold.launch.job import Job, Outcome, default_log_dir
 from fivefold.launch.local import LocalEngine
 
@@ -21,6 +22,7 @@ def launch_self(
     log_dir: Path | None = None,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
+    helpers: Helpers | None = None,
 ) -> Outcome:
     """Run `fivefold ARGV` in `processes` ranks on this node and wait for them.
 
@@ -39,5 +41,6 @@ def launch_self(
         environment=dict(environment or {}),
         output=output,
         port=port,
+        helpers=helpers,
     )
     return LocalEngine().run(job)

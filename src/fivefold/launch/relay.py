@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fivefold.errors import LaunchError, UsageError
+from fivefold.launch.attend import attend
 from fivefold.launch.guard import dies_with_parent
+from fivefold.launch.helpers import narrowed
 from fivefold.launch.job import Job, Start, ended, tail
 from fivefold.launch.watch import Watch
 
@@ -47,11 +49,19 @@ def shim_command(job: Job, fifo: Path | None = None) -> list[str]:
     return [sys.executable, *shim, *job.command]
 
 
-def run_through(job: Job, name: str, start: Callable[[Path], Start]) -> None:
-    """Run what `start` makes of the path of the pipe, and supervise it as `Watch` does."""
+def run_through(job: Job, engine: str, name: str, start: Callable[[Path], Start]) -> None:
+    """Run what `start` makes of the path of the pipe, and supervise it as `Watch` does.
+
+    `name` is what people call the engine's launcher.
+    """
     job.make_log_dir()
     engine_log = job.log_dir / "engine.log"
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder, Watch(job) as watch:
+    with (
+        tempfile.TemporaryDirectory(prefix="fivefold-") as folder,
+        narrowed(job.helpers),
+        Watch(job) as watch,
+    ):
+        attend(job, engine, watch)
         fifo = Path(folder) / "frames"
         os.mkfifo(fifo, 0o600)
         frames = _Frames(job, watch)

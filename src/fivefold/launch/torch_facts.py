@@ -11,9 +11,8 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
+from fivefold.closing import Closing
 from fivefold.launch.guard import dies_with_parent
 
 __all__ = ["Probe", "Torch"]
@@ -46,8 +45,8 @@ class Torch:
     """why it could not be asked"""
 
 
-class Probe:
-    """A question to PyTorch that is under way; a context manager that leaves no process behind."""
+class Probe(Closing):
+    """A question to PyTorch that is under way; closing it leaves no process behind."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -64,18 +63,6 @@ class Probe:
             preexec_fn=dies_with_parent(),  # noqa: PLW1509 - no threads yet
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
-        self._output.close()
-
     def answer(self) -> Torch:
         """Wait for the answer, or for the end of the time that there is. Never raises for what torch does."""
         try:
@@ -87,6 +74,11 @@ class Probe:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines() or [""]
         return _understood(lines[-1], code, seconds)
+
+    def close(self) -> None:
+        """End the process if it has not answered."""
+        self._end()
+        self._output.close()
 
     def _end(self) -> None:
         if self._process.poll() is None:

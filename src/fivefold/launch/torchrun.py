@@ -31,7 +31,7 @@ class TorchrunEngine:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
         with reserved_port(job.port) as port:
-            run_through(job, self.name, lambda fifo: self._start(job, port, fifo))
+            run_through(job, self.name, self.name, lambda fifo: self._start(job, port, fifo))
         return Outcome(job.processes, time.monotonic() - began)
 
     def _start(self, job: Job, port: int, fifo: Path | None = None) -> Start:

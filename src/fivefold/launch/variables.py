@@ -47,6 +47,16 @@ READ = (
         "30",
     ),
     Variable(
+        "FIVEFOLD_HELPERS",
+        "addresses of the helpers that trainers connect to, such as `dpu01:21001,unix:/tmp/a.sock`; set by "
+        "`fivefold run --helpers`",
+    ),
+    Variable(
+        "FIVEFOLD_HELPER_KEY",
+        "64 hexadecimal digits by which trainers and helpers of a job know each other; set by "
+        "`fivefold run --helpers`",
+    ),
+    Variable(
         "FIVEFOLD_LEASE_S",
         "seconds without a sign of life after which a job that saves to a directory counts as ended",
         "15",
@@ -54,6 +64,16 @@ READ = (
     Variable("FIVEFOLD_MPIRUN", "path of the mpirun or mpiexec to use", "the first on PATH"),
     Variable("FIVEFOLD_PLAN", "path of the plan file; set by `fivefold run --plan`"),
     Variable("FIVEFOLD_RUN_DIR", "folder that recipes write their runs to", "runs"),
+    Variable(
+        "FIVEFOLD_ROLE",
+        "what this process is for: `trainer`, or `helper`, as `fivefold helper` and `--helpers` set it",
+        "trainer",
+    ),
+    Variable(
+        "FIVEFOLD_RSH",
+        "command that starts a helper on another node, as `COMMAND HOST WORDS`; WORDS are for a shell there",
+        "ssh -o BatchMode=yes",
+    ),
     Variable(
         "FIVEFOLD_TIMEOUT_S",
         "seconds that a collective may wait for a missing rank; overrides comm.timeout_s of the plan",
@@ -73,6 +93,14 @@ GIVEN = (
     Variable("LOCAL_WORLD_SIZE", "how many processes of the job run on this node"),
     Variable("MASTER_ADDR", "host where the processes meet: that of rank 0"),
     Variable("MASTER_PORT", "TCP port where the processes meet"),
+    Variable(
+        "FIVEFOLD_HELPER_LISTEN",
+        "address at which this helper listens, `HOST:PORT` or `unix:PATH`; in helpers only",
+    ),
+    Variable(
+        "FIVEFOLD_HELPER_NUMBER",
+        "number of this helper, from 0: its place in FIVEFOLD_HELPERS; in helpers only",
+    ),
     Variable(
         "FIVEFOLD_LOG_DIR",
         "folder with the logs of all ranks; set by commands that start themselves in several processes",

@@ -19,11 +19,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self, TypeVar, cast
 
+from fivefold.cluster.processes import process_stat
 from fivefold.errors import UsageError
 from fivefold.launch.guard import Guard
 from fivefold.launch.job import Job, RankFailure, Stopped, log_path, tail
@@ -52,13 +53,15 @@ class Watch:
         self._grace_s = read_seconds("FIVEFOLD_GRACE_S", 5.0)
         self._selector = selectors.DefaultSelector()
         self._guard = Guard()
-        self._processes: dict[subprocess.Popen[bytes], Callable[[int], None]] = {}
+        self._on_exit: dict[subprocess.Popen[bytes], Callable[[int], None]] = {}
+        self._awaited: list[subprocess.Popen[bytes]] = []
         self._groups: set[int] = set()
         self._ended: list[tuple[int, int]] = []
         self._first: tuple[int, int] | None = None
         self._stopping = False
         self._stopped_by = 0
         self._deadline = float("inf")
+        self._due: list[tuple[float, Callable[[], object]]] = []
         self._poll_s: float | None = None
         self._undo = contextlib.ExitStack()
 
@@ -73,7 +76,7 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         self._sweep(0.0 if value else SWEEP_GRACE_S)
-        for process in self._processes:
+        for process in self._on_exit:
             process.wait()
         self._guard.dismiss()
         self._undo.close()
@@ -82,10 +85,19 @@ class Watch:
         self._selector.close()
 
     def start(
-        self, process: subprocess.Popen[bytes], on_exit: Callable[[int], None]
-    ) -> subprocess.Popen[bytes]:
-        """Supervise a process that leads its own process group; `on_exit` gets its return code."""
-        self._processes[process] = on_exit
+        self,
+        process: subprocess.Popen[bytes],
+        on_exit: Callable[[int], None],
+        *,
+        awaited: bool = True,
+    ) -> None:
+        """Supervise a process that leads its own process group; `on_exit` gets its return code.
+
+        One that is not `awaited` ends with the others, and nothing ends with it.
+        """
+        self._on_exit[process] = on_exit
+        if awaited:
+            self._awaited.append(process)
         self.add_group(process.pid)
         try:
             pidfd = os.pidfd_open(process.pid)
@@ -93,12 +105,24 @@ class Watch:
             self._poll_s = 0.1
         else:
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._forget(pidfd))
-        return process
 
     def add_group(self, group: int) -> None:
         """End this process group too when the job ends."""
         self._groups.add(group)
         self._guard.add(group)
+
+    def guard_folder(self, folder: Path) -> None:
+        """Remove this folder if the launcher is killed."""
+        self._guard.add_folder(folder)
+
+    def later(self, pause_s: float, function: Callable[[], object]) -> None:
+        """Call `function` after a pause, unless the job has ended, or is being stopped, by then."""
+        if not self._stopping:
+            self._due.append((time.monotonic() + pause_s, function))
+
+    def callback(self, function: Callable[[], object]) -> None:
+        """Call `function` when the job has ended."""
+        self._undo.callback(function)
 
     def keep(self, file: _File) -> _File:
         """Close `file` when the job has ended."""
@@ -122,7 +146,7 @@ class Watch:
         Raises `RankFailure` for the first rank that did not, `UsageError` with its message if that
         rank ended with code 2 after `error: ...`, and `Stopped` if a signal stopped the launcher.
         """
-        while self._processes:
+        while self._awaited:
             self._turn()
         self._sweep(SWEEP_GRACE_S)
         self._drain()
@@ -135,11 +159,16 @@ class Watch:
         for key, _ in self._selector.select(self._timeout()):
             cast(Callable[[], None], key.data)()
         # Again until none is found: draining uses up the notice of a process that ended meanwhile.
-        while gone := [p for p in self._processes if p.poll() is not None]:
+        while gone := [p for p in self._on_exit if p.poll() is not None]:
             self._drain()  # its last words come before the news of its end
             for process in gone:
-                self._processes.pop(process)(process.returncode)
+                if process in self._awaited:
+                    self._awaited.remove(process)
+                self._on_exit.pop(process)(process.returncode)
         self._judge()
+        for when, function in [due for due in self._due if due[0] <= time.monotonic()]:
+            self._due.remove((when, function))
+            function()
         if self.display.broken and not self._stopping:
             self._stop(signal.SIGPIPE, self._grace_s)
         if time.monotonic() >= self._deadline:
@@ -147,7 +176,7 @@ class Watch:
             self._kill(signal.SIGKILL)
 
     def _timeout(self) -> float | None:
-        until = self._deadline - time.monotonic()
+        until = min([self._deadline, *(when for when, _ in self._due)]) - time.monotonic()
         limits = [s for s in (self._poll_s, until) if s is not None and s != float("inf")]
         return max(0.0, min(limits)) if limits else None
 
@@ -167,8 +196,9 @@ class Watch:
 
     def _stop(self, signum: int, grace_s: float) -> None:
         self._stopping = self.display.silent = True
+        self._due.clear()
         self._deadline = time.monotonic() + grace_s
-        for process in self._processes:
+        for process in self._awaited:
             process.send_signal(signal.SIGTERM if signum == signal.SIGPIPE else signum)
         if self._first is None:
             self._stopped_by = signum
@@ -237,7 +267,7 @@ class Watch:
     def _signalled(self, numbers: bytes) -> None:
         for signum in numbers:
             if signum in _FORWARDED:
-                for process in self._processes:
+                for process in self._awaited:
                     process.send_signal(signum)
             elif signum in _STOPPING and self._stopping:
                 self._deadline = 0.0  # asked again: no more patience
@@ -268,12 +298,5 @@ def _alive(group: int) -> bool:
         return False
     except PermissionError:
         pass
-    return any(member == group and state != b"Z" for member, state in _groups_and_states())
-
-
-def _groups_and_states() -> Iterator[tuple[int, bytes]]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The name, the second field, may hold anything; the rest follows its closing bracket.
-            state, _, group, *_ = path.read_bytes().rpartition(b")")[2].split()
-            yield int(group), state
+    found = (process_stat(int(path.name)) for path in Path("/proc").glob("[0-9]*"))
+    return any(each.group == group and not each.ended for each in found if each)

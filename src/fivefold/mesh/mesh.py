@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import PlanError, suggest
+from fivefold.launch.role import Role
 from fivefold.mesh.ownership import TILE_DIMS, owned
 from fivefold.plan import AXES, Layout, Plan
 
@@ -35,13 +36,18 @@ class Mesh:
     """torch's view of the same mesh, its dims named like the axes, for DTensor, FSDP2 and the like"""
     owns_world: bool = True
     """whether `stop` ends torch.distributed (not when it was running before `start`)"""
+    role: Role = "trainer"
+    """what this process is for; a helper has a mesh of its own, of one process"""
     _joint: dict[tuple[str, ...], dist.ProcessGroup] = field(
         default_factory=dict[tuple[str, ...], dist.ProcessGroup], repr=False
     )
 
     def coordinate(self, axis: str) -> int:
         """Position of this rank along `axis`."""
-        return int(self.device_mesh.get_local_rank(_known(axis)))
+        # Not `get_local_rank`, which asks for a group: loaders want this for every batch of an epoch.
+        here = self.device_mesh.get_coordinate()
+        assert here is not None, "every rank is in the mesh"
+        return here[AXES.index(_known(axis))]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along `axes` only; all ranks ask in the same order.

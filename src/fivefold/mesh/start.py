@@ -24,6 +24,7 @@ from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.meet import Meeting, meeting
 from fivefold.launch.port import reserved_port
+from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
@@ -43,12 +44,15 @@ def start(
     a layout that nobody chose puts every process on the `data` axis. `device` defaults to this rank's GPU
     where there is one, else the CPU. A torch.distributed that runs already is used as it is. `traced`: make
     groups whose operations a trace sees; where FIVEFOLD_TRACE is set they are, and the trace begins here.
+    A helper (FIVEFOLD_ROLE) meets nobody: it gets a mesh of one process on the CPU, whatever the plan says.
 
     Raises:
         PlanError: the layout does not fit the number of processes.
         UsageError: the environment of the launcher contradicts itself, or srun was forgotten.
         LaunchError: the processes did not meet.
     """
+    if is_helper():
+        return _mesh_of_helper(plan or _told_plan())
     adopted = dist.is_initialized()
     place = _adopted_place() if adopted else locate()
     plan = _fitted(plan or _told_plan(), place.world_size)
@@ -64,6 +68,24 @@ def start(
     if (folder := trace_folder()) is not None:
         record(mesh, folder, place)
     return mesh
+
+
+def _mesh_of_helper(plan: Plan) -> Mesh:
+    """A world of one, so that the script gets as far as a trainer would before it trains."""
+    adopted = dist.is_initialized()
+    if adopted and dist.get_world_size() > 1:
+        raise LaunchError(
+            f"this helper is one of {dist.get_world_size()} processes of torch.distributed, but helpers stay "
+            "outside it: leave it to ff.start() to start torch.distributed"
+        )
+    keep_memory()
+    if not adopted:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    told = {key: why for key, why in plan.provenance.items() if not key.startswith("layout.")}
+    plan = replace(plan, layout=Layout(), provenance=told)
+    names = init_device_mesh("cpu", plan.layout.sizes, mesh_dim_names=AXES)
+    cpu = torch.device("cpu")
+    return Mesh(plan, plan.layout, 0, 1, cpu, names, not adopted, role="helper")
 
 
 def _told_plan() -> Plan:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
+from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.batches import Batches
 from fivefold.parallel.gathering import check_shard, gathering_reducer
@@ -146,6 +147,8 @@ class ParallelModel(nn.Module):
             UsageError: no loss was given, the batch is empty on all ranks, or its tensors do not share
                 their leading dim.
         """
+        if self._mesh.role == "helper":
+            help_instead()
         if self._loss is None:
             raise UsageError("step needs a loss: parallelize(net, mesh, loss=criterion)")
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
@@ -361,6 +364,11 @@ class ParallelModel(nn.Module):
     def _rest(self) -> None:
         """Parameters as they are between steps: the optimiser's."""
         self._reducer[0].rest()
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where it computes."""
+        return self._mesh
 
     @property
     def stages(self) -> PipelinedNet | None:

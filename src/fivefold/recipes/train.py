@@ -16,7 +16,9 @@ from fivefold.data import Loader, loader
 from fivefold.errors import CheckpointWarning
 from fivefold.launch import locate
 from fivefold.mesh import Mesh, start
+from fivefold.mesh.duty import help_instead
 from fivefold.mesh.recording import record
+from fivefold.offload import Validator
 from fivefold.parallel import ParallelModel, parallelize
 from fivefold.plan import Plan, Train
 from fivefold.recipes import models
@@ -24,6 +26,7 @@ from fivefold.recipes.recipe import Images, Recipe
 from fivefold.train import Arithmetic, Run, Summary, fit, settle_precision, warmup_cosine
 from fivefold.train.progress import suited
 from fivefold.train.task import CLASSES, PICTURES, Task
+from fivefold.train.validation import validator
 
 __all__ = ["train"]
 
@@ -67,14 +70,16 @@ def train(
         with (
             _loader(train_images, mesh, shuffle=True) as batches,
             _loader(test_images, mesh, shuffle=False) as tests,
+            validator(model, tests, task, plan.numerics) as checked,
         ):
+            help_instead()  # before anything is written
             run = Run.create(out, recipe.name, mesh)
             run.write("plan.toml", plan.to_toml())
             if plan.trace.enabled:
                 record(mesh, run.path / "trace")
             _say(console, _heading(plan, len(train_images), len(test_images), mesh))
             summary = _fit(
-                model, batches, tests, plan, task,
+                model, batches, checked, plan, task,
                 mesh=mesh, run=run, console=console, checkpoints=checkpoints,
                 begin_again=begin_again,
             )  # fmt: skip
@@ -102,7 +107,7 @@ def _loader(images: Images, mesh: Mesh, *, shuffle: bool) -> Loader:
 def _fit(
     model: ParallelModel,
     batches: Loader,
-    tests: Loader,
+    validator: Validator,
     plan: Plan,
     task: Task,
     *,
@@ -123,7 +128,7 @@ def _fit(
             held.enter_context(_warnings_on(console))
             saved = Checkpointer(
                 checkpoints, mesh, begin_again=begin_again,
-                model=model, optim=optimizer, schedule=schedule, data=batches,
+                model=model, optim=optimizer, schedule=schedule, data=batches, validator=validator,
             )  # fmt: skip
             held.enter_context(saved)
             if (step := saved.load()) is not None:
@@ -133,7 +138,7 @@ def _fit(
             optimizer,
             schedule,
             batches,
-            tests,
+            validator.tests,
             mesh=mesh,
             epochs=t.epochs,
             task=task,
@@ -141,6 +146,7 @@ def _fit(
             run=run,
             progress=suited(console, locate().launcher) if mesh.rank == 0 else None,
             checkpoints=saved,
+            validator=validator,
         )
 
 

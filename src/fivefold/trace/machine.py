@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from fivefold.trace.counters import Energy, Network, Resident, RunDelay, Throttled
 from fivefold.trace.gpu_use import GpuUse, Used
+from fivefold.trace.windows import Row
 
 __all__ = ["Gpu", "Machine"]
 
@@ -81,7 +80,7 @@ class Machine:
             told["throttled"] = "not available: no control group of processors can be read"
         return told
 
-    def __call__(self, row: np.void) -> None:
+    def __call__(self, row: Row) -> None:
         """Fill in what happened since the last row."""
         now = time.monotonic_ns()
         self._begin(row)
@@ -92,12 +91,12 @@ class Machine:
             self._sometimes = now
             self._read_files(row)
         if self._rss is not None:
-            row["rss_bytes"] = max(int(row["rss_bytes"]), self._rss)
+            row["rss_bytes"] = max(row["rss_bytes"], self._rss)
         if now - self._rarely >= _RARELY_NS:
             self._rarely = now
             self._read_node(row)
         if self._use is not None:
-            row["gpu_bytes"] = max(int(row["gpu_bytes"]), self._use.memory_bytes)
+            row["gpu_bytes"] = max(row["gpu_bytes"], self._use.memory_bytes)
             row["gpu_busy"] = self._use.busy
 
     def close(self) -> None:
@@ -107,7 +106,7 @@ class Machine:
         if self._gpu is not None:
             self._gpu.close()
 
-    def _read_process(self, row: np.void) -> None:
+    def _read_process(self, row: Row) -> None:
         cpu, switched, faults, peak = _process()
         row["cpu_ns"] += cpu - self._last_cpu
         row["switched"] += switched - self._last_switched
@@ -117,7 +116,7 @@ class Machine:
             self._peak_bytes = peak
             row["rss_bytes"] = peak
 
-    def _read_files(self, row: np.void) -> None:
+    def _read_files(self, row: Row) -> None:
         delay, throttled = self._delay.read(), self._throttled.read()
         if delay is not None:
             row["run_delay_ns"] += delay - (self._last_delay or 0)
@@ -126,7 +125,7 @@ class Machine:
         self._last_delay, self._last_throttled = delay, throttled
         self._rss = self._resident.read()
 
-    def _read_node(self, row: np.void) -> None:
+    def _read_node(self, row: Row) -> None:
         network, energy = self._network.read(), self._energy.read()
         if network is not None and self._last_network is not None:
             row["sent_bytes"] += network[0] - self._last_network[0]
@@ -140,7 +139,7 @@ class Machine:
             if before is not None and self._gpu_energy is not None:
                 row["energy_j"] += self._gpu_energy - before
 
-    def _begin(self, row: np.void) -> None:
+    def _begin(self, row: Row) -> None:
         """Sums begin at 0 where the machine tells them; the others stay unknown."""
         if self._last_network is not None:
             row["sent_bytes"] = row["received_bytes"] = 0

@@ -7,6 +7,8 @@ nothing: its file stays as it was, of a process that is no more.
 from __future__ import annotations
 
 import atexit
+import errno
+import os
 import sys
 import threading
 import time
@@ -16,7 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fivefold.cluster.processes import process_stat
 from fivefold.trace.current import current
+from fivefold.trace.file import TraceError, name_of
+from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import State
 from fivefold.trace.trace import Trace
 
@@ -31,16 +36,20 @@ def start(
 ) -> Trace | None:
     """Begin the trace of this process; None if there is one already, which goes on.
 
-    Call it in the thread that trains. Raises `OSError` when the file cannot be made.
+    Call it in the thread that trains. Raises `OSError` when the file cannot be made, `FileExistsError` when
+    another process of this node still writes it: a script that a rank has started, say, as the same rank.
     """
     global _hooked  # noqa: PLW0603 - hooks of the process
     with _lock:
         if current.trace is not None:
             return None
+        _refuse_second(folder / name_of(int(meta["rank"])))
+        began = process_stat(os.getpid())
         moment = {
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "monotonic_ns": time.monotonic_ns(),
             "wall_ns": time.time_ns(),
+            "began": began.began if began else "",
         }
         current.trace = trace = Trace.create(folder, {**moment, **meta}, rows)
         if not _hooked:
@@ -48,6 +57,19 @@ def start(
             sys.excepthook = _telling(sys.excepthook)
             atexit.register(stop)
         return trace
+
+
+def _refuse_second(path: Path) -> None:
+    """Raise if another process writes this trace, which would be lost."""
+    if not path.exists():
+        return
+    try:
+        found = RankTrace.load(path)
+    except TraceError:
+        return
+    pid, here = int(found.live["pid"]), found.meta.get("host") == os.uname().nodename
+    if here and pid != os.getpid() and found.state == State.RUNNING and found.has_writer:
+        raise FileExistsError(errno.EEXIST, f"process {pid} writes the trace of this rank there")
 
 
 def stop(state: State = State.ENDED) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.cluster.processes import process_stat
 from fivefold.trace.file import TraceError, TraceFile
 from fivefold.trace.fold import folded, merge
 from fivefold.trace.schema import State
@@ -43,6 +44,13 @@ class RankTrace:
     """by phase: where the main thread was seen, and how often, most often first"""
     problems: tuple[str, ...] = ()
     """what is missing or doubtful, in words"""
+
+    @property
+    def has_writer(self) -> bool:
+        """Whether its process is there, and no later one of the same number. For traces of this node."""
+        found = process_stat(int(self.live["pid"]))
+        began = self.meta.get("began") or ""
+        return found is not None and not found.ended and began in ("", found.began)
 
     @classmethod
     def load(cls, path: Path) -> RankTrace:

@@ -21,7 +21,9 @@ those it does not know. A newer version number means that known fields have chan
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
+from typing import LiteralString
 
 import numpy as np
 
@@ -36,8 +38,10 @@ __all__ = [
     "LIVE",
     "MAGIC",
     "NOTHING",
+    "PACKED",
     "PHASES",
     "SECTIONS",
+    "SPAN",
     "SUM",
     "TAGS",
     "TEXT_BYTES",
@@ -45,6 +49,7 @@ __all__ = [
     "WINDOW",
     "State",
     "bucket",
+    "offset_of",
 ]
 
 MAGIC = b"fivefold trace\n\0"
@@ -112,7 +117,10 @@ EVENT = np.dtype([
     ("folded", "u1"),           # 1: added up in sums
     ("peer", "<i2"),            # of a message, a rank of the group; root of a broadcast; else -1
 ])  # fmt: skip
-assert EVENT.itemsize == 72
+PACKED = struct.Struct("<QqqqqqqIIBBBBBBh")
+"""a row of `EVENT`, for those who write or read a few: numpy takes longer for one"""
+assert PACKED.size == EVENT.itemsize == 72
+SPAN = KINDS.index("span")
 
 SUM = np.dtype([
     ("kind", "u1"), ("tag", "u1"), ("phase", "u1"), ("group", "u1"), ("dtype", "u1"),
@@ -153,6 +161,13 @@ SECTIONS: dict[str, tuple[np.dtype[np.void], int]] = {
 """tables and how many rows they have; a file may have others"""
 TEXT_BYTES = {"meta": 128 << 10, "notes": 256 << 10, "stacks": 64 << 10}
 """sections of text, UTF-8"""
+
+
+def offset_of(row: np.dtype[np.void], field: LiteralString) -> int:
+    """Where a field of a row begins, in bytes."""
+    fields = row.fields
+    assert fields is not None
+    return int(fields[field][1])
 
 
 def bucket(size_bytes: int) -> int:

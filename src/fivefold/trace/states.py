@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.cluster.processes import process_stat
 from fivefold.trace.file import TraceFile
 from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS, State
 
@@ -229,15 +230,13 @@ def process_state(state: RankState, root: Path = Path("/")) -> str:
     """
     if state.condition or state.host != os.uname().nodename or state.space != pid_namespace(root):
         return state.condition
-    try:
-        told = (root / f"proc/{state.pid}/stat").read_text()
-    except OSError:
+    found = process_stat(state.pid, root)
+    if found is None or found.ended:
         return "dead"
-    letter = told.rpartition(")")[2].split()[0]
     return {
-        "Z": "dead", "X": "dead", "T": "stopped by a signal", "t": "stopped by a debugger",
+        "T": "stopped by a signal", "t": "stopped by a debugger",
         "D": "in an uninterruptible wait for a disk or network file system",
-    }.get(letter, "")  # fmt: skip
+    }.get(found.state, "")  # fmt: skip
 
 
 def to_json(state: RankState) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import struct
 import threading
@@ -24,24 +25,33 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.trace.ended import Ended
 from fivefold.trace.file import TraceFile, name_of
-from fivefold.trace.fold import folded, merge
-from fivefold.trace.schema import EVENT, LIVE, NOTHING, PHASES, TAGS, WINDOW, State
-from fivefold.trace.windows import combined, new_row
+from fivefold.trace.schema import (
+    EVENT,
+    LIVE,
+    NOTHING,
+    PACKED,
+    PHASES,
+    SPAN,
+    TAGS,
+    WINDOW,
+    State,
+    offset_of,
+)
+from fivefold.trace.windows import Row, combined, new_row, write_row
 
 __all__ = ["OTHER", "Trace"]
 
 OTHER = TAGS.index("other")
-_SPAN = 0
-_EVENT = struct.Struct("<QqqqqqqIIBBBBBBh")
 _NEW = struct.Struct("<Qq32xqIIBBBBBxh")
 """an operation that has just been asked for; what is left out becomes zero, in half the time"""
 _HEAD = struct.Struct("<Qq")
 _ENDING = struct.Struct("<qqq")
 _PHASE = struct.Struct("<IIq")
-assert _EVENT.size == _NEW.size == EVENT.itemsize
-_END_AT: int = EVENT.fields["end_ns"][1]  # type: ignore[index]  # pyright: ignore[reportOptionalSubscript]
-_PHASE_AT: int = LIVE.fields["phase"][1]  # type: ignore[index]  # pyright: ignore[reportOptionalSubscript]
+assert _NEW.size == EVENT.itemsize
+_END_AT = offset_of(EVENT, "end_ns")
+_PHASE_AT = offset_of(LIVE, "phase")
 _FOLD_NS = 2_000_000_000
 _FRUGAL = ("loss", "metric")
 """kinds of notes that may come every step, and so do not get the last quarter of the room"""
@@ -60,7 +70,7 @@ class Trace:
     def __init__(self, file: TraceFile, path: Path, meta: Mapping[str, Any]) -> None:
         self.path = path
         self.meta: dict[str, Any] = {}
-        self.samplers: list[Callable[[np.void], None]] = []
+        self.samplers: list[Callable[[Row], None]] = []
         """called with a row of windows when it is complete, to fill in what they know"""
         self.before_step: list[Callable[[], None]] = []
         """called when a step ends, to tell what has come to light only now"""
@@ -81,15 +91,14 @@ class Trace:
         self._events: NDArray[np.void] = file.events
         self._rows = len(file.events)
         self._base = int(file.sections["events"]["offset"])
+        self._windows_at = int(file.sections["windows"]["offset"])
         self._phase_at = int(file.sections["live"]["offset"]) + _PHASE_AT
         self._seq = itertools.count(1)
-        self._last = self._collected = 0
+        self._last = 0
         self._fold_at, self._folded_ns = self._rows // 4, _now()
-        self._open: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._fresh: list[NDArray[np.void]] = []
-        """ended, and not yet in the sums"""
+        self._ended = Ended(file)
         self._lock = threading.RLock()
-        self._texts = threading.Lock()
+        self._texts = threading.RLock()
         self._stack: list[list[int]] = []
         self._phase_ns, self._phase_cpu_ns = [0] * len(PHASES), [0] * len(PHASES)
         self._row, self._windows = new_row(), 0
@@ -134,7 +143,8 @@ class Trace:
     def ended(self, event: int, blocked_ns: int = -1, start_ns: int = 0, end_ns: int = 0) -> None:
         """Note that an operation has ended, now unless `end_ns` says when.
 
-        `blocked_ns`: how long its caller could do nothing else; -1: from asking to the end.
+        `blocked_ns`: how long its caller could do nothing else; -1: from asking to the end. `start_ns`: when
+        all ranks had come to it, by CLOCK_MONOTONIC; 0: unknown.
         """
         at = self._base + (event - 1) % self._rows * 72
         seq, begin = _HEAD.unpack_from(self._buffer, at)
@@ -177,9 +187,9 @@ class Trace:
         phase, begin, cpu_begin, inner_ns, inner_cpu = self._stack.pop()
         now, cpu = _now(), _thread_cpu() - cpu_begin
         seq = next(self._seq)
-        _EVENT.pack_into(
+        PACKED.pack_into(
             self._buffer, self._base + (seq - 1) % self._rows * 72,
-            seq, begin, now, 0, 0, cpu, 0, 0, self.step, _SPAN, OTHER, phase, NOTHING, 0, 0, -1,
+            seq, begin, now, 0, 0, cpu, 0, 0, self.step, SPAN, OTHER, phase, NOTHING, 0, 0, -1,
         )  # fmt: skip
         self._last = seq
         self._phase_ns[phase] += now - begin - inner_ns
@@ -231,10 +241,10 @@ class Trace:
             row = self._row
             if not row["steps"]:
                 row["first_step"], row["begin_ns"] = self.step, self._begun_ns or now
-            self._collect()
-            steps = int(row["steps"])
+            self._ended.collect(self._last, row)
+            steps: int = row["steps"]
             if loss is not None:
-                before = 0.0 if np.isnan(row["loss"]) else float(row["loss"]) * steps
+                before = 0.0 if math.isnan(row["loss"]) else row["loss"] * steps
                 row["loss"] = (before + loss) / (steps + 1)
             row["steps"], row["end_ns"] = steps + 1, now
             row["samples"] += samples
@@ -252,12 +262,14 @@ class Trace:
         if now - self._folded_ns > _FOLD_NS:
             self.fold()
 
-    def _take_phases(self, row: np.void) -> None:
+    def _take_phases(self, row: Row) -> None:
         for name, own in (("phase_ns", self._phase_ns), ("phase_cpu_ns", self._phase_cpu_ns)):
-            row[name][: len(own)] += own
+            sums = row[name]
+            for phase, spent in enumerate(own):
+                sums[phase] += spent
             own[:] = [0] * len(own)
 
-    def _put(self, row: np.void, *, full: bool) -> None:
+    def _put(self, row: Row, *, full: bool) -> None:
         """The row where readers find it; the next one begins once it is full."""
         windows = self._file.windows
         if self._windows == len(windows):
@@ -267,13 +279,16 @@ class Trace:
             self._windows, self._window_steps = len(made), 2 * self._window_steps
             self._live["windows"], self._live["window_steps"] = len(made), self._window_steps
             self._live["stamp"] += 1
-            full = int(row["steps"]) >= self._window_steps
-        windows[self._windows] = row
-        self._live["windows"] = self._windows + 1
+            full = row["steps"] >= self._window_steps
+        self._write_row()
         if full:
             self._windows += 1
             self._row = new_row()
             self._ready.clear()
+
+    def _write_row(self) -> None:
+        write_row(self._buffer, self._windows_at + self._windows * WINDOW.itemsize, self._row)
+        self._live["windows"] = self._windows + 1
 
     # ---- adding up
 
@@ -285,54 +300,13 @@ class Trace:
             finally:
                 self._lock.release()
 
-    def _collect(self) -> None:
-        """Add operations that have ended since the last time to the row of the steps under way.
-
-        Here, once, it is decided whether an operation is counted, is still under way, or was written over.
-        """
-        first = self._collected
-        last = max(first, self._last)  # threads may have noted theirs in another order
-        if last - first > self._rows:
-            self._live["lost_events"] += last - first - self._rows
-            first = last - self._rows
-        wanted = np.concatenate([self._open, np.arange(first + 1, last + 1)])
-        self._collected = last
-        rows = self._events[(wanted - 1) % self._rows]
-        there = rows["seq"] == wanted
-        done = there & (rows["end_ns"] > 0)
-        ended = rows[done]
-        # Those under way, and those whose row a thread is about to write.
-        self._open = wanted[(there & ~done) | (rows["seq"] < wanted)]
-        self._live["lost_events"] += int(np.count_nonzero(rows["seq"] > wanted))
-        if not len(ended):
-            return
-        self._fresh.append(ended)
-        ops = ended[ended["kind"] != _SPAN]
-        if len(ops):
-            tags, room = ops["tag"], WINDOW["tag_ns"].shape[0]
-            for name, values in (
-                ("tag_ns", ops["end_ns"] - ops["begin_ns"]), ("tag_blocked_ns", ops["blocked_ns"]),
-                ("tag_bytes", ops["size_bytes"]),
-            ):  # fmt: skip
-                self._row[name] += np.bincount(tags, values, room)[:room].astype(np.int64)
-
     def fold(self) -> None:
         """Add what has ended up in the sums, and mark it. Done by itself; call it before reading at rest."""
         with self._lock:
             self._last = max(self._last, int(self._events["seq"].max()))
             self._folded_ns, self._fold_at = _now(), self._last + self._rows // 4
-            self._collect()
-            if not self._fresh:
-                return
-            rows = np.concatenate(self._fresh)
-            self._fresh.clear()
-            where = ((rows["seq"] - 1) % self._rows).astype(np.int64)
-            self._live["stamp"] += 1
-            used, lost = merge(self._file.sums, int(self._live["sums"]), folded(rows))
-            self._live["sums"] = used
-            self._live["lost_sums"] += lost
-            self._events["folded"][where[self._events["seq"][where] == rows["seq"]]] = 1
-            self._live["stamp"] += 1
+            self._ended.collect(self._last, self._row)
+            self._ended.fold()
 
     # ---- texts
 
@@ -351,14 +325,17 @@ class Trace:
 
     def update_meta(self, **fields: Any) -> None:
         """Set fields of meta; those that find no room are left out, longest first, and a note says so."""
-        self.meta.update(fields)
-        room = int(self._file.sections["meta"]["bytes"])
-        told = {name: json.dumps(value, default=str) for name, value in self.meta.items()}
-        while sum(len(name) + len(text) + 6 for name, text in told.items()) > room:
-            longest = max(told, key=lambda name: len(told[name]))
-            del told[longest]
-            self.note("warning", text=f"{longest} of meta found no room")
-        self.write("meta", "{" + ", ".join(f"{json.dumps(n)}: {t}" for n, t in told.items()) + "}")
+        with self._texts:
+            self.meta.update(fields)
+            room = int(self._file.sections["meta"]["bytes"])
+            told = {name: json.dumps(value, default=str) for name, value in self.meta.items()}
+            while sum(len(name) + len(text) + 6 for name, text in told.items()) > room:
+                longest = max(told, key=lambda name: len(told[name]))
+                del told[longest]
+                self.note("warning", text=f"{longest} of meta found no room")
+            self.write(
+                "meta", "{" + ", ".join(f"{json.dumps(n)}: {t}" for n, t in told.items()) + "}"
+            )
 
     def write(self, section: str, text: str) -> None:
         """Replace a section of text, as far as there is room: meta, stacks."""
@@ -389,5 +366,5 @@ class Trace:
         with self._lock:
             self.fold()
             if self._row["steps"]:
-                self._file.windows[self._windows] = self._row
+                self._write_row()
             self._live["heartbeat_ns"], self._live["state"] = _now(), int(state)

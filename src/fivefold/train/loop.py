@@ -21,6 +21,8 @@ from fivefold.checkpoint import Checkpointer
 from fivefold.data import Loader
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, part_of
+from fivefold.offload.results import Result
+from fivefold.offload.validator import Validator
 from fivefold.parallel import ParallelModel
 from fivefold.plan import Numerics
 from fivefold.trace import Phase, Recorder, active, recording, span
@@ -29,7 +31,7 @@ from fivefold.train.progress import Progress, Silent
 from fivefold.train.run import Run
 from fivefold.train.summary import EpochReport, Summary, by_phase
 from fivefold.train.task import CLASSES, Task
-from fivefold.train.validation import validate
+from fivefold.train.validation import validator as made_for
 
 __all__ = ["fit"]
 
@@ -48,6 +50,7 @@ def fit(
     run: Run | None = None,
     progress: Progress | None = None,
     checkpoints: Checkpointer | None = None,
+    validator: Validator | None = None,
 ) -> Summary:
     """Train a model from where `train` stands until `epochs` are complete. Collective.
 
@@ -64,36 +67,35 @@ def fit(
         run: where the metrics go and, at the end, the weights.
         progress: who is told how far we are; on one rank, usually.
         checkpoints: asked to save after every step, and made to at the end.
+        validator: of `task` on `test`, as `fivefold.train.validation.validator` makes it; made here if the
+            script has none. Where helpers evaluate, an epoch is reported when its figures are due. One that
+            `checkpoints` saves makes good what the save came before, also where all is trained.
 
     Raises:
         UsageError: `train` is at its end already.
         FivefoldError: the loss of an epoch is not a finite number.
     """
-    if train.upcoming.epoch >= epochs:
+    numerics = numerics or mesh.plan.numerics
+    arithmetic = Arithmetic(numerics, mesh.device)
+    validator = validator or made_for(model, test, task, numerics)
+    if _first(train, validator) >= epochs and not validator.waiting:
         raise UsageError(f"nothing left to train: {train.upcoming} comes next, of {epochs} epochs")
-    arithmetic = Arithmetic(numerics or mesh.plan.numerics, mesh.device)
-    reports: list[EpochReport] = []
+    validator.between = None if checkpoints is None else checkpoints.poll
     with recording() as recorder, progress or Silent() as shown:
         loop = _Loop(
-            model, optimizer, schedule, train, test, mesh, task, arithmetic, shown, checkpoints
+            model, optimizer, schedule, train, validator, arithmetic, recorder, shown, checkpoints
         )
+        reports = _Reports(task, shown, run)
         if (trace := active()) is not None:
             trace.begin_at(train.cursor.step + 1)
         shown.begin(train.cursor.step, epochs * len(train), epochs)
-        for epoch in range(train.upcoming.epoch, epochs):
-            report = _epoch(loop, epoch, recorder)
-            _check_finite(report)
-            reports.append(report)
-            shown.epoch(report)
-            if run is not None:
-                run.log(report.figures())
-            _note(report)
+        _epochs(loop, epochs, reports)
     if checkpoints is not None:
         checkpoints.save(train.cursor.step)
     weights = model.full_state_dict()
     if run is not None:
         run.save_weights(weights)
-    return Summary.of(reports)
+    return Summary.of(reports.told)
 
 
 @dataclass(frozen=True)
@@ -104,38 +106,108 @@ class _Loop:
     optimizer: Optimizer
     schedule: LRScheduler
     train: Loader
-    test: Loader
-    mesh: Mesh
-    task: Task
+    validator: Validator
     arithmetic: Arithmetic
+    recorder: Recorder
     shown: Progress
     checkpoints: Checkpointer | None
 
 
-def _epoch(loop: _Loop, epoch: int, recorder: Recorder) -> EpochReport:
-    """Train what is left of an epoch, and validate."""
-    begun, before = time.perf_counter(), by_phase(recorder)
+def _first(train: Loader, validator: Validator) -> int:
+    """The epoch to go on with: one that is trained, if the save was made before it was validated."""
+    epoch, done = train.upcoming.epoch, validator.submitted
+    behind = done is not None and train.cursor.step > max(done, 0) and train.upcoming.batch == 0
+    return epoch - 1 if behind else epoch
+
+
+def _epochs(loop: _Loop, epochs: int, reports: _Reports) -> None:
+    """Train until `epochs` are complete, and report them."""
+    validator = loop.validator
+    try:
+        for epoch in range(_first(loop.train, validator), epochs):
+            reports.tell(_epoch(loop, epoch, reports))
+    except SystemExit:
+        # A signal asked the run to end, and it is saved: who goes on may be told again, or never.
+        validator.between = None
+        reports.tell(validator.finish())
+        raise
+    reports.tell(validator.finish())
+
+
+def _epoch(loop: _Loop, epoch: int, reports: _Reports) -> list[Result]:
+    """Train what is left of an epoch, and submit it to validation; results of validations that are due."""
+    begun, before = time.perf_counter(), by_phase(loop.recorder)
     losses = _Losses()
-    _train(loop, losses)
+    if loop.train.upcoming.epoch == epoch:
+        _train(loop, losses)
     trained = time.perf_counter()
-    task = loop.task
-    ask = None if loop.checkpoints is None else loop.checkpoints.poll
-    test_loss, metric = validate(
-        loop.model, loop.test, loop.mesh, loop.arithmetic, task, between=ask
-    )
-    report = EpochReport(
-        epoch=epoch + 1,
-        step=loop.train.cursor.step,
-        images=losses.samples,
-        learning_rate=loop.optimizer.param_groups[0]["lr"],
-        loss=losses.mean(),
-        test_loss=test_loss,
+    step, rate = loop.train.cursor.step, loop.optimizer.param_groups[0]["lr"]
+    _check_finite(epoch + 1, losses.mean())
+
+    def report() -> EpochReport:
+        after = by_phase(loop.recorder)
+        return EpochReport(
+            epoch=epoch + 1,
+            step=step,
+            images=losses.samples,
+            learning_rate=rate,
+            loss=losses.mean(),
+            test_loss=math.nan,
+            accuracy=None,
+            images_per_s=losses.samples / (trained - begun),
+            epoch_s=time.perf_counter() - begun,
+            phases_s={k: s - before.get(k, 0.0) for k, s in after.items()},
+        )
+
+    reports.add(report())
+    due = loop.validator.submit(epoch + 1, step)
+    reports.add(report())  # with the time of what came before it in the queue
+    return due
+
+
+class _Reports:
+    """Reports of epochs, told when their validation is."""
+
+    def __init__(self, task: Task, shown: Progress, run: Run | None) -> None:
+        self.told: list[EpochReport] = []
+        self._task, self._shown, self._run = task, shown, run
+        self._waiting: dict[int, EpochReport] = {}
+
+    def add(self, report: EpochReport) -> None:
+        """An epoch that is trained; called again, its times are replaced."""
+        self._waiting[report.epoch] = report
+
+    def tell(self, results: list[Result]) -> None:
+        """Epochs that are validated."""
+        for result in results:
+            self._tell(result)
+
+    def _tell(self, result: Result) -> None:
+        found, metric = result.figures, self._task.metric
+        report = self._waiting.pop(result.epoch, None) or _untrained(result)
+        report = replace(report, test_loss=found["test_loss"], **{metric: found[metric]})
+        _check_finite(report.epoch, report.loss, report.test_loss)
+        self.told.append(report)
+        self._shown.epoch(report)
+        if self._run is not None:
+            self._run.log(report.figures())
+        _note(report)
+
+
+def _untrained(result: Result) -> EpochReport:
+    """Of an epoch that was trained by a process before this one."""
+    return EpochReport(
+        epoch=result.epoch,
+        step=result.step,
+        images=0,
+        learning_rate=None,
+        loss=None,
+        test_loss=math.nan,
         accuracy=None,
-        images_per_s=losses.samples / (trained - begun),
-        epoch_s=time.perf_counter() - begun,
-        phases_s={k: s - before.get(k, 0.0) for k, s in by_phase(recorder).items()},
+        images_per_s=0.0,
+        epoch_s=0.0,
+        phases_s={},
     )
-    return replace(report, **{task.metric: metric})
 
 
 def _train(loop: _Loop, losses: _Losses) -> None:
@@ -156,6 +228,7 @@ def _train(loop: _Loop, losses: _Losses) -> None:
         if loop.shown.due():
             rate = losses.samples / (time.perf_counter() - begun)
             mean = losses.mean()
+            assert mean is not None, "a step was made"
             loop.shown.step(loop.train.cursor, mean, rate)
             if (trace := active()) is not None:
                 trace.note("loss", step=loop.train.cursor.step, value=mean)
@@ -167,18 +240,20 @@ def _note(report: EpochReport) -> None:
     if trace is None:
         return
     figures = report.figures()
-    trace.note("loss", step=report.step, value=report.loss)
+    if report.loss is not None:
+        trace.note("loss", step=report.step, value=report.loss)
     for name in ("test_loss", "accuracy", "psnr_db", "images_per_s"):
         if figures.get(name) is not None:
             trace.note("metric", step=report.step, name=name, value=figures[name])
 
 
-def _check_finite(report: EpochReport) -> None:
-    if not math.isfinite(report.loss + report.test_loss):
+def _check_finite(epoch: int, loss: float | None, test_loss: float = 0.0) -> None:
+    trained = 0.0 if loss is None else loss
+    if not math.isfinite(trained + test_loss):
         raise FivefoldError(
-            f"training diverged: in epoch {report.epoch} the mean loss was {report.loss:.3g}, on the test "
-            f"data {report.test_loss:.3g}; a smaller train.learning_rate or a longer train.warmup_epochs "
-            "usually helps"
+            f"training diverged: in epoch {epoch} the mean loss was {trained:.3g}"
+            + (f", on the test data {test_loss:.3g}" if test_loss else "")
+            + "; a smaller train.learning_rate or a longer train.warmup_epochs usually helps"
         )
 
 
@@ -200,7 +275,8 @@ class _Losses:
         self.samples += samples
         self._unread.append((loss, samples))
 
-    def mean(self) -> float:
+    def mean(self) -> float | None:
+        """None where there were no samples."""
         self._sum += sum(float(loss) * samples for loss, samples in self._unread)
         self._unread.clear()
-        return self._sum / self.samples
+        return self._sum / self.samples if self.samples else None

@@ -92,10 +92,9 @@ class _Timed(Silent):
     def epoch(self, report: EpochReport) -> None:
         """One line, which stays."""
         r, width = report, len(str(self.epochs))
-        self.say(
-            f"epoch {r.epoch:{width}}/{self.epochs}  loss {r.loss:.3f}  "
-            f"{' '.join(scored(r))}  {r.images_per_s:,.0f} images/s"
-        )
+        loss = "trained before" if r.loss is None else f"loss {r.loss:.3f}"
+        speed = f"  {r.images_per_s:,.0f} images/s" if r.images else ""
+        self.say(f"epoch {r.epoch:{width}}/{self.epochs}  {loss}  {' '.join(scored(r))}{speed}")
 
     def say(self, line: str) -> None:
         """Write a line as it is: no markup, no wrapping."""
@@ -158,10 +157,11 @@ class Bar(_Timed):
         self._next_s = time.monotonic() + self.every_s
 
     def epoch(self, report: EpochReport) -> None:
-        """One line above the bar."""
+        """One line above the bar, which does not go back for an epoch that is validated beside training."""
         assert self._task is not None
         super().epoch(report)
-        self._bar.update(self._task, completed=report.step)
+        reached = max(report.step, int(self._bar.tasks[0].completed))
+        self._bar.update(self._task, completed=reached)
 
     def __enter__(self) -> Self:
         self._bar.start()

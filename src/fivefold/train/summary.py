@@ -20,18 +20,18 @@ class EpochReport:
     step: int
     """optimiser steps since the run began"""
     images: int
-    """images trained on, over all ranks"""
-    learning_rate: float
-    """for the step to come"""
-    loss: float
-    """mean over the samples trained on, each by the model as it was when they came"""
+    """images trained on, over all ranks, since this process began: 0 where it only validates the epoch"""
+    learning_rate: float | None
+    """for the step to come; None where others trained the epoch"""
+    loss: float | None
+    """mean over the samples trained on, each by the model as it was when they came; None without any"""
     test_loss: float
     accuracy: float | None
     """share of the test samples classified correctly, after the epoch; None if there are no classes"""
     images_per_s: float
     """training images per second over all ranks; validation does not count"""
     epoch_s: float
-    """seconds, validation included"""
+    """seconds, validation included; where helpers validate, what was waited for them"""
     phases_s: Mapping[str, float]
     """seconds of rank 0 by phase"""
     psnr_db: float | None = None
@@ -69,7 +69,7 @@ class Summary:
             images=sum(report.images for report in reports),
             accuracy=reports[-1].accuracy,
             psnr_db=reports[-1].psnr_db,
-            images_per_s=statistics.median(report.images_per_s for report in reports),
+            images_per_s=statistics.median([r.images_per_s for r in reports if r.images] or [0.0]),
             total_s=sum(report.epoch_s for report in reports),
             phases_s={name.value: seconds for name, seconds in phases.items() if seconds},
         )

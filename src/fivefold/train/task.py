@@ -7,7 +7,7 @@ however the data are shared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,11 @@ class Task:
     """(outputs, targets) to three sums, float64: of the loss, of what is scored, and how many these are"""
     score: Callable[[float], float]
     """the mean of what is scored to the metric"""
+
+    def figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """The sums over all test data to the mean loss, `test_loss`, and the metric."""
+        loss, scored, count = sums
+        return {"test_loss": loss / count, self.metric: self.score(scored / count)}
 
 
 def _classes(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,12 +11,6 @@ from nodes import Nodes
 from template import Template
 
 
-@pytest.fixture(scope="session")
-def template() -> Iterator[Template]:
-    with Template() as found:
-        yield found
-
-
 @pytest.fixture(params=[KIND])
 def nodes(template: Template) -> Iterator[Nodes]:
     """Four of them."""

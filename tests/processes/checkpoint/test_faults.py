@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from fault_checks import (
     BEFORE,
@@ -29,10 +30,24 @@ from fault_checks import (
 from nodes import Nodes
 from template import Template
 
+RARE = ("staged", "writing", "before-rename")
+"""moments whose like are among the others: `make soak` tests all"""
+
+
+def slow(*values: object) -> ParameterSet:
+    """A case that only `make soak` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
 
 # Node 0 is lost below: a job on another host has to wait until its hold on the directory has expired.
 @apart
-@pytest.mark.parametrize(("point", "victim"), [(p, 1 + n % 3) for n, p in enumerate(BEFORE)])
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [
+        pytest.param(p, 1 + n % 3, marks=[pytest.mark.slow] * (p in RARE))
+        for n, p in enumerate(BEFORE)
+    ],
+)
 def test_a_node_may_die_at_any_moment_of_a_save(
     point: str, victim: int, nodes: Nodes, oracle: list[Told]
 ) -> None:
@@ -63,26 +78,16 @@ def test_a_node_may_die_at_any_moment_of_a_recovery(
     same(found, oracle)
 
 
-def test_a_node_is_killed_from_outside(nodes: Nodes, oracle: list[Told]) -> None:
-    job = run(nodes, "--pause=0.2")
-    says(job, "saving 6")
-    nodes.kill(2)
-    job.fail(60.0)
-    nodes.replace(2)
-    found = ended(run(nodes))
-    assert {one.start for one in found} <= {3, 6, 9}
-    same(found, oracle)
-
-
-def test_the_node_with_the_first_rank_is_lost(
-    nodes: Nodes, oracle: list[Told], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("victim", [2, 0], ids=["any", "with-the-first-rank"])
+def test_a_node_is_killed_from_outside(
+    victim: int, nodes: Nodes, oracle: list[Told], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIVEFOLD_LEASE_S", "3")
     job = run(nodes, "--pause=0.2")
     says(job, "saving 6")
-    nodes.kill(0)
+    nodes.kill(victim)
     job.fail(60.0)
-    nodes.replace(0)
+    nodes.replace(victim)
     found = ended(run(nodes))
     assert {one.start for one in found} <= {3, 6, 9}
     same(found, oracle)
@@ -183,9 +188,9 @@ def test_two_lost_nodes_leave_what_was_flushed(nodes: Nodes, oracle: list[Told])
     ("lost", "after"),
     [
         ((), [0, 1, 2]),
-        ((2,), [0, 1, 3]),
+        slow((2,), [0, 1, 3]),
         ((1,), [3, 2]),
-        ((), [0, 1, 2, 3, 4]),
+        slow((), [0, 1, 2, 3, 4]),
         ((0,), [4, 1, 2, 3, 0]),
     ],
     ids=["three", "three-of-four-left", "two", "five", "five-in-another-order"],
@@ -218,7 +223,10 @@ def latest(disk: Path) -> Path:
     return max(disk.glob("*/step-*"))
 
 
-@pytest.mark.parametrize("kind", ["__*.distcp", ".metadata", "manifest.json", "redundancy-*.bin"])
+@pytest.mark.parametrize(
+    "kind",
+    ["__*.distcp", *(slow(name) for name in (".metadata", "manifest.json")), "redundancy-*.bin"],
+)
 def test_a_flipped_bit_is_repaired(kind: str, nodes: Nodes, oracle: list[Told]) -> None:
     ended(run(nodes, steps=6))
     flip(next(latest(nodes.disk(1)).glob(kind)), random.Random(kind))
@@ -228,7 +236,7 @@ def test_a_flipped_bit_is_repaired(kind: str, nodes: Nodes, oracle: list[Told]) 
     same(found, oracle)
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "run.json", "saved-epoch-1.json"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", slow("run.json"), slow("saved-epoch-1.json")])
 def test_a_flipped_bit_in_the_shared_directory_is_said(
     name: str, nodes: Nodes, oracle: list[Told]
 ) -> None:

@@ -48,9 +48,17 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(params=KINDS)
-def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    with Nodes(4, apart=request.param) as found:
+def nodes(request: pytest.FixtureRequest, template: Template) -> Iterator[Nodes]:
+    with Nodes(4, apart=request.param, template=template) as found:
         yield found
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> list[str]:
+    """The command without its argument."""
+    script = tmp_path / "sums.py"
+    script.write_text(SUMS)
+    return [sys.executable, str(script)]
 
 
 def python(code: str, *arguments: str) -> list[str]:
@@ -71,8 +79,8 @@ def all_say(job: Job, word: str) -> None:
         raise AssertionError(job.told()) from None
 
 
-def test_a_node_that_is_killed_is_gone_and_its_peers_notice(nodes: Nodes) -> None:
-    job = nodes.job(python(SUMS, "-1"))
+def test_a_node_that_is_killed_is_gone_and_its_peers_notice(nodes: Nodes, sums: list[str]) -> None:
+    job = nodes.job([*sums, "-1"])
     all_say(job, "together 4")
     kept = nodes.disk(2)
     (kept / "data").write_text("of node 2")
@@ -99,10 +107,10 @@ def test_another_host_takes_the_place_empty(nodes: Nodes) -> None:
     assert not list(nodes.disk(1).iterdir())
 
 
-def test_a_job_may_leave_nodes_out_and_share_one(nodes: Nodes) -> None:
+def test_a_job_may_leave_nodes_out_and_share_one(nodes: Nodes, sums: list[str]) -> None:
     nodes.kill(0)
     nodes.replace(1)
-    job = nodes.job(python(SUMS, "1"), on=[3, 1], ranks_per_node=2)
+    job = nodes.job([*sums, "1"], on=[3, 1], ranks_per_node=2)
     assert all("together 4" in text for text in job.succeed())
 
 
@@ -134,13 +142,10 @@ def test_what_a_node_started_ends_with_it(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_template_gives_the_same_ranks_sooner(kind: bool, tmp_path: Path) -> None:
-    script = tmp_path / "sums.py"
-    script.write_text(SUMS)
-    with Template() as template, Nodes(3, apart=kind, template=template) as nodes:
-        argv = [sys.executable, str(script)]
-        assert all("together 3" in text for text in nodes.job([*argv, "1"]).succeed())
-        job = nodes.job([*argv, "-1"])
+def test_processes_that_are_started_one_by_one_are_the_same(kind: bool, sums: list[str]) -> None:
+    """Without a template, which the other tests have."""
+    with Nodes(3, apart=kind) as nodes:
+        job = nodes.job([*sums, "-1"])
         all_say(job, "together 3")
         running = nodes.processes(1)
         assert job.ranks[1].pid in running
@@ -150,10 +155,10 @@ def test_a_template_gives_the_same_ranks_sooner(kind: bool, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def apart() -> Iterator[Nodes]:
+def apart(template: Template) -> Iterator[Nodes]:
     if refusal():
         pytest.skip(f"no nodes of their own: {refusal()}")
-    with Nodes(2, 8 << 20) as found:
+    with Nodes(2, 8 << 20, template=template) as found:
         yield found
 
 
@@ -200,15 +205,17 @@ def test_a_process_can_end_its_own_node(apart: Nodes) -> None:
     job = apart.job(
         python("import os, signal, time; os.kill(1, signal.SIGTERM); time.sleep(60)"), on=[1]
     )
-    assert job.wait(5.0) == [-signal.SIGKILL]
+    assert job.wait(20.0) == [-signal.SIGKILL]
     until(lambda: not apart.alive(1), 2.0)
     assert not disk.exists()
     apart.replace(1)
     assert apart.alive(1)
 
 
-def test_a_cable_that_is_pulled_stops_messages_until_it_is_back(apart: Nodes) -> None:
-    job = apart.job(python(SUMS, "-1"))
+def test_a_cable_that_is_pulled_stops_messages_until_it_is_back(
+    apart: Nodes, sums: list[str]
+) -> None:
+    job = apart.job([*sums, "-1"])
     all_say(job, "together")
     apart.cut(1)
     time.sleep(0.3)

@@ -23,12 +23,6 @@ BACKENDS = [
 LIMIT_S = 90.0
 
 
-@pytest.fixture(scope="module")
-def template() -> Iterator[Template]:
-    with Template() as made:
-        yield made
-
-
 @pytest.fixture
 def node(template: Template) -> Iterator[Nodes]:
     with Nodes(1, apart=False, template=template) as made:

@@ -72,6 +72,16 @@ end = time.process_time() + 0.3
 while time.process_time() < end:
     sum(range(20_000_000))  # holds the interpreter
 """
+CROWDED = f"""
+import subprocess
+# Of this thread alone, which is preempted while it holds the interpreter.
+os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+{BUSY}
+for other in others:
+    other.kill()
+    other.wait()
+"""
 STOPPED = """
 import signal
 for _ in range(3):
@@ -80,7 +90,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("code", [BUSY, STOPPED], ids=["busy", "stopped"])
+@pytest.mark.parametrize("code", [BUSY, CROWDED, STOPPED], ids=["busy", "crowded", "stopped"])
 def test_a_process_that_is_stopped_counts_it(tmp_path: Path, code: str) -> None:
     found = run(tmp_path, code + "time.sleep(0.05)")
     stopped_s = int(found.live["stopped_ns"]) / 1e9

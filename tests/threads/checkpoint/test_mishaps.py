@@ -247,7 +247,7 @@ def test_a_run_that_lost_all_its_saves_stops_until_it_is_told_to_begin_again(
         with pytest.raises(AllLost, match="has made saves") as caught:
             run_ranks(2, run, tmp_path, range(1, 3))
     assert "step 2 of start 1" in str(caught.value)
-    assert all(f"/node-{rank}/" in str(caught.value) for rank in range(1))
+    assert "/node-0/" in str(caught.value)
     with told() as warned:
         again = run_ranks(2, lambda mesh: run(mesh, tmp_path, range(1, 2), begin_again=True))
     assert again == [(None, 1)] * 2

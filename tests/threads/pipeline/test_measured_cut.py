@@ -20,17 +20,20 @@ from fivefold.plan import Layout, Pipeline, Plan, Tiles
 from ranks import run_ranks
 
 CHANNELS = 64
-X, Y = torch.rand(4, CHANNELS, 24, 24), torch.rand(4, CHANNELS, 24, 24)
+X, Y = torch.rand(4, CHANNELS, 12, 12), torch.rand(4, CHANNELS, 12, 12)
+REPEATS = 9
+"""so many that what other processes of the machine take is not read off as a step's own"""
 
 
 class Slow(nn.Module):
-    """An element costs as much as hundreds of those that a convolution adds and multiplies."""
+    """An element costs as much as thousands of those that a convolution adds and multiplies."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.lgamma(x.abs() + 1)
+        return torch.polygamma(1, x.abs() + 1)
 
 
 def misleading() -> nn.Module:
+    """Nearly all arithmetic is in the last two layers, nearly all time in the four before them."""
     slow = (Slow() for _ in range(4))
     quick = (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
     return nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), *slow, *quick)
@@ -38,16 +41,17 @@ def misleading() -> nn.Module:
 
 def test_a_net_whose_arithmetic_misleads_is_cut_better() -> None:
     net, plan = misleading(), Plan(layout=Layout(pipe=2))
-    found = timed(net, plan, 0, X)
+    found = timed(net, plan, 0, X, repeats=REPEATS)
     tape = found.program.tape
     cuts = {"estimated": balanced(tape, 2), "measured": balanced(tape, 2, node_s=found.node_s())}
-    again = timed(net, plan, 0, X).node_s()
+    again = timed(net, plan, 0, X, repeats=REPEATS).node_s()
 
     def slowest_s(name: str) -> float:
         bounds = cuts[name].bounds(tape)
         return max(sum(again[first:stop]) for first, stop in itertools.pairwise(bounds))
 
     assert cuts["estimated"] != cuts["measured"]
+    # Half as long on a quiet machine: the four slow layers are in one stage, or two in each.
     assert slowest_s("measured") < 0.8 * slowest_s("estimated")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +302,18 @@ def test_all_ranks_plan_by_the_same_costs(monkeypatch: pytest.MonkeyPatch) -> No
 
     found = run_ranks(Layout(data=2, pipe=2, height=2), check)
     assert found == [found[0]] * 8
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, pipe=2), Layout(pipe=2)], ids=str)
+def test_a_net_that_nobody_holds_any_more_is_gone(layout: Layout) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5))
+    net(X)
+
+    def check(mesh: Mesh) -> list[weakref.ref[Tensor]]:
+        model = started(mesh, net)
+        model.step(*model.shard(X, Y))
+        return [weakref.ref(parameter) for parameter in model.parameters()]
+
+    found = [held for of_rank in run_ranks(layout, check) for held in of_rank]
+    gc.collect()
+    assert found and not [held for held in found if held() is not None]

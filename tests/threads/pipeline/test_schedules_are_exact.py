@@ -75,10 +75,10 @@ def plan(layout: Layout, schedule: Any, micro_batches: int = 0, **more: Any) -> 
         ("layer", 3, 1),
         ("gpipe", 2, 3),
         ("1f1b", 2, 4),
-        ("1f1b", 4, 5),
+        pytest.param("1f1b", 4, 5, marks=pytest.mark.slow),
         ("zero-bubble", 3, 4),
         ("gems", 2, 2),
-        ("gems", 4, 4),
+        pytest.param("gems", 4, 4, marks=pytest.mark.slow),
         ("gems", 3, 4),
         ("gems-overlap", 2, 4),
         ("gems-overlap", 3, 2),
@@ -127,8 +127,8 @@ def labels(n: int) -> Tensor:
         (Layout(pipe=2, height=2), "1f1b", 2, {}),
         (Layout(pipe=2, height=2), "zero-bubble", 2, {}),
         (Layout(pipe=2, width=2), "gems-overlap", 2, {}),
-        (Layout(data=2, pipe=2, height=2), "1f1b", 2, {}),
-        (Layout(data=2, pipe=2, height=2), "gems", 2, {}),
+        pytest.param(Layout(data=2, pipe=2, height=2), "1f1b", 2, {}, marks=pytest.mark.slow),
+        pytest.param(Layout(data=2, pipe=2, height=2), "gems", 2, {}, marks=pytest.mark.slow),
         (Layout(data=2, pipe=2, height=2), "chimera", 4, {}),
     ],
     ids=str,
@@ -143,7 +143,11 @@ def test_with_other_axes(
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(pipe=2, height=2), Layout(pipe=2, height=2, width=2), Layout(data=2, pipe=2)],
+    [
+        Layout(pipe=2, height=2),
+        pytest.param(Layout(pipe=2, height=2, width=2), marks=pytest.mark.slow),
+        Layout(data=2, pipe=2),
+    ],
     ids=str,
 )
 def test_skips_over_stages_in_tiles(layout: Layout) -> None:
@@ -152,7 +156,12 @@ def test_skips_over_stages_in_tiles(layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
-    [("1f1b", "all"), ("gems", "auto"), ("zero-bubble", 4), ("zero-bubble", "all")],
+    [
+        ("1f1b", "all"),
+        ("gems", "auto"),
+        ("zero-bubble", 4),
+        pytest.param("zero-bubble", "all", marks=pytest.mark.slow),
+    ],
 )
 def test_activations_computed_again(schedule: Any, recompute: int | str) -> None:
     made = Plan(

@@ -23,8 +23,9 @@ def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "shard", "ranks", "samples"),
     [
         ("resnet20", "optimizer", 2, 3),
-        ("resnet20", "parameters", 3, 4),
-        ("unet", "optimizer", 2, 3),
+        ("resnet20", "parameters", 2, 3),
+        pytest.param("resnet20", "parameters", 3, 4, marks=pytest.mark.slow),
+        pytest.param("unet", "optimizer", 2, 3, marks=pytest.mark.slow),
         ("unet", "parameters", 2, 3),
     ],
 )
@@ -46,7 +47,13 @@ def test_real_models_are_exact(name: str, shard: str, ranks: int, samples: int) 
         ("optimizer", Layout(data=2, pipe=2), 7, Pipeline("1f1b")),
         ("optimizer", Layout(data=2, pipe=2), 5, Pipeline("zero-bubble")),
         ("optimizer", Layout(data=2, pipe=2), 6, Pipeline("interleaved", stages_per_rank=2)),
-        ("optimizer", Layout(data=2, pipe=2, height=2), 5, Pipeline("gpipe", 2)),
+        pytest.param(
+            "optimizer",
+            Layout(data=2, pipe=2, height=2),
+            5,
+            Pipeline("gpipe", 2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

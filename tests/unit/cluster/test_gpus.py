@@ -95,7 +95,6 @@ class _Fake(ModuleType):
             "nvmlDeviceGetName": b"NVIDIA A100",
             "nvmlDeviceGetUUID": "GPU-1",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=40 << 30),
-            "nvmlDeviceGetTotalEnergyConsumption": 5,
         }
 
         def answer(*_: object) -> object:
@@ -108,7 +107,7 @@ def test_what_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     library = _Fake()
     monkeypatch.setitem(sys.modules, "pynvml", library)
     told = nvml.devices()
-    assert told == {"0000:c1:00.0": nvml.Told("NVIDIA A100", "GPU-1", 40 << 30, energy=True)}
+    assert told == {"0000:c1:00.0": nvml.Told("NVIDIA A100", "GPU-1", 40 << 30)}
     assert library.open == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,8 +52,18 @@ def test_the_transform_sees_the_image_and_cannot_damage_the_data() -> None:
 def test_without_scikit_learn_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(
         DataError, match=r'scikit-learn is needed.*pip install "fivefold\[recipes\]"'
     ):
+        Digits()
+
+
+def test_without_its_file_the_error_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sklearn.py").touch()
+    monkeypatch.delitem(sys.modules, "sklearn")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match=r"digits\.csv\.gz is missing: this scikit-learn came"):
         Digits()

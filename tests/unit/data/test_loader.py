@@ -205,5 +205,5 @@ def test_what_cannot_be_loaded(
 
 def test_the_plan_says_how_many_workers_and_the_argument_overrules_it() -> None:
     plan = Plan(loader=LoaderPlan(workers=1, prefetch=5))
-    assert make(Numbers(3), Seat(plan=plan), batch_size=1)._workers is not None
-    assert make(Numbers(3), Seat(plan=plan), batch_size=1, workers=0)._workers is None
+    assert make(Numbers(3), Seat(plan=plan), batch_size=1)._producer is not None
+    assert make(Numbers(3), Seat(plan=plan), batch_size=1, workers=0)._producer is None

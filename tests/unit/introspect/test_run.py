@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.cluster.processes import process_stat
 from fivefold.errors import UsageError
 from fivefold.introspect.document import document
 from fivefold.introspect.run import TracedRun, listed
@@ -104,14 +105,32 @@ def test_states_of_ranks(tmp_path: Path) -> None:
     assert gone.problems == ("the run was killed, or ended without a word: figures go up to then",)
     far = TracedRun.load(Story(ranks=2, state=State.RUNNING).write(tmp_path / "d"))
     assert far.state == "killed"  # its heart last beat in 2023
-    path = tmp_path / "c" / "trace" / name_of(1)
+
+
+def _began() -> str:
+    found = process_stat(os.getpid())
+    assert found is not None
+    return found.began
+
+
+@pytest.mark.parametrize(
+    ("began", "state"),
+    [("", "running"), (_began(), "running"), ("1", "killed")],
+    ids=["unknown", "this process", "an earlier one"],
+)
+def test_a_process_counts_as_running_unless_it_is_a_later_one(
+    began: str, state: str, tmp_path: Path
+) -> None:
+    Story(ranks=2, state=State.RUNNING, host="", meta={"began": began}).write(tmp_path)
+    path = tmp_path / "trace" / name_of(1)
     with path.open("r+b") as file:
         section = TraceFile.open(path).sections["live"]
         file.seek(section["offset"] + 4)
         file.write(os.getpid().to_bytes(4, "little"))
-    mixed = TracedRun.load(tmp_path / "c")
-    assert mixed.states == {0: "killed", 1: "running"}
-    assert mixed.problems[0] == "rank 1 is still running: figures go up to now"
+    mixed = TracedRun.load(tmp_path)
+    assert mixed.states == {0: "killed", 1: state}
+    if state == "running":
+        assert mixed.problems[0] == "rank 1 is still running: figures go up to now"
 
 
 def test_a_rank_without_steps(run: Path) -> None:

@@ -131,6 +131,32 @@ def test_ranks_that_are_late_by_turns(tmp_path: Path) -> None:
     assert found["jitter"].gain_s == pytest.approx(15e-3, rel=0.1)
 
 
+def uneven_by_little(story: Story) -> None:
+    for step in range(story.steps):
+        story.work[step % 8, step, _P["forward"]] += MS
+
+
+def always_the_same(story: Story) -> None:
+    story.work[3, :, _P["forward"]] += 15 * MS
+
+
+def all_at_once(story: Story) -> None:
+    story.work[:, ::4, _P["forward"]] += 15 * MS
+
+
+@pytest.mark.parametrize("well", [uneven_by_little, always_the_same, all_at_once])
+def test_ranks_that_are_not_late_by_turns(well: Callable[[Story], None], tmp_path: Path) -> None:
+    story = Story(ranks=8, transfer_ns=MS)
+    well(story)
+    assert "jitter" not in judged(story, tmp_path)[1]
+
+
+def test_one_rank_alone_is_never_late(tmp_path: Path) -> None:
+    story = Story(ranks=1, transfer_ns=0)
+    story.work[0, ::3, _P["forward"]] += 30 * MS
+    assert judged(story, tmp_path)[1].keys() <= {"loader"}
+
+
 def test_exposed_communication_is_told_by_tag(tmp_path: Path) -> None:
     text, found = judged(Story(transfer_ns=30 * MS), tmp_path)
     assert found["exposed"].figures["tag"] == "parameters and gradients"
@@ -145,6 +171,37 @@ def test_all_loaders_are_empty(tmp_path: Path) -> None:
     assert "straggler" not in found
     assert found["loader"].gain_s == pytest.approx(12e-3, rel=0.05)
     assert "All ranks wait for data 18 % of the step" in text
+
+
+def short_waits_for_data(story: Story) -> None:
+    story.slow_loader(slice(None), MS)
+
+
+def a_minority_that_waits_for_data(story: Story) -> None:
+    story.slow_loader(slice(0, 4), 12 * MS)
+
+
+@pytest.mark.parametrize("well", [short_waits_for_data, a_minority_that_waits_for_data])
+def test_loaders_that_most_ranks_do_not_wait_for(
+    well: Callable[[Story], None], tmp_path: Path
+) -> None:
+    story = Story(ranks=8)
+    well(story)
+    assert "loader" not in judged(story, tmp_path)[1]
+
+
+@pytest.mark.parametrize("phase", [Phase.VALIDATE, Phase.CHECKPOINT])
+def test_what_takes_less_than_a_twentieth_of_a_step(phase: Phase, tmp_path: Path) -> None:
+    few = Story().more(slice(None), phase, 2 * MS, cpu=True)
+    assert phase.value not in judged(few, tmp_path)[1]
+
+
+@pytest.mark.parametrize("phase", [Phase.VALIDATE, Phase.CHECKPOINT])
+def test_what_only_ranks_do_that_nobody_waits_for(phase: Phase, tmp_path: Path) -> None:
+    # The others compute meanwhile, and longer: without it no step would be shorter.
+    story = Story(ranks=4).more(0, phase, 10 * MS, cpu=True)
+    story.more(slice(1, 4), Phase.BACKWARD, 15 * MS, cpu=True)
+    assert phase.value not in judged(story, tmp_path)[1]
 
 
 @pytest.mark.parametrize("phase", [Phase.VALIDATE, Phase.CHECKPOINT])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -14,15 +15,27 @@ from fivefold.launch.output import Display, LogLines
 
 
 class Screen:
-    """A display whose two outputs are pipes, each read back as the list of single writes."""
+    """A display whose two outputs are pipes, each read back as the list of single writes.
+
+    As a context manager it closes what was never read: hypothesis gives up examples half-way.
+    """
 
     def __init__(self, mode: str = "prefix") -> None:
         self.out, out = os.pipe()
         self.err, err = os.pipe()
         self.display = Display(mode, out, err)  # type: ignore[arg-type]
         self._ends = (out, err)
+        self._read = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._read:
+            self.read()
 
     def read(self) -> tuple[str, str]:
+        self._read = True
         for end in self._ends:
             os.close(end)
         texts: list[str] = []
@@ -48,13 +61,13 @@ def test_lines_do_not_depend_on_how_bytes_arrive(data: st.DataObject) -> None:
         for rank in (0, 1)
     }
     left = {rank: "".join(f"{line}\n" for line in lines[rank]).encode() for rank in lines}
-    screen = Screen()
-    while any(left.values()):
-        rank = data.draw(st.sampled_from([rank for rank in left if left[rank]]))
-        size = data.draw(st.integers(1, len(left[rank])))
-        screen.display.feed(rank, "out", left[rank][:size])
-        left[rank] = left[rank][size:]
-    shown = screen.read()[0].split("\n")[:-1]
+    with Screen() as screen:
+        while any(left.values()):
+            rank = data.draw(st.sampled_from([rank for rank in left if left[rank]]))
+            size = data.draw(st.integers(1, len(left[rank])))
+            screen.display.feed(rank, "out", left[rank][:size])
+            left[rank] = left[rank][size:]
+        shown = screen.read()[0].split("\n")[:-1]
     for rank, written in lines.items():
         assert [line[4:] for line in shown if line.startswith(f"[{rank}] ")] == written
     assert len(shown) == sum(map(len, lines.values()))

@@ -257,12 +257,16 @@ def test_notes_and_meta_are_read_back_and_bounded(tmp_path: Path) -> None:
     assert found.live["lost_notes"] > 0
 
 
-_KILLED = """
-import os, signal, sys, time
+_BEGIN = """
+import os
+from fivefold.trace.process import start
+trace = start(Path(sys.argv[1]), {"rank": 0, "host": os.uname().nodename})
+"""
+_KILLED = f"""
+import signal, sys, time
 from pathlib import Path
 from fivefold.trace import Phase, Tag, span
-from fivefold.trace.process import start
-trace = start(Path(sys.argv[1]), {"rank": 0})
+{_BEGIN}
 for step in range(50):
     for _ in range(200):
         trace.ended(trace.issue(1, 0, 0, step, 10, 1))
@@ -311,6 +315,25 @@ def test_a_child_does_not_write_into_its_parents_trace(tmp_path: Path) -> None:
     )
     assert code == 0
     assert found.state == State.ENDED
+
+
+def test_a_script_that_a_rank_starts_does_not_take_its_trace(tmp_path: Path) -> None:
+    again = f"import sys; from pathlib import Path; {_BEGIN}"
+    code, found = _child(
+        tmp_path,
+        "import subprocess\n"
+        f"done = subprocess.run([sys.executable, '-c', {again!r}, sys.argv[1]], capture_output=True)\n"
+        "assert f'process {os.getpid()} writes the trace of this rank'.encode() in done.stderr",
+    )
+    assert (code, found.state) == (0, State.ENDED)
+    assert found.windows["steps"].sum() == 50
+
+
+def test_the_trace_of_a_process_that_is_no_more_is_replaced(tmp_path: Path) -> None:
+    _, killed = _child(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    code, found = _child(tmp_path, "")
+    assert (code, found.state) == (0, State.ENDED)
+    assert found.live["pid"] != killed.live["pid"]
 
 
 def test_the_heartbeat_and_the_step_are_there_for_who_watches(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -38,6 +39,14 @@ def test_lines_where_the_output_is_no_terminal():
         "epoch  3/10  step 30  loss 0.300  1,200 images/s\n"
         "epoch  3/10  loss 0.250  test accuracy 0.975  1,234 images/s\n"
     )
+
+
+def test_an_epoch_that_another_process_trained_has_no_loss():
+    progress, out = shown(terminal=False)
+    progress.begin(step=24, steps=120, epochs=10)
+    progress.epoch(replace(REPORT, images=0, loss=None, images_per_s=0.0))
+    assert out.getvalue() == "epoch  3/10  trained before  test accuracy 0.975\n"
+    assert Summary.of([replace(REPORT, images=0, images_per_s=0.0), REPORT]).images_per_s == 1234.5
 
 
 def test_lines_where_a_launcher_passes_the_output_on():

@@ -87,12 +87,12 @@ function throughputSection() {
       add(body, bars);
       return {
         fill(data) {
-          const t = data.throughput, whole = largest([t.expected_samples_per_s, t.samples_per_s]);
+          const t = data.throughput, estimated = t.one_process_from === "estimated", whole = largest([t.expected_samples_per_s, t.samples_per_s]);
           const line = (name, value, colour, hatched, told) => known(value) && el("div", { class: "row" }, el("span", { class: "name" }, name), bar([{ name, value, colour, hatched }], whole), el("span", { class: "told" }, el("b", {}, number(value)), " samples per second", told && el("span", { class: "note" }, ` ${told}`)));
           put(bars, known(t.samples_per_s) ? [
-            line("one process", t.one_process_samples_per_s, COLOURS.grey),
-            line("one process × ranks", t.expected_samples_per_s, COLOURS.pale, false, "expected"),
-            line("obtained", t.samples_per_s, COLOURS.blue, false, known(t.ratio) ? `${share(t.ratio)} of what was expected` : "one process alone was not measured: nothing to compare with"),
+            line("one process", t.one_process_samples_per_s, COLOURS.grey, estimated, estimated ? "estimated: as if one process did the work of all ranks without waiting" : t.one_process_run && `measured in ${t.one_process_run}`),
+            line("one process × ranks", t.expected_samples_per_s, COLOURS.pale, estimated, "expected"),
+            line("obtained", t.samples_per_s, COLOURS.blue, false, known(t.ratio) ? `${estimated ? "at most " : ""}${share(t.ratio)} of what was expected` : "one process alone was not measured: nothing to compare with"),
           ] : el("p", { class: "none" }, "How many samples a step has was not recorded."));
         },
       };

@@ -29,6 +29,13 @@ function diverging(change, most) {
   return el("div", { class: "diverging", "aria-hidden": "true" }, el("span", { class: change < 0 ? "less" : "more", style: { left: `${change < 0 ? 50 - width : 50}%`, width: `${width}%` } }));
 }
 
+// Findings that one of the two does not have: the cause of a difference is among them, if any is known.
+function only(host, data) {
+  const rows = [["A", data.a, data.only_a], ["B", data.b, data.only_b]].flatMap(([name, of, found]) =>
+    (found || []).map((f) => el("li", { "data-id": f.id }, el("b", {}, `Only in ${name}, ${of.title}: `), kept(f.title))));
+  if (rows.length) add(host, el("ul", { class: "only" }, rows));
+}
+
 function side(name, data, open) {
   return el("article", { class: "side" }, el("h2", {}, `${name}: ${data.title}`),
     facts([["ranks", count(data.ranks)], ["a step takes", seconds(data.step_s)], ["samples per second", number(data.samples_per_s)]]),
@@ -45,6 +52,7 @@ function comparison(host, data, open) {
   changes(left, "Work by phase, per step", data.phases);
   changes(right, "Exposed communication, per step", data.tags);
   changes(right, "Operations, per step and rank", data.operations);
+  only(changed, data);
   add(changed, add(body, [left, right]));
   const steps = el("section", { id: "s-steps", "aria-label": "Steps of both runs" }, el("header", { class: "head" }, el("h2", {}, "Steps of both runs")));
   const pair = el("div", { class: "body pair" });

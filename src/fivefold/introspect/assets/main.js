@@ -9,7 +9,7 @@ class Report {
     view.rank = "all";
     this.sections = [
       breakdownSection(), timelineSection(), heatSection(reveal), rankSection(reveal), operationsSection(), exposedSection(),
-      calibrationSection(), throughputSection(), seriesSection(), marksSection(), arrivalSection(reveal),
+      calibrationSection(), throughputSection(), seriesSection(), marksSection(), arrivalSection(reveal), helperSection(),
       configurationSection(), stacksSection(), problemsSection(),
     ];
     const nav = el("nav", { class: "sections", "aria-label": "Sections" }, this.sections.map((s) => el("a", { href: `#s-${s.id}`, on: { click: (e) => { e.preventDefault(); s.show(); } } }, s.short)));

@@ -37,7 +37,8 @@ function operationsSection() {
         const calls = sum(rows.map((o) => o.count)), total = sum(rows.map((o) => o.total_s));
         put(figures, facts([
           ["total calls", count(calls)], ["total time", duration(total), "all ranks together"], ["moved", bytes(sum(rows.map((o) => o.bytes)))],
-          ["exposed", total ? `${duration(sum(rows.map((o) => o.exposed_s)))} · ${share(sum(rows.map((o) => o.exposed_s)) / total)}` : null], ["hidden", duration(sum(rows.map((o) => o.hidden_s)))],
+          ["exposed", total ? `${duration(sum(rows.map((o) => o.exposed_s)))} · ${share(sum(rows.map((o) => o.exposed_s)) / total)}` : null],
+          ["of it, waiting", rows.some((o) => known(o.waiting_s)) ? duration(sum(rows.map((o) => o.waiting_s ?? 0))) : null, "until all ranks had come"], ["hidden", duration(sum(rows.map((o) => o.hidden_s)))],
         ]));
         const buckets = [...new Set(rows.map((o) => bucketOf(o.size_from_bytes)))].sort((a, b) => a - b);
         const at = (found, value) => buckets.map((b) => { const here = found.filter((o) => bucketOf(o.size_from_bytes) === b); return here.length ? value(here) : null; });

@@ -33,6 +33,7 @@ const NAMES = {
   timeline: "steps", heat: "ranks by step", ranks: "ranks", operations: "operations", arrivals: "arrivals",
   series: "over time", configuration: "configuration", stacks: "where threads are", calibration: "bandwidth",
   marks: "events", problems: "what is missing", breakdown: "where a step goes", throughput: "throughput",
+  offload: "helpers",
 };
 
 function finding(data, n, show) {
@@ -70,7 +71,8 @@ function summary(host, show) {
         ["middle step", data.steady && seconds(data.steady.step_s_p50), "median"],
         ["one in ten above", data.steady && seconds(data.steady.step_s_p90)],
         ["samples per second", number(pace.samples_per_s)],
-        ["of one process × ranks", known(pace.ratio) ? share(pace.ratio) : null],
+        ["of one process × ranks", known(pace.ratio) ? (pace.one_process_from === "estimated" ? "≤ " : "") + share(pace.ratio) : null,
+          pace.one_process_from === "estimated" ? "estimated from what the ranks work; a run of one process would measure it" : "samples per second, obtained over expected"],
         ["exposed communication", data.breakdown.length ? share(exposed) : null, "time in which ranks could do nothing but wait"],
         ["steps", count(data.run.steps)],
       ]));

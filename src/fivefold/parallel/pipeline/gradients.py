@@ -80,13 +80,14 @@ class StageGradients:
             hook.remove()
         alone = self._group.size() == 1 or not trained
         self._trained, self.buckets = trained, [] if alone else packed(trained, self._group)
-        # Weakly: no collector of garbage sees the hooks that autograd keeps.
+        # Weakly, without the bucket: no collector of garbage sees the hooks that autograd keeps, and the
+        # parameters and the group would stay alive.
         own: weakref.ref[StageGradients] = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
-                functools.partial(_arrived, own, bucket, number)
+                functools.partial(_arrived, own, which, number)
             )
-            for bucket in self.buckets
+            for which, bucket in enumerate(self.buckets)
             for number, parameter in enumerate(bucket.parameters)
         ]
 
@@ -101,8 +102,8 @@ class StageGradients:
 
 
 def _arrived(
-    stage: weakref.ref[StageGradients], bucket: Bucket, number: int, _parameter: Tensor
+    stage: weakref.ref[StageGradients], bucket: int, number: int, _parameter: Tensor
 ) -> None:
     alive = stage()
     if alive is not None:
-        alive.arrived(bucket, number)
+        alive.arrived(alive.buckets[bucket], number)

@@ -1,0 +1,176 @@
+"""How a message is put together from bytes as they come: header, told, payload, each received in place."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from fivefold.data.remote.messages import (
+    HEADER_BYTES,
+    MOST_PAYLOAD_BYTES,
+    Header,
+    Kind,
+    LinkClosed,
+    LinkError,
+    Message,
+    told_in,
+)
+
+__all__ = ["Arrival", "Lying", "Place", "fresh", "no_place"]
+
+Place = Callable[[Kind, dict[str, Any], int], memoryview | None]
+"""Where a payload of so many bytes shall lie, given the message's kind and text. At least that many bytes,
+writable; None: in fresh memory."""
+
+Lying = Callable[[Kind, dict[str, Any], Header], memoryview]
+"""The payload of a message that says it lies in a tray. Raises `LinkError` if it does not."""
+
+_WASTE_BYTES = 1 << 16
+_ALIGNED = 64
+
+
+def no_place(kind: Kind, told: dict[str, Any], size_bytes: int) -> None:
+    """Every payload lies in fresh memory."""
+
+
+def fresh(size_bytes: int) -> memoryview:
+    """New memory, 64-byte aligned, pages of which cost nothing until they are written.
+
+    Raises `LinkClosed` where there is none.
+    """
+    if size_bytes > MOST_PAYLOAD_BYTES:
+        raise LinkClosed(
+            f"a message announces a payload of {size_bytes} bytes; {MOST_PAYLOAD_BYTES} is the most"
+        )
+    try:
+        room = np.empty(size_bytes + _ALIGNED, np.uint8)
+    except MemoryError:
+        raise LinkClosed(f"no memory for a payload of {size_bytes} bytes") from None
+    start = -room.ctypes.data % _ALIGNED
+    return room.data[start : start + size_bytes]
+
+
+class _Stage(enum.Enum):
+    HEAD = enum.auto()
+    TEXT = enum.auto()
+    PAYLOAD = enum.auto()
+    WASTE = enum.auto()
+    """the payload of a message that was damaged"""
+
+
+class Arrival:
+    """The message that is coming in.
+
+    Whoever receives fills `room` from its beginning, tells how much by `took`, and gets the message when
+    it is complete.
+
+    Args:
+        place: where payloads shall lie.
+        lying: the bytes of a payload that lies in a tray already, where memory is shared.
+    """
+
+    def __init__(self, place: Place, lying: Lying | None = None) -> None:
+        self._place, self._lying = place, lying
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stage = _Stage.HEAD
+        self._rooms: memoryview = memoryview(bytearray(HEADER_BYTES))
+        self.room = self._rooms
+        """to be filled, never empty"""
+
+    @property
+    def at_head(self) -> bool:
+        """Whether a header is coming in, with which descriptors may come."""
+        return self._stage is _Stage.HEAD
+
+    @property
+    def begun(self) -> bool:
+        """Whether part of a message has come."""
+        return self._stage is not _Stage.HEAD or len(self.room) < HEADER_BYTES
+
+    def took(self, count: int) -> Message | None:
+        """So many bytes were received into `room`.
+
+        Raises:
+            LinkClosed: what comes is no message.
+            LinkError: a message was damaged. The next is awaited.
+        """
+        if self._stage is _Stage.PAYLOAD:
+            self._state.update(self.room[:count])
+        elif self._stage is _Stage.WASTE:
+            self._wasted += count
+        self.room = self.room[count:]
+        # An empty text or payload is complete at once.
+        while not self.room:
+            message = self._advance()
+            if message is not None:
+                return message
+        return None
+
+    def _advance(self) -> Message | None:
+        """The stage is complete: go to the next, or end the message."""
+        if self._stage is _Stage.HEAD:
+            self._header = Header.parse(self._rooms)
+            self._enter(_Stage.TEXT, memoryview(bytearray(self._header.told_bytes)))
+            return None
+        if self._stage is _Stage.TEXT:
+            return self._text()
+        if self._stage is _Stage.WASTE:
+            return self._waste()
+        payload, kind, told, header = self._rooms, self._kind, self._told, self._header
+        self._begin()
+        if self._state.intdigest() != header.payload_digest:
+            raise LinkError(
+                f"the payload of a message {kind.name} was damaged on the way", kind, told
+            )
+        return Message(kind, told, payload)
+
+    def _enter(self, stage: _Stage, room: memoryview) -> None:
+        self._stage, self._rooms, self.room = stage, room, room
+
+    def _text(self) -> Message | None:
+        header = self._header
+        try:
+            self._kind, self._told = told_in(header, self._rooms)
+            if header.tray >= 0:
+                return self._laid()
+        except LinkError as problem:
+            if header.tray < 0 and header.payload_bytes:
+                self._problem, self._wasted = problem, 0
+                self._enter(_Stage.WASTE, memoryview(b""))
+                return None
+            self._begin()
+            raise
+        if not header.payload_bytes:
+            kind, told = self._kind, self._told
+            self._begin()
+            return Message(kind, told)
+        room = self._place(self._kind, self._told, header.payload_bytes)
+        if room is None or len(room) < header.payload_bytes:
+            room = fresh(header.payload_bytes)
+        self._state = xxhash.xxh3_64()
+        self._enter(_Stage.PAYLOAD, room[: header.payload_bytes])
+        return None
+
+    def _laid(self) -> Message:
+        kind, told, header = self._kind, self._told, self._header
+        if self._lying is None:
+            raise LinkError("a payload is said to lie in memory that is not shared", kind, told)
+        payload = self._lying(kind, told, header)
+        self._begin()
+        return Message(kind, told, payload)
+
+    def _waste(self) -> Message | None:
+        """Skip what belongs to a damaged message, a bit at a time."""
+        left = self._header.payload_bytes - self._wasted
+        if left:
+            self.room = memoryview(bytearray(min(left, _WASTE_BYTES)))
+            return None
+        problem = self._problem
+        self._begin()
+        raise problem

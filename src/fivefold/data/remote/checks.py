@@ -1,0 +1,66 @@
+"""Whether a helper makes the same bytes: every helper makes the trainer's own first batch again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.data.remote.parcel import pack, types_in
+from fivefold.data.workers import Key
+
+__all__ = ["First"]
+
+
+@dataclass(frozen=True)
+class First:
+    """The first batch that the trainer made, as far as it is needed later."""
+
+    key: Key
+    text: str
+    """structure, dtypes and shapes"""
+    digest: str
+    """of all bytes"""
+    size_bytes: int
+    """that it takes as a payload, and so the size of a tray; at least 1"""
+    boxes: Any
+    """where images were cut: the boxes of its leaves"""
+    types: Any
+    """kinds of containers that a batch may be made of"""
+
+    @classmethod
+    def of(cls, key: Key, made: Any, *, tiled: bool) -> First:
+        """What is to be remembered of a batch. Raises `UsageError` for one that cannot be sent."""
+        batch, boxes = made if tiled else (made, None)
+        parcel = pack(batch)
+        return cls(
+            key=key,
+            text=json.dumps(parcel.told, sort_keys=True),
+            digest=parcel.digest(),
+            size_bytes=max(1, parcel.size_bytes),
+            boxes=boxes,
+            types=types_in(batch),
+        )
+
+    def same(self, other: First) -> bool:
+        """Whether two are equal, byte for byte."""
+        return (self.text, self.digest) == (other.text, other.digest)
+
+    def verdict(self, again: First, helper: str, differences: list[str]) -> str:
+        """What to say of a helper that makes another batch of the same key.
+
+        `again` is the same batch made once more here; `differences` are those of versions and machines.
+        """
+        which = f"batch {self.key.batch} of epoch {self.key.epoch}"
+        if not self.same(again):
+            return (
+                f"{which} differs each time it is made, in this process as well: the data set or its "
+                "transform is not a function of (seed, epoch, sample), so the stream of batches cannot be "
+                "repeated; draw only from torch's, numpy's and Python's global generators, and keep no state"
+            )
+        why = (
+            f"what differs there: {'; '.join(differences)}"
+            if differences
+            else "no version differs, so look for files or settings that do"
+        )
+        return f"{helper} makes other bytes of {which} than this process: {why}. Training goes on with both"

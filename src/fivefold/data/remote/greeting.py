@@ -1,0 +1,301 @@
+"""How a trainer and a helper meet: both prove that they know the job's key, then say what they are.
+
+    helper -> trainer   MAGIC, nonce                              nonces and codes: 32 bytes
+    trainer -> helper   nonce, HMAC(key, "trainer", both nonces)
+    helper -> trainer   HMAC(key, "helper", both nonces)          zeros and the end, if the trainer's is wrong
+    both                HELLO: versions, machine, process
+
+The key itself is not sent. What follows is not encrypted, and its checksums detect damage, not an attacker
+inside the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.closing import Closing
+from fivefold.data.remote.address import Address, dial, opened
+from fivefold.data.remote.arena_link import ArenaLink
+from fivefold.data.remote.hello import (
+    Stranger,
+    Unreachable,
+    about_helper,
+    about_trainer,
+    called,
+    introduced,
+)
+from fivefold.data.remote.stream_link import StreamLink
+from fivefold.data.remote.versions import differences, versions
+from fivefold.errors import FivefoldError, OffloadWarning, UsageError
+
+__all__ = [
+    "Listener",
+    "Stranger",
+    "Unreachable",
+    "connect",
+    "differences",
+    "listen",
+    "parse_key",
+    "versions",
+]
+
+_MAGIC, _VERSION = b"fivefold help", b"001"
+_CODE_BYTES = 32
+_HEAD_BYTES = len(_MAGIC) + len(_VERSION) + _CODE_BYTES
+_REFUSAL = bytes(_CODE_BYTES)
+_GREETING_S = 10.0
+_MOST_GREETINGS = 32
+_RETRY_S = 0.05
+
+
+def parse_key(text: str) -> bytes:
+    """The job's key from 64 hexadecimal digits. Raises `UsageError` if they are not."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != _CODE_BYTES:
+        raise UsageError(
+            f"the key of helpers has {2 * _CODE_BYTES} hexadecimal digits, the same for all processes of a "
+            "job; `openssl rand -hex 32` makes one"
+        )
+    return key
+
+
+def connect(
+    address: str,
+    key: bytes,
+    *,
+    name: str = "",
+    timeout_s: float = 5.0,
+    about: Mapping[str, Any] | None = None,
+    silent_s: float = 60.0,
+) -> StreamLink:
+    """A link to the helper at `address`, for a trainer: its `send` never waits.
+
+    Args:
+        address: `unix:/path` or `host:port`.
+        key: of the job.
+        name: of the helper, for people.
+        timeout_s: how long all of this may take.
+        about: what to say of oneself; rank and host by default.
+        silent_s: how long the helper's host may be silent, or the helper read nothing, until it counts as
+            lost. A helper at work reads nothing, but little that is sent does not fit on the way.
+
+    Raises:
+        Unreachable: nobody answers in time.
+        Stranger: who answers knows another key, speaks another protocol, or is no helper.
+        UsageError: the address is none.
+    """
+    place, end = Address.parse(address), time.monotonic() + timeout_s
+    name = name or f"the helper at {place}"
+    try:
+        line = dial(place, timeout_s)
+    except OSError as problem:
+        raise Unreachable(f"{name} does not answer: {problem}") from None
+    try:
+        _prove(line, key, name, end)
+        link = _link(line, name, queues=True, silent_s=silent_s)
+    except OSError as problem:
+        line.close()
+        raise Unreachable(f"{name} does not answer: {problem}") from None
+    except BaseException:
+        line.close()
+        raise
+    link = introduced(link, about or about_trainer(), end)
+    if not _alike(link):
+        warnings.warn(
+            f"{name} lives in another PID namespace (a container?), where it could not be told whether it "
+            "still writes: batches are sent through the socket, which costs a copy",
+            OffloadWarning,
+            stacklevel=2,
+        )
+    return link
+
+
+def listen(address: str, key: bytes, *, about: Mapping[str, Any] | None = None) -> Listener:
+    """Take calls of trainers at `address` (`unix:/path`, or `host:port`, port 0 for a free one).
+
+    Raises:
+        UsageError: the address is none, is in use, or none of this host.
+    """
+    return Listener(Address.parse(address), key, about or about_helper())
+
+
+class Listener(Closing):
+    """Where trainers call a helper. Made by `listen`.
+
+    They are greeted by threads, so that a helper at work does not let them wait, and one that is silent
+    does not hold up the others.
+    """
+
+    def __init__(self, address: Address, key: bytes, about: Mapping[str, Any]) -> None:
+        self._key, self._about = key, about
+        self._door, self._address = opened(address)
+        self.address = str(self._address)
+        """where it listens; a port 0 has become a free one"""
+        self.turned_away = 0
+        """callers that knew another key, or did not speak as trainers do"""
+        self._inode = os.stat(address.path).st_ino if address.path else 0  # noqa: PTH116
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self._links: deque[StreamLink] = deque()
+        self._callers: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="fivefold-listen", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when a trainer has been greeted."""
+        return self._ready
+
+    def accept(self, timeout_s: float) -> StreamLink | None:
+        """The next trainer's link; None if there is none in time. Its `send` waits until all is sent."""
+        poll = select.poll()
+        poll.register(self._ready, select.POLLIN)
+        if not poll.poll(max(timeout_s, 0.0) * 1000):
+            return None
+        with self._lock:
+            try:
+                os.eventfd_read(self._ready)
+            except BlockingIOError:
+                return None
+            return self._links.popleft()
+
+    def close(self) -> None:
+        """Take no more calls. Links that were accepted stay."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for caller in self._callers:
+                with contextlib.suppress(OSError):
+                    caller.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._thread.join()
+        self._door.close()
+        self._unlink()
+        with self._lock:
+            for link in self._links:
+                link.close()
+            self._links.clear()
+            os.close(self._ready)
+
+    def _unlink(self) -> None:
+        path = Path(self._address.path)
+        with contextlib.suppress(FileNotFoundError):
+            if self._address.path and path.stat().st_ino == self._inode:
+                path.unlink()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            if len(self._callers) >= _MOST_GREETINGS:
+                time.sleep(_RETRY_S)
+                continue
+            try:
+                line, _ = self._door.accept()
+            except OSError:  # out of file descriptors, a caller that is gone already, or the end
+                if not self._closed:
+                    time.sleep(_RETRY_S)
+                continue
+            with self._lock:
+                self._callers.add(line)
+            threading.Thread(target=self._greet, args=(line,), daemon=True).start()
+
+    def _greet(self, line: socket.socket) -> None:
+        link: StreamLink | None = None
+        try:
+            link = self._greeted(line, time.monotonic() + _GREETING_S)
+        except (OSError, FivefoldError):  # a silent, wrong or broken caller; others go on
+            line.close()
+            self.turned_away += 1
+        with self._lock:
+            self._callers.discard(line)
+            if link is not None and not self._closed:
+                self._links.append(link)
+                os.eventfd_write(self._ready, 1)
+                return
+        if link is not None:
+            link.close()
+
+    def _greeted(self, line: socket.socket, end: float) -> StreamLink:
+        _check(line, self._key, end)
+        link = introduced(_link(line, "a trainer", queues=False), self._about, end)
+        link.peer = called(link.hello) or link.peer
+        return link
+
+
+def _prove(line: socket.socket, key: bytes, name: str, end: float) -> None:
+    """The trainer's part of the proof."""
+    head = _received(line, _HEAD_BYTES, end)
+    magic, version = head[: len(_MAGIC)], head[len(_MAGIC) : -_CODE_BYTES]
+    if magic != _MAGIC:
+        raise Stranger(f"who answers as {name} is no helper of fivefold: check address and port")
+    if version != _VERSION:
+        raise Stranger(
+            f"{name} speaks protocol {version.decode('ascii', 'replace')}, this process {_VERSION.decode()}: "
+            "install the same version of Fivefold on both"
+        )
+    theirs, ours = head[-_CODE_BYTES:], secrets.token_bytes(_CODE_BYTES)
+    line.sendall(ours + _code(key, b"trainer", theirs, ours))
+    proof = _received(line, _CODE_BYTES, end)
+    if not hmac.compare_digest(proof, _code(key, b"helper", theirs, ours)):
+        raise Stranger(
+            f"{name} knows another key: it belongs to another job, or FIVEFOLD_HELPER_KEY differs"
+        )
+
+
+def _check(line: socket.socket, key: bytes, end: float) -> None:
+    """The helper's part of the proof. Raises `Stranger` if the trainer's is wrong."""
+    ours = secrets.token_bytes(_CODE_BYTES)
+    line.settimeout(max(end - time.monotonic(), 0.001))
+    line.sendall(_MAGIC + _VERSION + ours)
+    told = _received(line, 2 * _CODE_BYTES, end)
+    theirs, proof = told[:_CODE_BYTES], told[_CODE_BYTES:]
+    if not hmac.compare_digest(proof, _code(key, b"trainer", ours, theirs)):
+        line.sendall(_REFUSAL)
+        raise Stranger("a caller knows another key")
+    line.sendall(_code(key, b"helper", ours, theirs))
+
+
+def _code(key: bytes, whose: bytes, helper: bytes, trainer: bytes) -> bytes:
+    return hmac.new(key, whose + helper + trainer, hashlib.sha256).digest()
+
+
+def _received(line: socket.socket, length: int, end: float) -> bytes:
+    room = bytearray(length)
+    left = memoryview(room)
+    while left:
+        line.settimeout(max(end - time.monotonic(), 0.001))
+        count = line.recv_into(left)
+        if count == 0:
+            raise ConnectionError("the connection ended")
+        left = left[count:]
+    return bytes(room)
+
+
+def _link(line: socket.socket, peer: str, *, queues: bool, silent_s: float = 60.0) -> StreamLink:
+    kind = ArenaLink if line.family == socket.AF_UNIX else StreamLink
+    return kind(line, peer, queues=queues, timeout_s=silent_s)
+
+
+def _alike(link: StreamLink) -> bool:
+    """Whether both count processes alike, so that one can tell whether the other still writes."""
+    if isinstance(link, ArenaLink) and link.hello.get("pid") != link.peer_pid():
+        link.passes_memory = False
+        return False
+    return True

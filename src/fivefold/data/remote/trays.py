@@ -1,0 +1,272 @@
+"""Trays: memory of the trainer in which helpers lay what they make, and in which users see it.
+
+    take ──> tray of a lease ──> DONE ──> tensors that view it ──> the last one goes: the tray is free
+              │  lost: let go                  (a slice that the user keeps holds the whole tray)
+              └──────────────────────────────────────────────────> free, once no helper writes any more
+
+A tray's number is used once. A helper that was given up, and wakes up, writes nothing into a tray that has
+become another's: it holds the slot, then compares the number, and only then writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fivefold.arena.native import ArenaError
+from fivefold.arena.segment import Segment
+from fivefold.arena.slots import Slots
+from fivefold.closing import Closing
+from fivefold.data.remote.messages import Buffer
+from fivefold.errors import OffloadWarning
+
+__all__ = ["Borrowed", "Tray", "Trays", "set_of"]
+
+_HEAD_BYTES = 64
+"""before each tray: the number of whoever has it; a cache line, so that payloads stay aligned"""
+_SLOT_BITS, _USE_BITS = 12, 28
+_MOST_TRAYS = 1 << _SLOT_BITS
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Tray:
+    """A tray that was taken. It is free again when neither this, nor a view of its memory, is left."""
+
+    number: int
+    """tells it from all trays that this process ever took"""
+    memory: memoryview
+    """its bytes, writable, 64-byte aligned"""
+
+
+class Trays(Closing):
+    """`count` trays of `tray_bytes` bytes, up to 4,096, in one segment of shared memory.
+
+    Args:
+        tray_bytes: of one tray.
+        count: of trays.
+        pin: make them known to CUDA, so that copies to a GPU run by themselves. Such a tray is free only
+            when what the stream that was current, when the last tensor went, had to do by then is done: so
+            let go of a tensor under the stream that copies it.
+
+    Raises:
+        ArenaError: there is no memory, or no C core.
+    """
+
+    def __init__(self, tray_bytes: int, count: int, *, pin: bool = False) -> None:
+        assert 0 < count <= _MOST_TRAYS, count
+        self.id = next(_ids)
+        self.tray_bytes, self.count = tray_bytes, count
+        self._slots = Slots.create("trays", _HEAD_BYTES + tray_bytes, count)
+        segment = self._slots.segment
+        segment.touch(0, segment.size_bytes, "trays for batches")
+        pinned = pin and _pin(segment)
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._taken = 0
+        self._returned = _Returned(pinned)
+        self._views: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
+            weakref.WeakValueDictionary()
+        )
+        self.closed = False
+
+    @property
+    def segment(self) -> Segment:
+        """What is passed to a helper of the same node."""
+        return self._slots.segment
+
+    @property
+    def free(self) -> int:
+        """How many trays are neither lent nor viewed."""
+        return self.count - self._taken + len(self._returned.slots)
+
+    def on_return(self, call: Callable[[], None]) -> None:
+        """Call something whenever a tray becomes free, in whichever thread lets go of it.
+
+        It must neither wait nor take a lock: it may run in the middle of anything.
+        """
+        self._returned.call = call
+
+    def take(self) -> Tray | None:
+        """A free tray, or None; one of its own for every lease."""
+        with self._lock:
+            if self.closed:
+                return None
+            self._collect()
+            if self._taken == self.count:
+                return None
+            try:
+                slot = self._slots.take(0.0)
+            except ArenaError:  # a helper that was given up is still writing
+                return None
+            self._taken += 1
+            self._uses += 1
+            number = _number(self.id, self._uses, slot)
+            view = self._slots.view(slot)
+            _head(view).value = number + 1
+            weakref.finalize(view, self._returned, slot).atexit = False
+            self._views[number] = view
+            return Tray(number, self._flat(view))
+
+    def memory(self, number: int) -> memoryview | None:
+        """The bytes of a tray that is still lent or viewed, else None; holds it."""
+        view = self._views.get(number)
+        return None if view is None else self._flat(view)
+
+    def _flat(self, view: ctypes.Array[ctypes.c_char]) -> memoryview:
+        return memoryview(view).cast("B")[_HEAD_BYTES : _HEAD_BYTES + self.tray_bytes]
+
+    def _collect(self) -> None:
+        """Free what came back. Finalizers run anywhere and any time, so they only make a note."""
+        for _ in range(len(self._returned.slots)):
+            slot, event = self._returned.slots.popleft()
+            if event is not None and not event.query():
+                self._returned.slots.append((slot, event))
+                continue
+            _head(self._slots.view(slot)).value = 0  # from here on nobody begins to write
+            self._slots.drop(slot)
+            self._taken -= 1
+
+    def close(self) -> None:
+        """Lend no more. The memory goes with the last tensor that views it."""
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._slots.close()
+
+
+class Borrowed(Closing):
+    """Trays of a trainer, as a helper of the same node sees them."""
+
+    def __init__(self, slots: Slots, tray_bytes: int) -> None:
+        self._slots = slots
+        self.tray_bytes = tray_bytes
+
+    @classmethod
+    def attach(cls, fd: int, tray_bytes: int, count: int) -> Self:
+        """Use trays that were passed as a descriptor, which stays the caller's.
+
+        Raises:
+            ArenaError: what was passed are no trays of this size, or too many processes use them.
+        """
+        segment = _attached(fd)
+        least = mmap.PAGESIZE + count * (_HEAD_BYTES + tray_bytes)
+        try:
+            if not 0 < count <= _MOST_TRAYS or tray_bytes < 0 or segment.size_bytes < least:
+                raise ArenaError("what was passed is too small for the trays it shall hold")
+            slots = Slots.attach(segment, count)
+        except (ArenaError, ValueError) as problem:
+            segment.close()
+            raise ArenaError(str(problem)) from None
+        if slots.slot_bytes < _HEAD_BYTES + tray_bytes:
+            slots.close()
+            raise ArenaError("what was passed has smaller trays")
+        return cls(slots, tray_bytes)
+
+    def write(self, number: int, parts: Sequence[Buffer]) -> bool:
+        """Lay `parts` into a tray, one after the other; False if it was taken back meanwhile.
+
+        The parts must fit.
+        """
+        slot = number & (_MOST_TRAYS - 1)
+        if slot >= self._slots.count:
+            return False
+        try:
+            self._slots.hold(slot)
+        except ArenaError:
+            return False
+        try:
+            view = self._slots.view(slot)
+            if _head(view).value != number + 1:
+                return False
+            room, at = memoryview(view).cast("B")[_HEAD_BYTES:], 0
+            for part in parts:
+                room[at : at + len(part)] = part
+                at += len(part)
+            return True
+        finally:
+            self._slots.drop(slot)
+
+    def close(self) -> None:
+        """Forget them."""
+        self._slots.close()
+
+
+class _Returned:
+    """Slots that nobody views any more, with what a GPU may still have to do with them."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.slots: deque[tuple[int, Any]] = deque()
+        self.call: Callable[[], None] | None = None
+        self._pinned, self._pid = pinned, os.getpid()
+
+    def __call__(self, slot: int) -> None:
+        self.slots.append((slot, self._event()))
+        if self.call is not None and self._pid == os.getpid():
+            self.call()
+
+    def _event(self) -> Any:
+        if not self._pinned or self._pid != os.getpid():  # a forked child has no CUDA, and no trays
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def set_of(number: int) -> int:
+    """`Trays.id` of the trays that a number belongs to."""
+    return number >> (_SLOT_BITS + _USE_BITS)
+
+
+def _number(trays: int, use: int, slot: int) -> int:
+    return (trays << _USE_BITS | use % (1 << _USE_BITS)) << _SLOT_BITS | slot
+
+
+def _head(view: ctypes.Array[ctypes.c_char]) -> ctypes.c_uint64:
+    return ctypes.c_uint64.from_buffer(view)
+
+
+def _attached(fd: int) -> Segment:
+    own = os.dup(fd)
+    try:
+        return Segment.attach(own)
+    except (ArenaError, OSError, ValueError) as problem:
+        os.close(own)
+        raise ArenaError(str(problem)) from None
+
+
+def _pin(segment: Segment) -> bool:
+    """Whether CUDA knows this memory from now on; a warning says why not."""
+    import torch
+
+    cudart: Any = torch.cuda.cudart()
+    # Its results are of an enumeration that equals no number.
+    problem = int(cudart.cudaHostRegister(segment.address, segment.size_bytes, 0))
+    if problem:
+        warnings.warn(
+            f"batches of helpers are copied to the GPU step by step: CUDA cannot pin {segment.size_bytes} "
+            f"bytes (error {problem}); raise the limit on locked memory (ulimit -l)",
+            OffloadWarning,
+            stacklevel=2,
+        )
+        return False
+    # Before the last view unmaps it.
+    weakref.finalize(segment.memory, _unpin, cudart, segment.address).atexit = False
+    return True
+
+
+def _unpin(cudart: Any, address: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        cudart.cudaHostUnregister(address)
