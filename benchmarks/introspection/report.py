@@ -95,7 +95,7 @@ def _scale(result: dict[str, Any]) -> str:
     sizes = (
         f"{result['steps']} steps each, {result['trace_bytes'] / 1e6:,.0f} MB of traces; the report as JSON "
         f"has {result['json_bytes'] / 1e6:.1f} MB, the page {result['page_bytes'] / 1e6:.1f} MB. "
-        f"It says: {result['verdict']}."
+        f"It says: {result['verdict']}"
     )
     small = "met" if result["page_bytes"] < GOAL_BYTES else "missed"
     goals = (
