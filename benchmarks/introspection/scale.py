@@ -2,8 +2,8 @@
 
     python benchmarks/introspection/scale.py
 
-writes traces of 1,024 ranks (about 1 GB) to a temporary folder, reads them in a fresh process in every round,
-then opens the page as often in the system's Chromium, prints the table, keeps the result and renews README.md.
+writes traces of 1,024 ranks (about 1 GB) to a temporary folder, reads them in a fresh process in every round, then
+opens the page as often in the system's Chromium, prints the table, keeps the result and renews README.md.
 """
 
 from __future__ import annotations
