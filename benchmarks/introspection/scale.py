@@ -2,7 +2,7 @@
 
     python benchmarks/introspection/scale.py
 
-writes traces of 1,024 ranks (about 1 GB) to a temporary folder, reads them in a fresh process in every round, then
+writes traces of 1,024 ranks (about 1 GB) to a temporary folder, reads them in a fresh process in every round,
 opens the page as often in the system's Chromium, prints the table, keeps the result and renews README.md.
 """
 
