@@ -67,37 +67,44 @@ def links(group: dist.ProcessGroup, nodes: Sequence[int]) -> list[dict[str, Any]
         return []
     found = _measured(pairs, [_TURNS] * len(pairs), group)
     for _ in range(_DOUBTS):
-        usual = float(found[:, 1].quantile(0.75))
-        doubtful = [n for n, rate in enumerate(found[:, 1].tolist()) if rate < _DOUBTFUL * usual]
+        rates = _rates(found)
+        least = _DOUBTFUL * float(rates.quantile(0.75))
+        doubtful = [n for n, rate in enumerate(rates.tolist()) if rate < least]
         if not doubtful:
             break
-        turns = [
-            max(1, min(_TURNS, int(_EACH_S * float(found[n, 1]) / _MESSAGE_BYTES)))
-            for n in doubtful
-        ]
+        turns = [max(1, min(_TURNS, int(_EACH_S / float(found[n, 1])))) for n in doubtful]
         again = _measured([pairs[n] for n in doubtful], turns, group)
-        for n, (latency_s, rate) in zip(doubtful, again, strict=True):
-            found[n] = torch.stack([found[n, 0].minimum(latency_s), found[n, 1].maximum(rate)])
+        found[doubtful] = found[doubtful].minimum(again)
     return [
         {"ranks": list(pair), "latency_s": latency_s, "bytes_per_s": rate}
-        for pair, (latency_s, rate) in zip(pairs, found.tolist(), strict=True)
+        for pair, latency_s, rate in zip(
+            pairs, found[:, 0].tolist(), _rates(found).tolist(), strict=True
+        )
     ]
+
+
+def _rates(seconds: Tensor) -> Tensor:
+    """Bytes per second of links, from seconds of a short and a long message, (links, 2)."""
+    return _MESSAGE_BYTES / (seconds[:, 1] - seconds[:, 0]).clamp_min(1e-9)
 
 
 def _measured(
     pairs: Sequence[tuple[int, int]], turns: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Latency in s and bytes per second of links, one after the other; float64, (links, 2). Collective."""
+    """Seconds of a short and a long message on links, one after the other; float64, (links, 2). Collective.
+
+    `turns` are those of the long one.
+    """
     own = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for number, (one, other) in enumerate(pairs):
         if group.rank() in (one, other):
             first, peer = group.rank() == one, other if group.rank() == one else one
             short, long = torch.zeros(2), torch.zeros(_MESSAGE_BYTES // 4)
-            latency_s = _turn_s(short, group, peer, first=first, turns=turns[number])
+            # A short one that came late would make the link fast: always the least of several.
+            short_s = _turn_s(short, group, peer, first=first, turns=_TURNS)
             long_s = _turn_s(long, group, peer, first=first, turns=turns[number])
             if first:
-                rate = _MESSAGE_BYTES / max(long_s - latency_s, 1e-9)
-                own[number] = torch.tensor([latency_s, rate])
+                own[number] = torch.tensor([short_s, long_s])
     return comm.all_reduce(own, group, Tag.CONTROL)
 
 
