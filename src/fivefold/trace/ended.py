@@ -51,16 +51,17 @@ class Ended:
 
     def _collect_few(self, wanted: list[int], row: Row) -> None:
         self._open = []
+        buffer, base, rows, unpack = self._buffer, self._base, self._rows, PACKED.unpack_from
+        took, blocked, moved = row["tag_ns"], row["tag_blocked_ns"], row["tag_bytes"]
         for seq in wanted:
-            at = self._base + (seq - 1) % self._rows * EVENT.itemsize
-            raw = self._buffer[at : at + EVENT.itemsize]
-            found, begin, end, blocked, _, _, size, _, _, kind, tag, *_ = PACKED.unpack(raw)
+            at = base + (seq - 1) % rows * 72
+            found, begin, end, stood, _, _, size, _, _, kind, tag, *_ = unpack(buffer, at)
             if found == seq and end > 0:
-                self._fresh += raw
+                self._fresh += buffer[at : at + 72]
                 if kind != SPAN and tag < len(TAGS):
-                    row["tag_ns"][tag] += end - begin
-                    row["tag_blocked_ns"][tag] += blocked
-                    row["tag_bytes"][tag] += size
+                    took[tag] += end - begin
+                    blocked[tag] += stood
+                    moved[tag] += size
             elif found <= seq:  # under way, or a thread is about to write it
                 self._open.append(seq)
             else:

@@ -2,11 +2,12 @@
 
     at most every    read                                                             takes
     5 ms             processor time, core taken away, pages from disk                  2-4 us
-    20 ms            main thread without a core, control group stopped, memory         5-10 us
+    20 ms            main thread without a core, control group stopped, memory         5-10 us, cold 100 us
     0.5 s            bytes of the network, energy, GPU                                 50 us and more
 
-What a row is too short for is counted in the next one that is read: sums over rows are right, single rows
-of less than 20 ms are smeared. Where the machine does not tell, a row says -1 or nan, and `said` why.
+Between two looks that take long lies a thousand times as long, up to 0.2 s. What a row is too short for is
+counted in the next one that is read: sums over rows are right, single rows of less than 20 ms are smeared.
+Where the machine does not tell, a row says -1 or nan, and `said` why.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from fivefold.trace.windows import Row
 __all__ = ["Gpu", "Machine"]
 
 _OFTEN_NS, _SOMETIMES_NS, _RARELY_NS = 5_000_000, 20_000_000, 500_000_000
+_PAUSE, _LONGEST_NS = 1000, 200_000_000
+"""times that a look takes, until the next one"""
 
 
 class Gpu(Protocol):
@@ -57,6 +60,7 @@ class Machine:
     def begin(self) -> None:
         """Count from now on."""
         self._often = self._sometimes = self._rarely = time.monotonic_ns()
+        self._pause_ns = 0
         self._last_cpu, self._last_switched, self._last_faults, self._peak_bytes = _process()
         self._last_delay, self._last_throttled = self._delay.read(), self._throttled.read()
         self._last_network, self._last_energy = self._network.read(), self._energy.read()
@@ -87,9 +91,10 @@ class Machine:
         if now - self._often >= _OFTEN_NS:
             self._often = now
             self._read_process(row)
-        if now - self._sometimes >= _SOMETIMES_NS:
+        if now - self._sometimes >= max(_SOMETIMES_NS, self._pause_ns):
             self._sometimes = now
             self._read_files(row)
+            self._pause_ns = min(_PAUSE * (time.monotonic_ns() - now), _LONGEST_NS)
         if self._rss is not None:
             row["rss_bytes"] = max(row["rss_bytes"], self._rss)
         if now - self._rarely >= _RARELY_NS:

@@ -50,7 +50,11 @@ _HEAD = struct.Struct("<Qq")
 _ENDING = struct.Struct("<qqq")
 _PHASE = struct.Struct("<IIq")
 assert _NEW.size == EVENT.itemsize
+_ALIVE = struct.Struct("<qQ")
+_COUNT = struct.Struct("<Q")
 _END_AT = offset_of(EVENT, "end_ns")
+_ALIVE_AT, _WINDOWS_AT = offset_of(LIVE, "heartbeat_ns"), offset_of(LIVE, "windows")
+assert offset_of(LIVE, "step") == _ALIVE_AT + 8
 _PHASE_AT = offset_of(LIVE, "phase")
 _FOLD_NS = 2_000_000_000
 _FRUGAL = ("loss", "metric")
@@ -92,7 +96,7 @@ class Trace:
         self._rows = len(file.events)
         self._base = int(file.sections["events"]["offset"])
         self._windows_at = int(file.sections["windows"]["offset"])
-        self._phase_at = int(file.sections["live"]["offset"]) + _PHASE_AT
+        self._live_at = int(file.sections["live"]["offset"])
         self._seq = itertools.count(1)
         self._last = 0
         self._fold_at, self._folded_ns = self._rows // 4, _now()
@@ -217,7 +221,7 @@ class Trace:
 
     def _enter(self, phase: int, now: int) -> None:
         self.phase = phase
-        _PHASE.pack_into(self._buffer, self._phase_at, phase, self._window_steps, now)
+        _PHASE.pack_into(self._buffer, self._live_at + _PHASE_AT, phase, self._window_steps, now)
 
     # ---- steps
 
@@ -258,7 +262,7 @@ class Trace:
             self._put(row, full=full)
             self.step += 1
             self._begun_ns = now
-            self._live["step"], self._live["heartbeat_ns"] = self.step, now
+            _ALIVE.pack_into(self._buffer, self._live_at + _ALIVE_AT, now, self.step)
         if now - self._folded_ns > _FOLD_NS:
             self.fold()
 
@@ -288,7 +292,7 @@ class Trace:
 
     def _write_row(self) -> None:
         write_row(self._buffer, self._windows_at + self._windows * WINDOW.itemsize, self._row)
-        self._live["windows"] = self._windows + 1
+        _COUNT.pack_into(self._buffer, self._live_at + _WINDOWS_AT, self._windows + 1)
 
     # ---- adding up
 

@@ -117,7 +117,7 @@ class Fast:
     """Counters are read at every call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("_OFTEN_NS", "_SOMETIMES_NS", "_RARELY_NS"):
+        for name in ("_OFTEN_NS", "_SOMETIMES_NS", "_RARELY_NS", "_LONGEST_NS"):
             monkeypatch.setattr(machine_module, name, 0)
 
 
@@ -161,6 +161,20 @@ def test_short_steps_lose_nothing(node: Path, monkeypatch: pytest.MonkeyPatch) -
     Fast(monkeypatch)
     machine(late)
     assert (late["run_delay_ns"], late["sent_bytes"]) == (400, 10)
+    machine.close()
+
+
+def test_looks_that_take_long_are_rare(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(7, root=node)
+    monkeypatch.setattr(machine_module, "_SOMETIMES_NS", 0)
+    monkeypatch.setattr(machine_module, "_PAUSE", 10**9)  # so that any look takes long
+    rows = [new_row() for _ in range(3)]
+    for delay_ns, row in zip((5400, 6400, 7400), rows, strict=True):
+        write(node, "proc/self/task/7/schedstat", f"100 {delay_ns} 3\n")
+        if row is rows[-1]:
+            time.sleep(0.25)
+        machine(row)
+    assert [row["run_delay_ns"] for row in rows] == [400, 0, 2000]
     machine.close()
 
 
