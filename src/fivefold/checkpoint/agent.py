@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -288,9 +289,14 @@ def _end_with(parent: int, at_end: Callable[[], None]) -> None:
     at_end()
 
 
-def _leave(desk: Desk) -> None:
-    """End now, whatever is under way; what was not committed is removed if that is quick."""
-    ending = threading.Thread(target=desk.close, daemon=True)
+def _leave(desk: Desk, pool: ThreadPoolExecutor) -> None:
+    """End now, whatever is under way: it gets a moment to remove what it has not committed."""
+
+    def close() -> None:
+        desk.close()
+        pool.shutdown(cancel_futures=True)
+
+    ending = threading.Thread(target=close, daemon=True)
     ending.start()
     ending.join(_ENDING_S)
     os._exit(0)
@@ -309,18 +315,16 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of the run may call
     desk = Desk()
-    watch = threading.Thread(target=_end_with, args=(parent, lambda: _leave(desk)), daemon=True)
-    watch.start()
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="fivefold-agent")
+    end = partial(_leave, desk, pool)
+    threading.Thread(target=_end_with, args=(parent, end), daemon=True).start()
     for text in sys.stdin:
         request: Answer = json.loads(text)
         if request.get("do") in ("hello", "peers"):  # what follows builds on them
             _carry_out(desk, line, request)
         else:
             pool.submit(_carry_out, desk, line, request)
-    desk.close()
-    pool.shutdown(wait=False, cancel_futures=True)
-    _leave(desk)
+    end()
 
 
 if __name__ == "__main__":
