@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,6 +46,10 @@ KEPT_HELPERS = (
 FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "PYTHONHASHSEED")
 
 
+# What is looked for: who it is, and how to name it to people.
+Key = Hashable
+Look = Callable[[], Iterator[tuple[Key, str]]]
+
 # To look at every process of the machine instead takes six times as long, twice for each test.
 KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
@@ -61,7 +65,7 @@ def nothing_left_behind() -> Iterator[None]:
 
     What fixtures of a wider scope hold (a pool of ranks, say) exists before the test and is theirs.
     """
-    before = {name: set(look()) for name, look in _WATCHED.items()}
+    before = {name: {key for key, _ in look()} for name, look in _WATCHED.items()}
     variables = _variables()
     yield
     leaks = [
@@ -76,19 +80,19 @@ def nothing_left_behind() -> Iterator[None]:
         pytest.fail("left behind by this test: " + "; ".join(leaks), pytrace=False)
 
 
-def _still_there(look: Callable[[], Iterator[str]], before: set[str]) -> set[str]:
+def _still_there(look: Look, before: set[Key]) -> set[str]:
     end = time.monotonic() + GRACE_S
-    while leaked := set(look()) - before:
+    while leaked := {told for key, told in look() if key not in before}:
         if time.monotonic() > end:
             return leaked
         time.sleep(0.02)
     return set()
 
 
-def _threads() -> Iterator[str]:
+def _threads() -> Iterator[tuple[Key, str]]:
     for thread in threading.enumerate():
         if not thread.daemon and thread.is_alive():
-            yield f"{thread.name} ({thread.ident})"
+            yield thread.ident, f"{thread.name} ({thread.ident})"
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -103,7 +107,7 @@ def _children(pid: int) -> Iterator[int]:
                 yield from _children(child)
 
 
-def _processes() -> Iterator[str]:
+def _processes() -> Iterator[tuple[Key, str]]:
     for pid in _children(os.getpid()):
         try:
             child = psutil.Process(pid)
@@ -111,25 +115,26 @@ def _processes() -> Iterator[str]:
             # What a fork server forks shows the same command line, but is not our direct child.
             helper = child.ppid() == os.getpid() and any(h in command for h in KEPT_HELPERS)
             if not helper and child.status() != psutil.STATUS_ZOMBIE:
-                yield f"{command[:80] or child.name()} (pid {child.pid})"
+                # The command line is no key: on busy cores a new process has none yet.
+                yield (pid, child.create_time()), f"{command[:80] or child.name()} (pid {pid})"
         except psutil.NoSuchProcess:
             continue
 
 
-def _open_files() -> Iterator[str]:
+def _open_files() -> Iterator[tuple[Key, str]]:
     temporary = (tempfile.gettempdir(), "/dev/shm")
     for file in psutil.Process().open_files():
         if file.path.startswith(temporary):
-            yield file.path
+            yield file.path, file.path
 
 
-def _process_groups() -> Iterator[str]:
+def _process_groups() -> Iterator[tuple[Key, str]]:
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and torch_distributed.is_initialized():
-        yield "torch's default group"
+        yield "default", "torch's default group"
 
 
-_WATCHED: dict[str, Callable[[], Iterator[str]]] = {
+_WATCHED: dict[str, Look] = {
     "threads": _threads,
     "child processes": _processes,
     "open temporary files": _open_files,

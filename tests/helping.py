@@ -19,11 +19,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from waiting import awaited
 
 KEY = "5f" * 32
 NAMES = ("FIVEFOLD_HELPERS", "FIVEFOLD_HELPER_KEY", "FIVEFOLD_HELPER_LISTEN", "FIVEFOLD_ROLE")
@@ -80,13 +81,6 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def awaited(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"{what} took more than {timeout_s:g} s"
-        time.sleep(0.005)
 
 
 class Helpers:

@@ -12,8 +12,9 @@ import pytest
 
 from fivefold.data import Loader
 from fivefold.data.remote.desk import Desk
-from helping import KEY, Helpers, Nursery, awaited, loader_of, unix_addresses
+from helping import KEY, Helpers, Nursery, loader_of, unix_addresses
 from streams import Seat, fingerprint
+from waiting import awaited
 
 OPTIONS: dict[str, Any] = {
     "dataset": "remote_sets:Slowly", "arguments": [96], "batch_size": 8, "seed": 3,

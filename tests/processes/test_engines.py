@@ -18,6 +18,7 @@ import pytest
 
 import mpis
 from commands import CLEAN
+from waiting import awaited
 
 # Generous: the machine may be busy. What the house promises (5 s) is checked on its own.
 TIMEOUT_S = 60.0
@@ -101,15 +102,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout_s} s in vain for {what}"
-        time.sleep(0.02)
-
-
 def wait_until_ready(folder: Path, ranks: int = 2) -> None:
-    wait_for(lambda: len(list(folder.glob("*.pids"))) == ranks, TIMEOUT_S, "all ranks to start")
+    awaited(lambda: len(list(folder.glob("*.pids"))) == ranks, "all ranks to start", TIMEOUT_S)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -161,7 +155,7 @@ while True:
     assert code == 3
     assert "rank 1 of 2 exited with code 3; the other ranks were stopped" in err
     assert re.search(r"last lines of .*rank-1\.log:\n    the reason\n", err)
-    wait_for(lambda: not any(map(alive, pids(tmp_path))), 1.0, "all processes to be gone")
+    awaited(lambda: not any(map(alive, pids(tmp_path))), "all processes to be gone", 1.0)
 
 
 def test_a_rank_that_is_killed_ends_even_stubborn_others(start: Start, tmp_path: Path) -> None:
@@ -179,7 +173,7 @@ time.sleep(300)
     assert time.time() - (tmp_path / "failed").stat().st_mtime < PROMISED_S
     assert code == 128 + signal.SIGKILL
     assert "rank 0 of 2 was killed by SIGKILL" in err
-    wait_for(lambda: not any(map(alive, pids(tmp_path))), 1.0, "all processes to be gone")
+    awaited(lambda: not any(map(alive, pids(tmp_path))), "all processes to be gone", 1.0)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -194,7 +188,7 @@ def test_a_stopped_launcher_leaves_nothing(
     assert code == 128 + signum
     assert err.strip().splitlines()[-1].startswith("error: ")
     assert "all 2 ranks were stopped" in err and "Traceback" not in err
-    wait_for(lambda: not any(map(alive, {*mine, *pids(tmp_path)})), 1.0, "all processes to be gone")
+    awaited(lambda: not any(map(alive, {*mine, *pids(tmp_path)})), "all processes to be gone", 1.0)
 
 
 def test_a_killed_launcher_leaves_nothing(start: Start, tmp_path: Path) -> None:
@@ -202,8 +196,8 @@ def test_a_killed_launcher_leaves_nothing(start: Start, tmp_path: Path) -> None:
     wait_until_ready(tmp_path)
     mine = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     process.kill()
-    wait_for(
-        lambda: not any(map(alive, {*mine, *pids(tmp_path)})), PROMISED_S, "processes to be gone"
+    awaited(
+        lambda: not any(map(alive, {*mine, *pids(tmp_path)})), "processes to be gone", PROMISED_S
     )
 
 

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import mpis
 from commands import CLEAN, fivefold
 from namespaces import call, entering
 from nodes import Nodes, refusal
+from waiting import awaited
 
 TIMEOUT_S = 90.0
 PROMISED_S = 5.0
@@ -119,13 +119,6 @@ def helpers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout_s} s in vain for {what}"
-        time.sleep(0.02)
-
-
 def gone(*processes: psutil.Process) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
@@ -217,11 +210,11 @@ while not helped:
 """
     )
     process = run("-n", "1", "--plan", shared, "--helpers", "local:2", body=body)
-    wait_for(lambda: list(tmp_path.glob("made-helper*")), TIMEOUT_S, "helpers to work")
+    awaited(lambda: list(tmp_path.glob("made-helper*")), "helpers to work", TIMEOUT_S)
     helpers = helpers_of(process)
     for helper in helpers:
         helper.kill()
-    wait_for(lambda: gone(*helpers), TIMEOUT_S, "helpers to be gone")
+    awaited(lambda: gone(*helpers), "helpers to be gone", TIMEOUT_S)
     for mark in tmp_path.glob("made-helper*"):
         mark.unlink()
     (tmp_path / "killed").touch()
@@ -248,10 +241,10 @@ while not (here / "over").exists():
 """
     process = run("-n", "1", "--plan", shared, "--helpers", "local:1", body=body)
     for times in range(1, 5):
-        wait_for(lambda n=times: len(list(tmp_path.glob("up-*"))) == n, TIMEOUT_S, "the helper")
+        awaited(lambda n=times: len(list(tmp_path.glob("up-*"))) == n, "the helper", TIMEOUT_S)
         (helper,) = helpers_of(process)
         helper.kill()
-        wait_for(lambda h=helper: gone(h), TIMEOUT_S, "the helper to be gone")
+        awaited(lambda h=helper: gone(h), "the helper to be gone", TIMEOUT_S)
     (tmp_path / "over").touch()
     code, out, err = finish(process)
     assert (code, out) == (0, "[h0] helping\n" * 4)
@@ -306,14 +299,14 @@ def test_nothing_is_left_when_the_launcher_ends(
         "-n", "1", "--plan", shared, "--helpers", host, body=WAITING,
         environment={"FIVEFOLD_RSH": shell(tmp_path)},
     )  # fmt: skip
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, TIMEOUT_S, "rank and helper to start")
+    awaited(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "rank and helper to start", TIMEOUT_S)
     numbers = [int(n) for path in tmp_path.glob("pid-*") for n in path.name.split("-")[1:]]
     mine = [psutil.Process(number) for number in numbers]
     assert any(p.environ().get("FIVEFOLD_ROLE") == "helper" for p in mine)
     process.send_signal(signum)
     process.wait(TIMEOUT_S)
-    wait_for(lambda: gone(*mine), PROMISED_S, "processes to be gone")
-    wait_for(lambda: not sockets() - before, PROMISED_S, "sockets to be gone")
+    awaited(lambda: gone(*mine), "processes to be gone", PROMISED_S)
+    awaited(lambda: not sockets() - before, "sockets to be gone", PROMISED_S)
 
 
 def test_helpers_end_with_the_ranks(run: Run, shared: str, tmp_path: Path) -> None:
@@ -334,7 +327,7 @@ sys.exit(3)
     assert code == 3
     assert "rank 0 of 1 exited with code 3" in err
     helpers = [int(path.name.split("-")[-1]) for path in tmp_path.glob("up-helper*")]
-    wait_for(lambda: not any(map(psutil.pid_exists, helpers)), PROMISED_S, "helpers to be gone")
+    awaited(lambda: not any(map(psutil.pid_exists, helpers)), "helpers to be gone", PROMISED_S)
 
 
 def shell(folder: Path, inner: str = 'exec sh -c "$2"') -> str:
@@ -393,4 +386,4 @@ def test_a_helper_on_another_node(run: Run, tmp_path: Path) -> None:
         assert digests(out) == alone
         assert "[h0] node0\n" in out
         assert (tmp_path / "made-helper-0").exists(), err
-        wait_for(lambda: not nodes.processes(0), PROMISED_S, "the node to be empty")
+        awaited(lambda: not nodes.processes(0), "the node to be empty", PROMISED_S)

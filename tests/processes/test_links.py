@@ -33,8 +33,9 @@ from fivefold.data.remote.stream_link import StreamLink
 from fivefold.data.remote.trays import Trays
 from fivefold.errors import OffloadWarning, UsageError
 from fivefold.launch.environment import without_places
-from helping import Nursery, awaited, is_running, signalled
+from helping import Nursery, is_running, signalled
 from link_checks import CHECKS, LIMIT_S, Ends, made
+from waiting import awaited
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 

@@ -20,7 +20,7 @@ from fivefold.trace.current import current
 from fivefold.trace.helping import read as told_figures
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.trace import Trace
-from helping import Helpers, Nursery, awaited, free_port, is_running
+from helping import Helpers, Nursery, free_port, is_running
 from offloading import (
     BATCHES,
     LONGER,
@@ -34,6 +34,7 @@ from offloading import (
     read,
 )
 from streams import Seat, fingerprint
+from waiting import awaited
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

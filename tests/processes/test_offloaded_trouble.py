@@ -13,10 +13,11 @@ import pytest
 from fivefold.data.source import LoadError
 from fivefold.errors import DataWarning, OffloadWarning
 from fivefold.plan import Offload, Plan
-from helping import Helpers, Nursery, Proxy, awaited, free_port, loader_of
+from helping import Helpers, Nursery, Proxy, free_port, loader_of
 from offloading import BATCHES, LONGER, OPTIONS, alone, desk_here, here, joined, leases, read, ready
 from remote_sets import odd_collate
 from streams import Seat, fingerprint
+from waiting import awaited
 
 
 def trouble(helpers: Helpers, chance: random.Random, stopped: set[int]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from helping import Helpers, Nursery, awaited, is_running, unix_addresses
+from helping import Helpers, Nursery, is_running, unix_addresses
+from waiting import awaited
 
 TRAIN = "validation_run:train"
 

@@ -13,7 +13,7 @@ from fivefold.data.remote.desk import Desk
 from fivefold.data.remote.greeting import Listener, listen
 from fivefold.data.remote.messages import Kind, Message
 from fivefold.errors import OffloadWarning
-from helping import awaited
+from waiting import awaited
 
 KEY = bytes(range(32))
 

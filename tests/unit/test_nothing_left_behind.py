@@ -44,6 +44,33 @@ def test_a_leak_fails_the_test_and_is_named(pytester: pytest.Pytester, kind: str
     assert f"left behind by this test: {kind}: " in told
 
 
+def test_what_a_module_holds_is_its_own_even_while_it_starts(pytester: pytest.Pytester) -> None:
+    body = """
+import os
+import pytest
+
+READ, WRITE = os.pipe()
+
+@pytest.fixture(scope="module", autouse=True)
+def held():
+    # Its command line becomes another during the test, as that of any new process does.
+    pid = os.fork()
+    if pid == 0:
+        os.read(READ, 1)
+        os.execvp("sleep", ["sleep", "60"])
+    yield
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+
+def test_body():
+    os.write(WRITE, b"!")
+"""
+    pytester.makeconftest(CONFTEST.read_text().replace("GRACE_S = 2.0", "GRACE_S = 0.3"))
+    pytester.makepyfile(body)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    assert result.parseoutcomes() == {"passed": 1}, result.stdout.str()
+
+
 def test_a_tidy_test_passes(pytester: pytest.Pytester) -> None:
     found, told = outcomes(pytester, TIDY)
     assert found == {"passed": 1}, told
