@@ -59,9 +59,8 @@ def links(group: dist.ProcessGroup, nodes: Sequence[int]) -> list[dict[str, Any]
     another process may just have had its core.
     """
     firsts = [nodes.index(node) for node in sorted(set(nodes))]
-    ring = (
-        [*firsts, firsts[0]] if len(firsts) > 2 else firsts
-    )  # so that a node at fault has two slow links
+    # A ring, so that a node at fault has two slow links.
+    ring = [*firsts, firsts[0]] if len(firsts) > 2 else firsts
     pairs = list(itertools.pairwise(ring))[:_MOST_LINKS]
     if not pairs:
         return []

@@ -51,13 +51,14 @@ class Ended:
 
     def _collect_few(self, wanted: list[int], row: Row) -> None:
         self._open = []
-        buffer, base, rows, unpack = self._buffer, self._base, self._rows, PACKED.unpack_from
+        buffer, base, rows, unpack = self._buffer, self._base, self._rows, PACKED.unpack
         took, blocked, moved = row["tag_ns"], row["tag_blocked_ns"], row["tag_bytes"]
         for seq in wanted:
             at = base + (seq - 1) % rows * 72
-            found, begin, end, stood, _, _, size, _, _, kind, tag, *_ = unpack(buffer, at)
+            raw = buffer[at : at + 72]  # once: it may be written over
+            found, begin, end, stood, _, _, size, _, _, kind, tag, *_ = unpack(raw)
             if found == seq and end > 0:
-                self._fresh += buffer[at : at + 72]
+                self._fresh += raw
                 if kind != SPAN and tag < len(TAGS):
                     took[tag] += end - begin
                     blocked[tag] += stood
