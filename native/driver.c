@@ -210,6 +210,7 @@ static void arrivals(struct rank *own)
     for (int late = 0; late < ranks; late++) {
         ff_op *ops[SUMS];
         uint64_t started_ns[SUMS], all_ns[SUMS * FF_MAX_RANKS];
+        ff_event row = {.end_ns = 7, .cpu_ns = 7};
         ff_report report = {0};
         if (own->rank == late) {
             usleep(2000);
@@ -218,11 +219,16 @@ static void arrivals(struct rank *own)
         uint64_t before_ns = now_ns();
         for (int i = 0; i < SUMS; i++) {
             ff_call call = {.kind = FF_ALLREDUCE, .dtype = FF_F32, .count = counts[i], .in = own->in, .out = own->out,
-                            .timeout_s = late % 2 ? 60 : -1};
-            if (late == 0)
+                            .timeout_s = late % 2 ? 60 : -1, .note = {&row, (uint64_t)i + 5, 4, 3, 2, 1}};
+            if (late == 0) {
                 CHECK(ff_run(own->group, &call, &report) == FF_OK, "status %u", report.status);
-            else
+                CHECK(row.seq == (uint64_t)i + 5 && row.size_bytes == 4 && row.number == 3 && row.step == 2 &&
+                      row.what == 1 && row.cpu_ns == 0, "the row of number %d", i);
+                CHECK(row.start_ns == (int64_t)report.started_ns && row.blocked_ns == row.end_ns - row.begin_ns &&
+                      row.begin_ns <= row.start_ns && row.start_ns <= row.end_ns, "its times");
+            } else {
                 ops[i] = ff_post(own->group, &call);
+            }
             started_ns[i] = report.started_ns;
         }
         for (int i = 0; i < SUMS && late; i++) {

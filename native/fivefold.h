@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 3          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 4          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_RANKS 256
 
 enum ff_kind {
@@ -59,6 +59,25 @@ typedef struct ff_report {
     uint64_t missing[FF_MAX_RANKS / 64];
 } ff_report;
 
+/* A row of a trace, as fivefold.trace.schema describes it: little-endian, like every machine that torch runs on. */
+typedef struct ff_event {
+    _Atomic uint64_t seq;
+    int64_t begin_ns;
+    _Atomic int64_t end_ns;
+    int64_t blocked_ns, start_ns, cpu_ns, size_bytes;
+    uint32_t number, step;
+    uint64_t what;              /* kind, tag, phase, group, dtype: a byte each; 0; peer, two bytes */
+} ff_event;
+
+/* Where an operation that is run now is recorded, and as what; nothing is where `row` is NULL. */
+typedef struct ff_note {
+    ff_event *row;
+    uint64_t seq;
+    int64_t size_bytes;
+    uint32_t number, step;
+    uint64_t what;
+} ff_note;
+
 /* One collective. A block is what one rank contributes or receives: `count` elements.
  *
  * kind            in                        out
@@ -84,6 +103,7 @@ typedef struct ff_call {
     void *const *outs;
     const uint64_t *in_counts, *out_counts;
     double timeout_s;
+    ff_note note;               /* of ff_run alone */
 } ff_call;
 
 typedef struct ff_group ff_group;
@@ -112,6 +132,9 @@ FF_API void ff_group_close(ff_group *group);
 FF_API int ff_run(ff_group *group, const ff_call *call, ff_report *report);
 FF_API int ff_all_reduce(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
                          double timeout_s, ff_report *report);
+FF_API int ff_all_reduce_noted(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
+                               double timeout_s, ff_report *report, ff_event *row, uint64_t seq,
+                               uint32_t number, uint32_t step, uint64_t what);
 FF_API ff_op *ff_post(ff_group *group, const ff_call *call);
 FF_API int ff_op_done(ff_op *op);
 FF_API int ff_wait(ff_group *group, ff_op *op, double timeout_s, ff_report *report);

@@ -98,7 +98,7 @@ static void start_thread(ff_group *group)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-int ff_run(ff_group *group, const ff_call *call, ff_report *report)
+static int run_now(ff_group *group, const ff_call *call, ff_report *report)
 {
     pthread_mutex_lock(&group->lock);
     if (group->busy || group->first) {
@@ -122,8 +122,47 @@ int ff_run(ff_group *group, const ff_call *call, ff_report *report)
     return status;
 }
 
-int ff_all_reduce(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
-                  double timeout_s, ff_report *report)
+/* Others read the row meanwhile: what is in it belongs to `seq` once that is there. */
+static void note_begin(const ff_note *note, uint64_t now_ns)
+{
+    ff_event *row = note->row;
+    atomic_store_explicit(&row->end_ns, 0, memory_order_relaxed);
+    row->begin_ns = (int64_t)now_ns;
+    row->blocked_ns = row->start_ns = row->cpu_ns = 0;
+    row->size_bytes = note->size_bytes;
+    row->number = note->number;
+    row->step = note->step;
+    row->what = note->what;
+    atomic_store_explicit(&row->seq, note->seq, memory_order_release);
+}
+
+static void note_end(const ff_note *note, uint64_t begin_ns, uint64_t started_ns)
+{
+    ff_event *row = note->row;
+    if (atomic_load_explicit(&row->seq, memory_order_relaxed) != note->seq)
+        return;                 /* the ring has come round */
+    uint64_t now_ns = ff_now_ns();
+    row->blocked_ns = (int64_t)(now_ns - begin_ns);
+    row->start_ns = (int64_t)started_ns;
+    atomic_store_explicit(&row->end_ns, (int64_t)now_ns, memory_order_release);
+}
+
+int ff_run(ff_group *group, const ff_call *call, ff_report *report)
+{
+    const ff_note *note = &call->note;
+    if (!note->row)
+        return run_now(group, call, report);
+    uint64_t begin_ns = ff_now_ns();
+    note_begin(note, begin_ns);
+    int status = run_now(group, call, report);
+    if (!status)                /* else it never ended */
+        note_end(note, begin_ns, report->started_ns);
+    return status;
+}
+
+int ff_all_reduce_noted(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
+                        double timeout_s, ff_report *report, ff_event *row, uint64_t seq, uint32_t number,
+                        uint32_t step, uint64_t what)
 {
     const ff_call call = {
         .kind = FF_ALLREDUCE,
@@ -133,8 +172,15 @@ int ff_all_reduce(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t 
         .in = data,
         .out = data,
         .timeout_s = timeout_s,
+        .note = {row, seq, (int64_t)(count * ff_dtype_bytes(dtype)), number, step, what},
     };
     return ff_run(group, &call, report);
+}
+
+int ff_all_reduce(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
+                  double timeout_s, ff_report *report)
+{
+    return ff_all_reduce_noted(group, dtype, reduction, count, data, timeout_s, report, NULL, 0, 0, 0, 0);
 }
 
 ff_op *ff_post(ff_group *group, const ff_call *call)

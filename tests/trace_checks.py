@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "of_ddp",
     "use_traced_groups",
     "weights_of_ddp",
+    "written_over",
 ]
 
 _BACKWARD = PHASES.index(Phase.BACKWARD)
@@ -85,7 +87,45 @@ def every_operation(folder: str) -> dict[str, Any]:
         for event in found.events
     ]
     assert all(event["end_ns"] > 0 for event in found.events)
-    return {"events": events, "results": results, "notes": found.notes}
+    fields = (
+        "kind",
+        "tag",
+        "phase",
+        "group",
+        "dtype",
+        "peer",
+        "number",
+        "step",
+        "cpu_ns",
+        "size_bytes",
+    )
+    rows = [tuple(int(event[name]) for name in fields) for event in found.events]
+    return {"events": events, "rows": rows, "results": results, "notes": found.notes}
+
+
+def written_over(folder: str) -> dict[str, Any]:
+    """The ring of rank 0 comes round while it waits for the others: what is in it, and what was lost."""
+    rank, go = dist.get_rank(), Path(folder) / "go"
+    trace = start(Path(folder), {"rank": rank, "size": dist.get_world_size()}, {"events": 64})
+    assert trace is not None
+    if rank == 0:
+        waits = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+        waits.start()
+        while int(trace.file.events["seq"][0]) != 1:
+            time.sleep(0.001)
+        for _ in range(64):
+            trace.ended(trace.issue(1, 0, 0, 0, 7, 1))
+        go.touch()
+        waits.join()
+    else:
+        while not go.exists():
+            time.sleep(0.001)
+        dist.all_reduce(torch.ones(1))
+    found = _recorded(folder)
+    return {
+        "sizes": [int(size) for size in found.events["size_bytes"]],
+        "starts": int((found.events["start_ns"] > 0).sum()), "lost": int(found.live["lost_events"]),
+    }  # fmt: skip
 
 
 def links_of_a_busy_node(times: int, delay_s: float) -> list[dict[str, Any]]:

@@ -9,7 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from ctypes import CDLL, POINTER, c_char_p, c_double, c_int, c_int32, c_size_t, c_uint32, c_uint64
+from ctypes import (
+    CDLL,
+    POINTER,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+)
 from ctypes import c_void_p as pointer
 from pathlib import Path
 from typing import ClassVar
@@ -28,7 +39,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 3
+ABI = 4
 LIBRARY = "libfivefold_core.so"
 MAX_RANKS = 256
 
@@ -85,6 +96,13 @@ class Call(ctypes.Structure):
         ("input_counts", pointer),
         ("output_counts", pointer),
         ("timeout_s", c_double),
+        # Of `ff_note`: the row of a trace that an operation that is run now is written to.
+        ("row", pointer),
+        ("seq", c_uint64),
+        ("size_bytes", c_int64),
+        ("number", c_uint32),
+        ("step", c_uint32),
+        ("what", c_uint64),
     ]
 
 
@@ -103,6 +121,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_run": (c_int, pointer, POINTER(Call), POINTER(Report)),
     "ff_all_reduce": (
         c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(Report),
+    ),
+    "ff_all_reduce_noted": (
+        c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(Report),
+        pointer, c_uint64, c_uint32, c_uint32, c_uint64,
     ),
     "ff_post": (pointer, pointer, POINTER(Call)),
     "ff_op_done": (c_int, pointer),

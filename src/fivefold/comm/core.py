@@ -96,15 +96,11 @@ class Core:
         why = os.strerror(int(report.other_count))
         return f"rank {report.other} may not read the memory of rank {report.other_root} ({why})"
 
-    def run(self, call: Call) -> int:
-        """Run a collective and return when it is done. Raises `RuntimeError`.
-
-        The result is when the last rank came to it, in ns of CLOCK_MONOTONIC: the same on all ranks.
-        """
+    def run(self, call: Call) -> None:
+        """Run a collective and return when it is done. Raises `RuntimeError`."""
         report = Report()
         if core().ff_run(self.pointer, ctypes.byref(call), ctypes.byref(report)):
             raise explain(self, report, call)
-        return int(report.started_ns)
 
     def close(self) -> None:
         """Leave the group. Operations under way fail, here and on the others."""

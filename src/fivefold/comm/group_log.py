@@ -77,6 +77,22 @@ class GroupLog:
         known = 0 if dtype is None else DTYPE_NUMBERS.get(dtype, _OTHER_DTYPE)
         return trace.issue(kind, tag, self._index, number, size_bytes, known, peer)
 
+    def reserve(
+        self, trace: Trace, kind: int, dtype: torch.dtype | None, peer: int = -1
+    ) -> tuple[int, int, int, int, int]:
+        """For a collective that the C core notes: row, seq, number, step and what, as in `ff_note`."""
+        if trace is not self._trace:
+            self._meet(trace)
+        tag, phase = usage.tag, trace.phase
+        if tag < 0:
+            tag = self.tag if self.tag >= 0 else _guessed(kind, phase, dtype)
+        known = 0 if dtype is None else DTYPE_NUMBERS.get(dtype, _OTHER_DTYPE)
+        what = (
+            kind | tag << 8 | phase << 16 | self._index << 24 | known << 32 | (peer & 0xFFFF) << 48
+        )
+        row, seq = trace.reserve()
+        return row, seq, next(self._collectives), trace.step, what
+
     def _message(self, kind: int, peer: int) -> int:
         counter = self._messages.get((kind, peer))
         if counter is None:

@@ -51,6 +51,7 @@ class Operations:
         """under way; kept because memory that the core writes to must not go, even if the work is dropped"""
         self._messages: list[MessageWork] = []
         self._all_reduce_now = core().ff_all_reduce
+        self._all_reduce_noted = core().ff_all_reduce_noted
         self._nothing = torch.empty(0, dtype=torch.uint8)
         self._report = Report()
         self._report_at = ctypes.byref(self._report)
@@ -210,22 +211,23 @@ class Operations:
 
     def _all_reduce_at_once(self, tensor: Tensor, dtype: int, reduction: int) -> dist.Work:
         """The shortest way: most of the time of a small sum would else be spent on this side."""
+        group, timeout_s, report = self.group, self.timeout_s, self._report_at
         count, data = tensor.numel(), tensor.data_ptr()
         trace = current.trace
-        if trace is None:
-            self.log.skip()
-            issued = 0
-        else:
-            issued = self.log.issue(trace, _ALL_REDUCE, tensor.nbytes, tensor.dtype)
-        with event("all_reduce", tensor.nbytes, self.group.tag):
-            failed = self._all_reduce_now(
-                self.group.pointer, dtype, reduction, count, data, self.timeout_s, self._report_at
-            )
+        with event("all_reduce", tensor.nbytes, group.tag):
+            if trace is None:
+                self.log.skip()
+                failed = self._all_reduce_now(
+                    group.pointer, dtype, reduction, count, data, timeout_s, report
+                )
+            else:
+                note = self.log.reserve(trace, _ALL_REDUCE, tensor.dtype)
+                failed = self._all_reduce_noted(
+                    group.pointer, dtype, reduction, count, data, timeout_s, report, *note
+                )
         if failed:
             call = Call(kind=_KIND["all_reduce"], dtype=dtype, reduction=reduction, count=count)
-            raise explain(self.group, self._report, call)
-        if trace is not None:
-            trace.ended(issued, start_ns=self._report.started_ns)
+            raise explain(group, self._report, call)
         return _DONE
 
     def _start(
@@ -255,15 +257,16 @@ class Operations:
         size_bytes = block.nbytes if sizes is None else sum(sizes[0]) * block.element_size()
         if self._collectives:
             self._forget()
-        trace = current.trace
-        issued = self._noted(trace, kind, block, size_bytes, root)
+        trace, issued = current.trace, 0
+        if trace is None:
+            self.log.skip()
+        else:
+            issued = self._noted(trace, call, kind, block, size_bytes, later=later)
         if not later:
             with event(kind, size_bytes, self.group.tag):
-                started_ns = self.group.run(call)
+                self.group.run(call)
             if after is not None:
                 after()
-            if trace is not None:
-                trace.ended(issued, start_ns=started_ns)
             return Finished(results)
         kept = (arrays, reads_from, writes_to, all_from, all_to)
         work = OpWork(
@@ -286,16 +289,20 @@ class Operations:
             self._collectives.popleft()
 
     def _noted(
-        self, trace: Trace | None, kind: str, block: Tensor, size_bytes: int, root: int
-    ) -> int:
-        if trace is None:
-            self.log.skip()
-            return 0
+        self, trace: Trace, call: Call, kind: str, block: Tensor, size_bytes: int, *, later: bool
+    ) -> int:  # fmt: skip
+        """What `Trace.ended` wants; nothing does where the core notes the call, which it does as it runs."""
         dtype = None if kind == "barrier" else block.dtype
+        root = int(call.root)
         if kind == "reduce_scatter" or (kind == "scatter" and root == self.group.rank):
             size_bytes *= self.group.size  # of what it gives, a block is for one rank
-        peer = root if kind in _ROOTED else -1
-        return self.log.issue(trace, KIND_NUMBERS[kind], size_bytes, dtype, peer)
+        number, peer = KIND_NUMBERS[kind], root if kind in _ROOTED else -1
+        if later:
+            return self.log.issue(trace, number, size_bytes, dtype, peer)
+        note = self.log.reserve(trace, number, dtype, peer)
+        call.row, call.seq, call.number, call.step, call.what = note
+        call.size_bytes = size_bytes
+        return 0
 
     def _message(
         self, tensor: Tensor, peer: int, tag: int, after: Callable[[], None] | None, *, sends: bool

@@ -42,6 +42,8 @@ class _Sleep:
     It did if for longer than threads of the process computed it neither slept nor was ready without a core,
     nor was the thread that trains, which may hold the interpreter meanwhile. Of a stop only the part after
     the end of the sleep is seen.
+
+    A sleep of the right length, as nearly all are, costs two clocks.
     """
 
     def __init__(self, trains: int) -> None:
@@ -58,19 +60,25 @@ class _Sleep:
 
     def stopped_ns(self, meant_ns: int) -> int:
         """How long the process stood still since the last call."""
-        now, computed, ready = time.monotonic_ns(), time.process_time_ns(), self._delayed()
+        now, computed = time.monotonic_ns(), time.process_time_ns()
         over, used = now - self._now - meant_ns, computed - self._computed
+        self._now, self._computed = now, computed
+        if over <= _OVERSLEPT_NS:
+            return 0
         # All waiting for a core is taken off, that during the sleep too: rather too little is called a stop.
-        over -= ready - self._ready
-        self._now, self._computed, self._ready = now, computed, ready
+        over -= self.waited_ns()
         # Another thread may have held the interpreter for as long as it computed.
         if over <= max(_OVERSLEPT_NS, used):
             return 0
         over -= max(0, used - meant_ns)  # more than was used while the thread was to sleep anyway
         return over if over > _OVERSLEPT_NS else 0
 
+    def waited_ns(self) -> int:
+        """How long both threads were ready without a core since the last call."""
+        before, self._ready = self._ready, self._delayed()
+        return self._ready - before
+
     def _delayed(self) -> int:
-        """How long both threads were ready without a core, since they began."""
         return sum(delay.read() or 0 for delay in self._delays)
 
 
@@ -85,7 +93,10 @@ class Watcher:
         self._trace, self._every_s, self._write_s = trace, every_s, write_s
         self._seen: dict[str, Counter[str]] = {}
         self._position = (0, 0)
-        self._ending = threading.Event()
+        self._closed = False
+        # Held until the end: to wait for a lock takes less than to wait for an event.
+        self._open = threading.Lock()
+        self._open.acquire()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="fivefold-watch", daemon=True)
         trace.closers.append(self.close)
@@ -98,9 +109,10 @@ class Watcher:
 
     def close(self) -> None:
         """End the thread, and write what it counted. A process that was forked has no such thread."""
-        if os.getpid() != self._pid or self._ending.is_set():
+        if os.getpid() != self._pid or self._closed:
             return
-        self._ending.set()
+        self._closed = True
+        self._open.release()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * self._every_s + 2.0)
 
@@ -108,12 +120,13 @@ class Watcher:
         written = time.monotonic()
         sleep, meant_ns = _Sleep(self._trace.thread), int(self._every_s * 1e9)
         for number in itertools.count():
-            if self._ending.wait(self._every_s):
+            if self._open.acquire(timeout=self._every_s):
                 break
             if stopped_ns := sleep.stopped_ns(meant_ns):
                 self._trace.live["stopped_ns"] += stopped_ns
             if number % 2:  # to have slept costs little, to look and understand more
                 continue
+            sleep.waited_ns()
             self._look()
             for watcher in tuple(self.watchers):
                 self._call(watcher)
@@ -125,7 +138,7 @@ class Watcher:
         self._write()
 
     def _look(self) -> None:
-        self._trace.live["heartbeat_ns"] = time.monotonic_ns()
+        self._trace.beat()
         frame = self.frame
         if frame is None:
             return

@@ -51,6 +51,7 @@ _ENDING = struct.Struct("<qqq")
 _PHASE = struct.Struct("<IIq")
 assert _NEW.size == EVENT.itemsize
 _ALIVE = struct.Struct("<qQ")
+_BEAT = struct.Struct("<q")
 _COUNT = struct.Struct("<Q")
 _END_AT = offset_of(EVENT, "end_ns")
 _ALIVE_AT, _WINDOWS_AT = offset_of(LIVE, "heartbeat_ns"), offset_of(LIVE, "windows")
@@ -95,6 +96,7 @@ class Trace:
         self._events: NDArray[np.void] = file.events
         self._rows = len(file.events)
         self._base = int(file.sections["events"]["offset"])
+        self._address = int(file.events.ctypes.data)
         self._windows_at = int(file.sections["windows"]["offset"])
         self._live_at = int(file.sections["live"]["offset"])
         self._seq = itertools.count(1)
@@ -127,6 +129,10 @@ class Trace:
         path = folder / name_of(int(meta["rank"]))
         return cls(TraceFile.create(path, rows), path, meta)
 
+    def beat(self) -> None:
+        """Say that the process lives. Any thread may."""
+        _BEAT.pack_into(self._buffer, self._live_at + _ALIVE_AT, _now())
+
     # ---- operations
 
     def issue(  # noqa: PLR0917 - by position, since this is the shortest way
@@ -143,6 +149,13 @@ class Trace:
         if seq >= self._fold_at:
             self._catch_up()
         return seq
+
+    def reserve(self) -> tuple[int, int]:
+        """A row for an operation that the C core notes, as an address, and the number of the event."""
+        seq = self._last = next(self._seq)
+        if seq >= self._fold_at:
+            self._catch_up()
+        return self._address + (seq - 1) % self._rows * 72, seq
 
     def ended(self, event: int, blocked_ns: int = -1, start_ns: int = 0, end_ns: int = 0) -> None:
         """Note that an operation has ended, now unless `end_ns` says when.

@@ -33,6 +33,7 @@ def test_both_backends_record_the_same(ranks: Pool, tmp_path: Path) -> None:
     gloos = ranks.run("gloo", trace_checks.every_operation, str(tmp_path / "gloo"))
     for own, gloo in zip(ours, gloos, strict=True):
         assert own["events"] == gloo["events"]
+        assert own["rows"] == gloo["rows"]
         assert own["results"] == gloo["results"]
         assert (own["notes"][0]["backend"], gloo["notes"][0]["backend"]) == ("fivefold", "gloo")
     assert [event for event in gloos[0]["events"] if event[0] not in ("send", "receive")][:8] == [
@@ -42,6 +43,15 @@ def test_both_backends_record_the_same(ranks: Pool, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert ("receive", 16, -1, 0) in gloos[1]["events"]
     assert ("send", 16, 0, 0) in gloos[1]["events"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_operation_whose_row_was_written_over_leaves_the_new_one(
+    ranks: Pool, tmp_path: Path, backend: str
+) -> None:
+    waiting, other = ranks.run(backend, trace_checks.written_over, str(tmp_path))
+    assert waiting == {"sizes": [7] * 64, "starts": 0, "lost": 1}
+    assert (other["sizes"], other["lost"]) == ([4], 0)
 
 
 def test_numbers_of_collectives_are_the_same_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
