@@ -2,7 +2,7 @@
 
     python benchmarks/introspection/overhead.py
 
-measures both parts, prints the tables, keeps the results and renews README.md: ten minutes, undisturbed.
+measures both parts, prints the tables, keeps the results and renews README.md: twenty minutes, undisturbed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--contenders", nargs="+", choices=KINDS, default=tuple(KINDS))
     parser.add_argument("--rounds", type=int, default=21, help="of each part")
-    parser.add_argument("--steps", type=int, default=20, help="of each state in a round")
+    parser.add_argument("--steps", type=int, default=40, help="of each state in a round")
     parser.add_argument(
         "--results", type=Path, default=HERE / "results", help="folder of the figures"
     )

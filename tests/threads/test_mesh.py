@@ -77,12 +77,13 @@ def test_a_layout_that_nobody_chose_becomes_data() -> None:
 
 
 def test_collectives_are_timed_under_their_tag() -> None:
-    def check(mesh: Mesh) -> int:
+    def check(mesh: Mesh) -> tuple[int, int]:
         with recording() as recorder:
             comm.all_reduce(torch.ones(3), mesh.group("data"), Tag.LOSS)
-        return recorder.stats[Tag.LOSS].count
+            comm.start_all_reduce(torch.ones(3), mesh.group("data"), Tag.GRADIENTS).wait()
+        return recorder.stats[Tag.LOSS].count, recorder.stats[Tag.GRADIENTS].count
 
-    assert run_ranks(2, check) == [2, 2]  # issue and wait
+    assert run_ranks(2, check) == [(1, 2)] * 2  # at once; issue and wait
 
 
 def test_text_is_told_by_the_first_rank() -> None:

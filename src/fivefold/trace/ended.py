@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any, cast
 
 import numpy as np
@@ -9,11 +10,14 @@ from numpy.typing import NDArray
 
 from fivefold.trace.file import TraceFile
 from fivefold.trace.fold import folded, merge
-from fivefold.trace.schema import EVENT, PACKED, SPAN, TAGS
+from fivefold.trace.schema import EVENT, SPAN, TAGS
 from fivefold.trace.windows import Row
 
 __all__ = ["Ended"]
 
+_TIMES = struct.Struct("<Qqqq16xq8xBB6x")
+"""of a row: seq, begin_ns, end_ns, blocked_ns, size_bytes, kind, tag"""
+assert _TIMES.size == EVENT.itemsize
 _FEW = 256
 """events that are looked at one by one; numpy, which is not in the caches between steps, takes longer"""
 
@@ -51,12 +55,12 @@ class Ended:
 
     def _collect_few(self, wanted: list[int], row: Row) -> None:
         self._open = []
-        buffer, base, rows, unpack = self._buffer, self._base, self._rows, PACKED.unpack
+        buffer, base, rows, unpack = self._buffer, self._base, self._rows, _TIMES.unpack
         took, blocked, moved = row["tag_ns"], row["tag_blocked_ns"], row["tag_bytes"]
         for seq in wanted:
             at = base + (seq - 1) % rows * 72
             raw = buffer[at : at + 72]  # once: it may be written over
-            found, begin, end, stood, _, _, size, _, _, kind, tag, *_ = unpack(raw)
+            found, begin, end, stood, size, kind, tag = unpack(raw)
             if found == seq and end > 0:
                 self._fresh += raw
                 if kind != SPAN and tag < len(TAGS):
