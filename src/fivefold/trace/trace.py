@@ -1,6 +1,6 @@
 """What a process records: every operation and span in a ring, sums over the whole run, steps in order.
 
-issue ──► row of the ring ◄── ended          any thread
+issue ──► row of the ring ◄── ended          any thread; after `reserve`, the C core writes the row
               │ when a quarter of the ring is new, or 2 s have passed
               └──► sums                      fold
 push, pop ──► time of the main thread by phase ──► step_ended ──► row of windows
