@@ -137,8 +137,12 @@ def drag(page: Page, begin: float, end: float) -> None:
     """Brush over the timeline, from a share of its width to another."""
     plane = page.locator("#s-timeline .u-over")
     plane.scroll_into_view_if_needed()
-    box = plane.bounding_box()
-    assert box
+    for _ in range(100):  # a live page may just be drawing another one
+        if box := plane.bounding_box():
+            break
+        page.wait_for_timeout(50)
+    else:
+        raise AssertionError("the timeline has no size")
     page.mouse.move(box["x"] + begin * box["width"], box["y"] + 80)
     page.mouse.down()
     page.mouse.move(box["x"] + end * box["width"], box["y"] + 90, steps=5)

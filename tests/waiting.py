@@ -5,7 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["awaited"]
+import psutil
+
+__all__ = ["alive", "awaited"]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def awaited(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:

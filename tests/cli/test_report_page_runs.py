@@ -210,12 +210,20 @@ def test_a_live_run_is_followed(opened: Open, tmp_path: Path) -> None:
             assert page.locator(".live .dot.on").count() == 1
             drag(page, 0.0, 0.4)
             chosen, before = zoomed(page), number()
+            assert chosen
             page.get_by_label("Filter configuration").fill("epochs")
             eventually(lambda: number() > before, page)
             assert int(updates.get_attribute("data-updates") or 0) >= 2
             assert zoomed(page) == chosen, "the reader's zoom is kept"
             assert page.get_by_label("Filter configuration").input_value() == "epochs"
             assert all("epochs" in name for name in column(page, "Configuration", 1))
+            page.locator("h1").first.hover()
+            page.mouse.down()
+            held = updates.get_attribute("data-updates")
+            page.wait_for_timeout(5000)
+            assert updates.get_attribute("data-updates") == held, "what is dragged is not replaced"
+            page.mouse.up()
+            eventually(lambda: updates.get_attribute("data-updates") != held, page)
             training.send_signal(signal.SIGINT)
             training.wait(60)
             # A browser that shares two cores with other tests may be far behind.

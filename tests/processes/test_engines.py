@@ -18,7 +18,7 @@ import pytest
 
 import mpis
 from commands import CLEAN
-from waiting import awaited
+from waiting import alive, awaited
 
 # Generous: the machine may be busy. What the house promises (5 s) is checked on its own.
 TIMEOUT_S = 60.0
@@ -93,13 +93,6 @@ def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]
 
 def pids(folder: Path) -> list[int]:
     return [pid for path in folder.glob("*.pids") for pid in json.loads(path.read_text())]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_until_ready(folder: Path, ranks: int = 2) -> None:

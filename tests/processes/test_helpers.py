@@ -19,7 +19,7 @@ import mpis
 from commands import CLEAN, fivefold
 from namespaces import call, entering
 from nodes import Nodes, refusal
-from waiting import awaited
+from waiting import alive, awaited
 
 TIMEOUT_S = 90.0
 PROMISED_S = 5.0
@@ -120,7 +120,7 @@ def helpers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def gone(*processes: psutil.Process) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(alive(p.pid) for p in processes)
 
 
 def sockets() -> set[str]:

@@ -65,18 +65,30 @@ function openComparison(host, data) {
   });
 }
 
-// The server sends parts of the document that have changed: {part: value}.
+// The server sends parts of the document that have changed: {part: value}. They are shown when no button is held: what is
+// being dragged must not be replaced.
 function follow(report, data, sign) {
-  let current = data;
+  let current = data, held = false, waiting = false;
   const events = new EventSource("events");
   const say = (text, on) => { put(sign, el("span", { class: on ? "dot on" : "dot", "aria-hidden": "true" }), text); };
   say("live", true);
   events.addEventListener("parts", (event) => {
     current = { ...current, ...JSON.parse(event.data) };
+    if (held) waiting = true;
+    else show();
+  });
+  const show = () => {
+    waiting = false;
     report.fill(current);
     say(`live · ${new Date(current.made).toLocaleTimeString("en-GB")}`, true);
     document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
-  });
+  };
+  const release = () => {
+    held = false;
+    if (waiting) show();
+  };
+  addEventListener("pointerdown", () => { held = true; }, true);
+  for (const end of ["pointerup", "pointercancel", "blur"]) addEventListener(end, release);
   events.addEventListener("problem", (event) => say(JSON.parse(event.data), false));
   events.addEventListener("error", () => say("the server does not answer; trying again", false));
 }
