@@ -43,42 +43,42 @@ class _Sleep:
     nor was the thread that trains, which may hold the interpreter meanwhile. Of a stop only the part after
     the end of the sleep is seen.
 
-    A sleep of the right length, as nearly all are, costs two clocks.
+    After a sleep of the right length, as nearly all are, the files are read only where it is asked for.
     """
 
     def __init__(self, trains: int) -> None:
         known = {thread.ident: thread.native_id for thread in threading.enumerate()}
         threads = {threading.get_native_id(), known.get(trains)}
         self._delays = [RunDelay(Path("/"), thread) for thread in threads if thread]
-        self._now, self._computed = time.monotonic_ns(), time.process_time_ns()
-        self._ready = self._delayed()
+        self._ready, self._computed = self._delayed(), time.process_time_ns()
+        self._now = time.monotonic_ns()
 
     def close(self) -> None:
         """Give the descriptors back."""
         for delay in self._delays:
             delay.close()
 
-    def stopped_ns(self, meant_ns: int) -> int:
-        """How long the process stood still since the last call."""
-        now, computed = time.monotonic_ns(), time.process_time_ns()
-        over, used = now - self._now - meant_ns, computed - self._computed
-        self._now, self._computed = now, computed
+    def stopped_ns(self, meant_ns: int, *, read: bool) -> int:
+        """How long the process stood still since the last call. `read`: the files in any case."""
+        # What the next sleep is compared with is read before the clock, what this one is after it: a core that
+        # is taken away in between must not look like a stop.
+        before = (self._delayed() if read else self._ready), time.process_time_ns()
+        now = time.monotonic_ns()
+        over, ready, computed = now - self._now - meant_ns, self._ready, self._computed
+        self._now, (self._ready, self._computed) = now, before
         if over <= _OVERSLEPT_NS:
             return 0
         # All waiting for a core is taken off, that during the sleep too: rather too little is called a stop.
-        over -= self.waited_ns()
+        over -= self._delayed() - ready
+        used = time.process_time_ns() - computed
         # Another thread may have held the interpreter for as long as it computed.
         if over <= max(_OVERSLEPT_NS, used):
             return 0
         over -= max(0, used - meant_ns)  # more than was used while the thread was to sleep anyway
         return over if over > _OVERSLEPT_NS else 0
 
-    def waited_ns(self) -> int:
-        """How long both threads were ready without a core since the last call."""
-        before, self._ready = self._ready, self._delayed()
-        return self._ready - before
-
     def _delayed(self) -> int:
+        """How long both threads were ready without a core, since they began."""
         return sum(delay.read() or 0 for delay in self._delays)
 
 
@@ -122,11 +122,11 @@ class Watcher:
         for number in itertools.count():
             if self._open.acquire(timeout=self._every_s):
                 break
-            if stopped_ns := sleep.stopped_ns(meant_ns):
+            looks = number % 2 == 0  # to have slept costs little, to look and understand more
+            if stopped_ns := sleep.stopped_ns(meant_ns, read=looks):
                 self._trace.live["stopped_ns"] += stopped_ns
-            if number % 2:  # to have slept costs little, to look and understand more
+            if not looks:
                 continue
-            sleep.waited_ns()
             self._look()
             for watcher in tuple(self.watchers):
                 self._call(watcher)
