@@ -60,8 +60,8 @@ class _Sleep:
 
     def stopped_ns(self, meant_ns: int, *, read: bool) -> int:
         """How long the process stood still since the last call. `read`: the files in any case."""
-        # What the next sleep is compared with is read before the clock, what this one is after it: a core that
-        # is taken away in between must not look like a stop.
+        # What the next sleep is compared with is read before the clock, what this one is after it: a core
+        # that is taken away in between must not look like a stop.
         before = (self._delayed() if read else self._ready), time.process_time_ns()
         now = time.monotonic_ns()
         over, ready, computed = now - self._now - meant_ns, self._ready, self._computed
