@@ -67,13 +67,20 @@ class Noting:
 
 
 def counted(model: ParallelModel, x: Tensor, y: Tensor, live: Callable[[], Any]) -> tuple[int, int]:
-    """Saved and most alive in the second step."""
+    """Saved and most alive in a step, the first apart.
+
+    The least of three: threads of gloo let go of what they have sent a moment after their operation ends.
+    """
     x, y = model.shard(x, y)
     model.step(x, y)
-    with live() as count:
-        noting = Noting(count)
-        model.step(x, y, noting)
-    return noting.saved, count.peak_bytes
+    found: list[tuple[int, int]] = []
+    for _ in range(3):
+        with live() as count:
+            noting = Noting(count)
+            model.step(x, y, noting)
+        found.append((noting.saved, count.peak_bytes))
+    saved, most = zip(*found, strict=True)
+    return min(saved), min(most)
 
 
 @pytest.mark.parametrize(
