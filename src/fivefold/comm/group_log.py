@@ -81,6 +81,7 @@ class GroupLog:
         self, trace: Trace, kind: int, dtype: torch.dtype | None, peer: int = -1
     ) -> tuple[int, int, int, int, int]:
         """For a collective that the C core notes: row, seq, number, step and what, as in `ff_note`."""
+        # As in `issue`, written out: in a step, a call more takes longer than what it would do.
         if trace is not self._trace:
             self._meet(trace)
         tag, phase = usage.tag, trace.phase
