@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fivefold.mesh import Mesh, owned
+from fivefold.parallel.graph.record import record
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options
+from fivefold.parallel.tiles.exchange import Lines
 from fivefold.parallel.tiles.program import Program, planned
-from fivefold.parallel.tiles.record import record
-from fivefold.parallel.tiles.rule import Here, Moment
+from fivefold.parallel.tiles.rule import Here, Moment, Piece
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Value
 from fivefold.parallel.trees import call_with, leaves
 from fivefold.plan import Layout
 from ranks import run_ranks
@@ -129,7 +130,8 @@ def _weighted(outputs: Sequence[Tensor], weights: Sequence[Tensor], alike: Seque
 def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, Any]:
     net, image, grid = copy.deepcopy(case.net), case.image, grid_of(mesh.layout)
     group = mesh.group(*grid.axes)
-    here = Here(grid, group.rank(), 1, fewest=image.shape[0])
+    here = Here(grid, group.rank(), rows=image.shape[0], fewest=image.shape[0])
+    both = Lines(group, group)
     lines = {
         (): mesh.group("data"),
         **{(index,): mesh.group(axis) for index, axis in enumerate(grid.axes)},
@@ -143,11 +145,12 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     box = _slices(spread.owned(grid, here.rank))
     x = image[box].clone().requires_grad_()
     rows = image.shape[0]
+    pieces = (Piece(0, rows, 0),)
     moment = Moment(
-        lambda axes, _data: lines[axes], rows, 0, rows, True, _key, case.recompute, here
+        lambda axes, _data: lines[axes], both, rows, rows, pieces, True, _key, case.recompute, here
     )
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    made = execute(program, [x], state, moment, group)
+    made = execute(program, [x], state, moment)
     flat, _ = tree_flatten(tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
     indices = [leaf.index for leaf in flat if isinstance(leaf, Value)]
     spreads, parts = [program.spreads[i] for i in indices], [made[i] for i in indices]

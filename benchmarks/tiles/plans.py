@@ -16,11 +16,11 @@ from torch import nn
 from fivefold.mesh import owned
 from fivefold.parallel.tiles.costs import Costs, Options
 from fivefold.parallel.tiles.program import planned
-from fivefold.parallel.tiles.record import record
+from fivefold.parallel.graph.record import record
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.tiles.table import Totals, totals
-from fivefold.parallel.tiles.tape import Tape
+from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.trees import call_with
 from fivefold.recipes.models import build
 
@@ -118,5 +118,5 @@ def drawn(
         dim = {"height": 2, "width": 3}[axis]
         bounds = [owned(shape[dim], n, part).start for part in range(n)]
         spread = spread.with_cut(dim, Cut.at((index,), (*bounds, shape[dim])))
-    here = Here(grid, rank, 1)
+    here = Here(grid, rank)
     return totals(planned(tape, [spread], here, options), here)

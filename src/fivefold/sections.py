@@ -96,6 +96,9 @@ class Parallel:
 
     batch_norm: Literal["global", "replica"] = "global"
     """statistics over the whole batch (exact), or over each replica's share (faster, not exact)"""
+    rows: Literal["auto", "apart"] = "auto"
+    """whether samples depend on each other in the net: found out where it can be recorded, and computed over
+    all replicas where they do; "apart" vouches that they do not, but for batch norm"""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class Mesh:
     """whether `stop` ends torch.distributed (not when it was running before `start`)"""
     role: Role = "trainer"
     """what this process is for; a helper has a mesh of its own, of one process"""
+    predicts: bool = False
+    """whether its groups bring nothing: a mesh to find out what a rank would do"""
     _joint: dict[tuple[str, ...], dist.ProcessGroup] = field(
         default_factory=dict[tuple[str, ...], dist.ProcessGroup], repr=False
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import Tensor
 
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.tiles.net import TiledNet
@@ -59,12 +60,23 @@ class Batches:
         Raises `UsageError` for a batch that is empty on all ranks.
         """
         rows = rows_of(inputs, "inputs")
-        part = part_of(leaves(inputs)[0])
+        part, replicas = part_of(leaves(inputs)[0]), self._group.size()
         if part is not None:
-            origin, total = part.origin[0], part.shape[0]
+            total = part.shape[0]
+            bounds = (*(owned(total, replicas, r).start for r in range(replicas)), total)
         else:
             counts = row_counts(rows, self._group, self._mesh.device)
-            origin, total = sum(counts[: self._group.rank()]), sum(counts)
+            bounds = tuple(itertools.accumulate(counts, initial=0))
+        origin, total = bounds[self._group.rank()], bounds[-1]
         if total == 0:
             raise UsageError("the batch is empty on every rank: a step needs at least one sample")
-        return Share(rows, origin, total, seed, step, self._group if self._joint else None)
+        if part is not None and (part.origin[0], part.origin[0] + rows) != bounds[
+            self._group.rank() : self._group.rank() + 2
+        ]:
+            raise UsageError(
+                f"an input has samples {part.origin[0]} to {part.origin[0] + rows - 1} of {total}, but this "
+                f"rank's are {bounds[self._group.rank()]} to {bounds[self._group.rank() + 1] - 1}: take batches "
+                "as fivefold.loader or model.shard(x, y) give them"
+            )
+        joint = self._group if self._joint else None
+        return Share(rows, origin, total, seed, step, joint, bounds=bounds)

@@ -55,6 +55,8 @@ class Share:
     a checkpointed part again and needs the same masks"""
     samples: Tensor | None = None
     """indices of the samples in the global batch, where they do not follow each other from `origin` on"""
+    bounds: tuple[int, ...] = ()
+    """the first sample of every replica, and the total"""
     keys: Keys = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.exchange import gather_rows, row_counts
 from fivefold.parallel.torch_losses import split_loss
-from fivefold.parallel.trees import map_tensors
+from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.trace import Tag
 
 __all__ = ["SharedLoss"]
@@ -43,6 +43,11 @@ class SharedLoss:
         self._group = group
         self._device = device
         self._warned = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether the loss says itself how it is divided."""
+        return getattr(self.loss, "share", None) is not None
 
     def begin(self, targets: Any, group: dist.ProcessGroup | None = None) -> comm.Pending | None:
         """Start to sum the weight of the targets over the ranks, if the denominator needs it.
@@ -98,7 +103,24 @@ class SharedLoss:
             return gather_rows(leaf, counts, self._group, Tag.LOSS)
 
         # Computed alike on every rank, so each contributes its part of one loss.
-        return self.loss(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
+        return self.alike(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
+
+    def alike(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss of outputs and targets that all ranks have.
+
+        Raises `UsageError` if it depends on anything else that the forward has made: of that, a rank has a part.
+        """
+        since = _graph_time()
+        found = self.loss(outputs, targets)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise UsageError(f"the loss gave {type(found).__name__} instead of a tensor of one number")
+        known = {leaf.grad_fn for leaf in leaves(outputs) if leaf.grad_fn is not None}
+        if _reaches(found, known, since):
+            raise UsageError(
+                "the loss depends on a tensor that the net has made and not returned, an attribute say, of which "
+                "every rank has its part only: return it from the net's forward"
+            )
+        return found
 
     def _warn(self) -> None:
         if self._warned:
@@ -111,3 +133,30 @@ class SharedLoss:
             "share(outputs, targets) -> (numerator, denominator) to avoid it.",
             stacklevel=5,
         )
+
+
+def _graph_time() -> int:
+    """The number that autograd gives to what this thread computes now; it only grows."""
+    probe = torch.zeros((), requires_grad=True) * 1
+    assert probe.grad_fn is not None
+    return _number(probe.grad_fn)
+
+
+def _number(function: Any) -> int:
+    return function._sequence_nr()  # noqa: SLF001
+
+
+def _reaches(loss: Tensor, known: set[Any], since: int) -> bool:
+    """Whether a graph leads to something made before `since`, other than `known` and leaves."""
+    seen, todo = set[Any](known), [loss.grad_fn]
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        following = [inner for inner, _ in function.next_functions]
+        leaf = type(function).__name__ == "AccumulateGrad"
+        if not leaf and _number(function) < since:
+            return True
+        todo.extend(following)
+    return False

@@ -193,7 +193,7 @@ class ParallelModel(nn.Module):
             own = self._tile_loss.share(outputs, targets, weight, share)
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             scaled = _as_it_is if scaler is None else scaler.scale
-            return self._reducer[0].backward(own, scaled, counted=share.rows > 0)
+            return self._reducer[0].backward(own, scaled, counted=outputs.samples.rows > 0)
 
     def _step_in_stages(
         self, stages: PipelinedNet, inputs: Any, targets: Any, share: Share, scaler: Any

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from fivefold.parallel.tiles.names import is_in_place
+from fivefold.parallel.graph.names import is_in_place
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.program import Compute, Move, Program, exchange_of
 from fivefold.parallel.tiles.rule import Here
-from fivefold.parallel.tiles.tape import Node, Value
 
 __all__ = ["VIEWS", "Held", "changed_in_place", "held_bytes", "sizes_of"]
 

@@ -23,16 +23,16 @@ from fivefold.cluster.description import Cluster
 from fivefold.errors import UsageError
 from fivefold.mesh import owned
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.graph.record import record
+from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, balanced, states_of
 from fivefold.parallel.pipeline.stages import Crossing, Stage, divided, owners
 from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.tiles.costs import Costs, Options
 from fivefold.parallel.tiles.program import Compute, Program, planned
-from fivefold.parallel.tiles.record import record
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.spread import Cut as TileCut
 from fivefold.parallel.tiles.spread import Grid, Spread
-from fivefold.parallel.tiles.tape import Tape
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from fivefold.tune.measure import Measured
@@ -172,7 +172,7 @@ class Subject:
     def _program(self, shape: _Shape) -> _Laid:
         if shape not in self._programs:
             few, sample = _fewer(shape.grid, self.sample)
-            here = Here(few, _middle(few), 1, fewest=shape.rows)
+            here = Here(few, _middle(few), rows=shape.rows, fewest=shape.rows)
             program, timed = self._planned(shape, here, (shape.rows, *sample))
             work = Work.of(program, here, self.cluster.device, timed)
             self._programs[shape] = _Laid(program, here, work, timed)

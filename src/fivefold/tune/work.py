@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.cluster.description import Device, Link
+from fivefold.parallel.graph.refs import State, Value
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.tiles.costs import flops_of
 from fivefold.parallel.tiles.program import Compute, Move, Program, exchange_of
 from fivefold.parallel.tiles.rule import Here
-from fivefold.parallel.tiles.tape import Node, State, Value
 from fivefold.tune.saved import VIEWS, Held, held_bytes, sizes_of
 
 __all__ = ["Links", "StageCost", "Work", "roofline"]

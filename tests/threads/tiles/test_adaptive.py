@@ -1,8 +1,8 @@
 import pytest
 from torch import nn
 
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.tiles.program import Program
-from fivefold.parallel.tiles.tape import Value
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
 from fivefold.parallel.tiles.border import border
-from fivefold.parallel.tiles.exchange import Exchange, Want
+from fivefold.parallel.tiles.exchange import Exchange, Lines, Want
 from fivefold.parallel.tiles.program import Compute, Program
 from fivefold.parallel.tiles.windows import Window
 from fivefold.plan import Layout
@@ -106,7 +106,8 @@ def test_the_adjoint() -> None:
         assert two is not None
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(plan.shape, dtype=torch.float64, generator=generator, requires_grad=True)
-        fx = two.run([x], mesh.group("height", "width"))
+        group = mesh.group("height", "width")
+        fx = two.run([x], Lines(group, group))
         y = torch.randn(fx.shape, dtype=torch.float64, generator=generator)
         (adjoint,) = torch.autograd.grad(fx, x, y)
         return float((fx.detach() * y).sum()), float((x.detach() * adjoint).sum())

@@ -4,8 +4,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.tiles.program import Program
-from fivefold.parallel.tiles.tape import Value
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

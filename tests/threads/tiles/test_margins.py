@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fivefold.parallel.graph.record import record
 from fivefold.parallel.tiles.costs import Costs, Options
 from fivefold.parallel.tiles.program import Program, exchange_of, planned
-from fivefold.parallel.tiles.record import record
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
@@ -42,7 +42,7 @@ def plan(
 ) -> Program:
     tape = record(net, call_with, torch.empty(shape), [torch.Size(shape)])
     grid = grid_of(layout)
-    return planned(tape, [spread_of(shape, grid)], Here(grid, rank, 1), Options(fuse))
+    return planned(tape, [spread_of(shape, grid)], Here(grid, rank), Options(fuse))
 
 
 def messages(program: Program) -> int:
@@ -71,7 +71,7 @@ def test_auto_fuses_where_latency_is_dear_and_not_where_computing_is() -> None:
     grid = grid_of(layout)
 
     def chosen(costs: Costs) -> int:
-        here = Here(grid, 0, 1)
+        here = Here(grid, 0)
         return messages(planned(tape, [spread_of(shape, grid)], here, Options("auto", costs=costs)))
 
     assert chosen(Costs(latency_s=1.0)) == 1

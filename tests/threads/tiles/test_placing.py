@@ -10,7 +10,6 @@ from fivefold.mesh import Mesh
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.tiles.program import Move, Program
-from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from ranks import run_ranks
 from tiles import expect_tiles
@@ -150,10 +149,8 @@ def test_replicas_of_uneven_size_turn_tiles_into_samples_at_the_same_place() -> 
 
     def check(mesh: Mesh) -> list[tuple[int, ...]]:
         tiles = TiledNet(classifier().double(), mesh)
-        rows = len(mesh.share(9))
-        spread = tiles.spread_of((rows, 3, 67, 61))
-        image = torch.empty(rows, 3, 67, 61, dtype=torch.float64)
-        program = tiles._program(call_with, image, [spread], 9)
+        image = torch.empty(9, 3, 67, 61, dtype=torch.float64)
+        program = tiles.plan_for(image, mesh.share)
         return [program.spreads[node.outputs[0]].cut_dims for node in program.tape.nodes]
 
     plans = run_ranks(Layout(data=2, height=2, width=2), check)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold import comm
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.exchange import Exchange, Want, exchange
+from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
 from fivefold.parallel.tiles.spread import Cut, Grid, Range, Spread
 from fivefold.plan import Layout
 from fivefold.trace import Tag
@@ -92,7 +92,7 @@ def check(mesh: Mesh) -> int:
         moved += plan.moves
         box = tuple(slice(*r) for r in spread.held(grid, rank))
         x = whole[box].clone().requires_grad_()
-        y = exchange(x, plan, group)
+        y = exchange(x, plan, Lines(group, group))
         assert torch.equal(y, expected(whole.clone(), wants, grid, rank, fill)), seed
         # The adjoint: fill is no part of the linear map.
         z = torch.randn(y.shape, generator=torch_draw, dtype=torch.float64)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.tiles.program import Program
 from fivefold.parallel.tiles.rules.slices import Rows
-from fivefold.parallel.tiles.tape import Value
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

@@ -53,12 +53,13 @@ class Schedules:
         """with all its micro-batches"""
         self._found: dict[int, Schedule] = {}
 
-    def of(self, total: int) -> Schedule:
-        """The schedule of a batch of `total` samples: one that is too small for all micro-batches has fewer.
+    def of(self, total: int, most: int = 0) -> Schedule:
+        """The schedule of a batch of `total` samples, of which the largest replica has `most`, by default as
+        many as the rule of ownership gives. One that is too small for all micro-batches has fewer.
 
         Raises `UsageError` for a batch that cannot be divided.
         """
-        most = -(-total // self._mesh.layout.data)  # of the largest replica
+        most = most or -(-total // self._mesh.layout.data)
         count = min(self.usual.micro_batches, most)
         count -= count % self.usual.chains
         if count < 1:

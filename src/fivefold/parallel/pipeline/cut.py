@@ -18,10 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from fivefold.errors import PlanError, UsageError, suggest
+from fivefold.parallel.graph.refs import State, Value
+from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.tape import Node, State, Tape, Value
 
-__all__ = ["MEASURED", "Cut", "balanced", "named", "states_of"]
+__all__ = ["MEASURED", "Cut", "balanced", "named", "states_of", "uses_of"]
 
 MEASURED = "measured"
 """`pipeline.cut` that asks for stages of about equal measured time"""
@@ -113,12 +114,34 @@ def named(tape: Tape, modules: Sequence[str], stages: int) -> Cut:
 
 def states_of(node: Node) -> frozenset[str]:
     """Names of the parameters and buffers that a node uses."""
-    names = {ref.name for ref in node.operands if isinstance(ref, State)}
+    names = {
+        ref.name
+        for ref in node.operands
+        if isinstance(ref, State) and not ref.name.startswith(".")  # all ranks have plain attributes
+    }
     if isinstance(node.function, nn.Module):
         module = node.function
         tensors = (*module.named_parameters(), *module.named_buffers())
         names |= {f"{node.scope}.{name}" if node.scope else name for name, _ in tensors}
     return frozenset(names)
+
+
+def uses_of(tape: Tape) -> list[frozenset[str]]:
+    """By node: names of the parameters and buffers that it uses, or whose next numbers it makes."""
+    makes: dict[int, set[str]] = {}
+    for target, ref in tape.effects.written:
+        if isinstance(target, State) and isinstance(ref, Value):
+            makes.setdefault(ref.index, set()).add(target.name)
+    for one in tape.effects.sets:
+        if one.registered:
+            for ref in one.refs():
+                if isinstance(ref, Value):
+                    makes.setdefault(ref.index, set()).add(one.path)
+    none = frozenset[str]()
+    return [
+        states_of(node).union(*(makes.get(index, none) for index in node.outputs))
+        for node in tape.nodes
+    ]
 
 
 def _slowest_least(
@@ -151,8 +174,8 @@ def _tied(tape: Tape) -> dict[int, str]:
     """Places where no stage may begin -> the parameter or buffer that is used on both sides."""
     first: dict[str, int] = {}
     found: dict[int, str] = {}
-    for number, node in enumerate(tape.nodes):
-        for name in states_of(node):
+    for number, names in enumerate(uses_of(tape)):
+        for name in names:
             begin = first.setdefault(name, number)
             found |= dict.fromkeys(range(begin + 1, number + 1), name)
     return found

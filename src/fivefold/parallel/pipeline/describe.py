@@ -7,11 +7,12 @@ import math
 
 from torch import nn
 
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of
 from fivefold.parallel.pipeline.picture import draw
 from fivefold.parallel.pipeline.schedule import Schedule
 from fivefold.parallel.tiles.costs import flops_of
-from fivefold.parallel.tiles.tape import Node, Tape, Value
 
 __all__ = ["described"]
 

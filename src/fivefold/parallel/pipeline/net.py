@@ -7,6 +7,7 @@ axes: a stage computes its tile as a net without stages does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, owned
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.batch import Batch, Schedules, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut, balanced, named
 from fivefold.parallel.pipeline.describe import described
@@ -28,14 +31,13 @@ from fivefold.parallel.pipeline.run import Feed, Step
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.shards import StageShards
 from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
-from fivefold.parallel.pipeline.statistics import Notes, check_norms
+from fivefold.parallel.pipeline.statistics import Notes, check_effects, check_norms
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
 from fivefold.parallel.sharded import joint_norm, local
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.program import Program
-from fivefold.parallel.tiles.tape import Tape
 from fivefold.parallel.torch_losses import split_loss
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES
@@ -153,10 +155,7 @@ class PipelinedNet:
         """Make what stays from step to step for batches like this one: plans, and buckets of gradients."""
         for gradients in self.gradients.values():
             gradients.begin()
-        count = self.schedules.of(batch.share.total).micro_batches
-        fewest = batch.share.total // self._mesh.layout.data // count
-        for rows in self._micro_batches(batch, count):
-            self._feed(batch, rows, fewest)
+        self._feeds(batch, self._micro_batches(batch, self._schedule(batch.share).micro_batches))
 
     def step(
         self,
@@ -173,7 +172,7 @@ class PipelinedNet:
             gradients.begin()
         if not self._joint:
             self._share_buffers()
-        schedule = self.schedules.of(batch.share.total)
+        schedule = self._schedule(batch.share)
         micros = self._micro_batches(batch, schedule.micro_batches)
 
         def share(micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
@@ -231,30 +230,35 @@ class PipelinedNet:
         loss: Callable[[int, Prepared, Mapping[int, Tensor]], Tensor],
         scaled: Callable[[Tensor], Tensor],
     ) -> Step:
-        ready: dict[int, Feed] = {}
-        fewest = max(batch.share.total // self._mesh.layout.data // len(micros), 0)
-
-        def feed(micro: int) -> Feed:
-            if micro not in ready:
-                ready[micro] = self._feed(batch, micros[micro], fewest)
-            return ready[micro]
-
+        feeds = self._feeds(batch, micros)
+        if schedule.chains > 1:
+            check_effects(feeds[0].ready.program.tape)
         notes = self._notes if schedule.chains > 1 else {}
         step = Step(
-            schedule, self.rank, self.tiles, self._wires, feed, loss, scaled, self.gradients, notes
-        )
+            schedule, self.rank, self.tiles, self._wires, feeds.__getitem__, loss, scaled, self.gradients,
+            notes,
+        )  # fmt: skip
         step.run()
         return step
 
-    def _feed(self, batch: Batch, rows: range, fewest: int) -> Feed:
-        inputs = some_rows(batch.inputs, rows)
-        share = replace(batch.share, rows=len(rows), origin=batch.share.origin + rows.start)
-        prepared = self.tiles.prepare(batch.call, inputs, share, fewest)
-        recompute = prepared.moment.recompute
+    def _feeds(self, batch: Batch, micros: list[range]) -> list[Feed]:
+        """What every micro-batch is computed from. Collective."""
+        parts = [some_rows(batch.inputs, rows) for rows in micros]
+        every = self.tiles.prepare(
+            batch.call, parts, batch.share, between=self.tiles.leave_plain
+        )
+        return [self._feed(ready) for ready in every]
+
+    def _feed(self, ready: Prepared) -> Feed:
+        recompute = ready.moment.recompute
         if isinstance(recompute, int) and recompute:
             each = max(round(recompute / self.schedule.stages), 1)
-            prepared = replace(prepared, moment=replace(prepared.moment, recompute=each))
-        return Feed(prepared, self._stages(prepared.program))
+            ready = replace(ready, moment=replace(ready.moment, recompute=each))
+        return Feed(ready, self._stages(ready.program))
+
+    def _schedule(self, share: Share) -> Schedule:
+        largest = max(b - a for a, b in itertools.pairwise(share.bounds))
+        return self.schedules.of(share.total, largest)
 
     def _micro_batches(self, batch: Batch, count: int) -> list[range]:
         """Which of this replica's samples each micro-batch has."""

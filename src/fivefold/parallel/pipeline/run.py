@@ -90,7 +90,6 @@ class Step:
 
     def __post_init__(self) -> None:
         row = self.schedule.rows[self.rank]
-        self._state = self.net.state()
         self._actions = frozenset(row)
         self._numbers = [{a: n for n, a in enumerate(row)} for row in self.schedule.rows]
         # The last backward of every stage, which completes its gradients if nothing is left to W.
@@ -201,10 +200,12 @@ class Step:
             moment = replace(moment, note=notes)
         deferred = Deferred() if action.same(Op.INPUT, action.stage) in self._actions else None
         with span(Phase.FORWARD):
+            keep = {value.index for value in stage.gives} | stage.leaves
             made = carry_out(
-                ready.program, dict(taken), stage.span, {value.index for value in stage.gives},
-                state=self._state, moment=moment, group=self.net.group, defer=deferred,
+                ready.program, dict(taken), stage.span, keep,
+                state=ready.state, moment=moment, defer=deferred,
             )  # fmt: skip
+            self.net.leave(ready, {i: made[i] for i in stage.leaves}, stages=True)
         given = [made[value.index] for value in stage.gives]
         loss = None
         if action.stage + 1 == self.schedule.stages:
@@ -218,9 +219,10 @@ class Step:
             self._flights[_key(action)] = _Flight(taken, given, loss, deferred)
 
     def _backward(self, action: Action) -> None:
-        stage = self.feed(action.micro).stages[action.stage]
+        feed = self.feed(action.micro)
+        stage = feed.stages[action.stage]
         flight = self._flights.pop(_key(action))
-        states = () if self._counts(action) else self._state.values()
+        states = () if self._counts(action) else feed.ready.state.values()
         last = self.gradients[action.stage].last() if action in self._last else nullcontext()
         with self._backwards(), without_effect(states), last:
             if flight.loss is not None:
@@ -253,7 +255,7 @@ class Step:
 
     def _counts(self, action: Action) -> bool:
         """Whether a micro-batch has samples here; else a stand-in is computed, which adds nothing."""
-        return self.feed(action.micro).ready.share.rows > 0
+        return self.feed(action.micro).ready.samples.rows > 0
 
     def _reduce(self, action: Action) -> None:
         self._sums[action.stage] = self._sums.get(action.stage, 0) + 1

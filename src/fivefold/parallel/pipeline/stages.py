@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from fivefold.errors import UsageError
-from fivefold.parallel.pipeline.cut import Cut, states_of
+from fivefold.parallel.graph.refs import State, Value
+from fivefold.parallel.graph.tape import Tape
+from fivefold.parallel.pipeline.cut import Cut, states_of, uses_of
 from fivefold.parallel.tiles.program import Compute, Program
-from fivefold.parallel.tiles.run import returned
+from fivefold.parallel.tiles.run import left, returned
 from fivefold.parallel.tiles.spread import Grid
-from fivefold.parallel.tiles.tape import State, Tape, Value
 
 __all__ = ["Crossing", "Stage", "check_owners", "divided", "owners"]
 
@@ -44,6 +45,8 @@ class Stage:
     gives: tuple[Crossing, ...]
     states: frozenset[str]
     """names of the parameters and buffers that it uses"""
+    leaves: frozenset[int]
+    """values that it makes and the net leaves in buffers and attributes"""
 
 
 def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
@@ -54,15 +57,21 @@ def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
     steps = [0, *(done[tape.nodes[bound - 1]] + 1 for bound in bounds[1:])]
     values = _values(program, grid, rank)
     at = [[v for v, made, last in values if made < step <= last] for step in steps]
-    return [
-        Stage(
-            range(*steps[stage : stage + 2]),
-            tuple(at[stage]),
-            tuple(at[stage + 1]),
-            frozenset(itertools.chain.from_iterable(map(states_of, tape.nodes[first:stop]))),
+    uses, behind = uses_of(tape), left(program)
+    found: list[Stage] = []
+    for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        makes = {index for node in tape.nodes[first:stop] for index in node.outputs}
+        makes |= {*tape.inputs} if stage == 0 else set()
+        found.append(
+            Stage(
+                range(*steps[stage : stage + 2]),
+                tuple(at[stage]),
+                tuple(at[stage + 1]),
+                frozenset(itertools.chain.from_iterable(uses[first:stop])),
+                frozenset(behind & makes),
+            )
         )
-        for stage, (first, stop) in enumerate(itertools.pairwise(bounds))
-    ]
+    return found
 
 
 def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int, int]]:
@@ -71,7 +80,8 @@ def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int
     What was exchanged is a value of its own. What the net returns is read behind the last step.
     """
     tape, trained = program.tape, _trained(program.tape)
-    last = {**program.last_use, **dict.fromkeys(returned(program), len(program.steps))}
+    last = {**dict.fromkeys(left(program) & {*tape.inputs}, 0), **program.last_use}
+    last |= dict.fromkeys(returned(program), len(program.steps))
     found: list[tuple[Crossing, int, int]] = []
     origin: dict[int, int] = {}  # of what was moved
 
@@ -98,9 +108,10 @@ def owners(net: nn.Module, tape: Tape, cut: Cut) -> dict[str, int]:
     A tensor with several names is in one stage under all of them.
     """
     found: dict[str, int] = {}
+    uses = uses_of(tape)
     for stage, (first, stop) in enumerate(itertools.pairwise(cut.bounds(tape))):
-        for node in tape.nodes[first:stop]:
-            found |= dict.fromkeys(states_of(node), stage)
+        for names in uses[first:stop]:
+            found |= dict.fromkeys(names, stage)
     tensors = {
         **dict(net.named_parameters(remove_duplicate=False)),
         **dict(net.named_buffers(remove_duplicate=False)),

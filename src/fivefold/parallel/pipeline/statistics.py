@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.parallel.graph.refs import State
+from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.tiles.rule import Statistics
 from fivefold.trace import Tag
 
-__all__ = ["Notes", "check_norms"]
+__all__ = ["Notes", "check_effects", "check_norms"]
 
 
 class Notes:
@@ -86,6 +88,18 @@ def _with_numbers(like: list[Statistics], row: Tensor) -> list[Statistics]:
             Statistics(one.running_mean, one.running_var, one.batches, one.momentum, mean, var)
         )
     return found
+
+
+def check_effects(tape: Tape) -> None:
+    """Raise `UsageError` for what a forward leaves behind that two chains would leave out of order."""
+    effects = tape.effects
+    computed = [one.path for one in effects.sets if not one.plain]
+    computed += [ref.name for ref, _ in effects.written if isinstance(ref, State)]
+    if computed:
+        raise UsageError(
+            f"the net changes {computed[0]!r} in its forward, which schedules of two directions "
+            f"({', '.join(sorted(PAIRED))}) cannot keep in order: use another schedule"
+        )
 
 
 def check_norms(net: nn.Module) -> None:

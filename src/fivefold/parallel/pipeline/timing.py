@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.mesh import Mesh, attach, part_of
 from fivefold.mesh.fake import fake_mesh
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import Prepared, TiledNet
 from fivefold.parallel.tiles.program import Compute, Program
 from fivefold.parallel.tiles.run import carry_out, execute
-from fivefold.parallel.tiles.tape import Value
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES, Memory, Plan
 from fivefold.trace import Tag
@@ -94,12 +94,12 @@ def timed(
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     plain = dataclasses.replace(plan, memory=Memory())
     with fake_mesh(plain, rank, device) as mesh, _unchanged(net):
-        tiles = TiledNet(net, mesh, costs or Costs())
+        tiles = TiledNet(net, mesh, costs or Costs(), apart=True)
         ready = _prepared(tiles, example, mesh)
-        runs = [_run(tiles, ready, kept) for _ in range(repeats + 1)]
+        runs = [_run(ready, kept) for _ in range(repeats + 1)]
         found = np.median(np.array(runs[1:]), axis=0)
         if kept:
-            whole = [_at_once(tiles, ready) for _ in range(repeats + 1)]
+            whole = [_at_once(ready) for _ in range(repeats + 1)]
             found *= np.median(np.array(whole[1:]), axis=0) / np.maximum(found.sum(axis=0), 1e-9)
     return Timed(ready.program, found[:, 0], found[:, 1])
 
@@ -125,21 +125,19 @@ def _prepared(tiles: TiledNet, example: Any, mesh: Mesh) -> Prepared:
     group = mesh.group("data")
     joint = group if mesh.plan.parallel.batch_norm == "global" and group.size() > 1 else None
     share = Share(len(rows), 0, len(rows) * group.size(), 0, 1, joint)
-    return tiles.prepare(call_with, map_tensors(part, example), share, len(rows))
+    return tiles.prepare(call_with, [map_tensors(part, example)], share)[0]
 
 
-def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, float]]:
+def _run(ready: Prepared, kept: bool) -> list[tuple[float, float]]:
     """Seconds of forward and backward of every step."""
-    program, state = ready.program, tiles.state()
+    program, state = ready.program, ready.state
     found = [(0.0, 0.0)] * len(program.steps)
     values = dict(zip(program.tape.inputs, ready.inputs, strict=True))
     waiting: list[_Made] = []
     for span in _together(program):
         given = {index: values[index] for index in _read(program, span)}
         begin = _now(given.values())
-        made = carry_out(
-            program, dict(given), span, set(), state=state, moment=ready.moment, group=tiles.group
-        )
+        made = carry_out(program, dict(given), span, set(), state=state, moment=ready.moment)
         there = _now(made.values()) - begin
         new = {index: tensor for index, tensor in made.items() if index not in given}
         own = {i: t.detach().requires_grad_(t.requires_grad) for i, t in new.items()}
@@ -156,13 +154,13 @@ def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, floa
     return found
 
 
-def _at_once(tiles: TiledNet, ready: Prepared) -> tuple[float, float]:
+def _at_once(ready: Prepared) -> tuple[float, float]:
     """Seconds of forward and of backward of the whole net, in front of each of which others had the cache."""
-    program, state = ready.program, tiles.state()
+    program, state = ready.program, ready.state
     others = torch.ones(_CACHE_BYTES // 4)
     others.add_(1)
     begin = _now(ready.inputs)
-    made = execute(program, ready.inputs, state, ready.moment, tiles.group)
+    made = execute(program, ready.inputs, state, ready.moment)
     results = [tensor for tensor in made.values() if tensor.requires_grad]
     there_s = _now(results) - begin
     grads = [torch.ones_like(tensor) for tensor in results]

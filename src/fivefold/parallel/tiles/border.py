@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
-from fivefold.parallel.tiles.exchange import Exchange, Slices, split, start, start_packed, unpack
+from fivefold.parallel.tiles.exchange import (
+    Exchange,
+    Lines,
+    Slices,
+    split,
+    start,
+    start_packed,
+    unpack,
+)
 from fivefold.parallel.tiles.windows import Window
 
 __all__ = ["Border", "Convolve", "border"]
@@ -54,12 +62,12 @@ class Border:
     strips: tuple[_Strip, ...]
     """in the order in which `exchange` receives their pieces"""
 
-    def run(self, operands: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    def run(self, operands: Sequence[Tensor], lines: Lines) -> Tensor:
         """The convolution of the first operand with its neighbours' pixels. Collective as the exchange is."""
         if not self.exchange.moves:
             return self.convolve(operands, self.padding, True)
         x, *others = operands
-        link = _Link(self.exchange, group)
+        link = _Link(self.exchange, lines.of(self.exchange))
         own, token = cast("tuple[Tensor, Tensor]", _Own.apply(x, link))
         y = self.convolve([own, *others], self.padding, True)
         received = cast("tuple[Tensor, ...]", _Strips.apply(token, link))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold import comm
-from fivefold.parallel.tiles.tape import Node
+from fivefold.parallel.graph.tape import Node
 from fivefold.trace import Tag
 
 __all__ = ["Costs", "Fuse", "Options", "flops_of", "measured"]

@@ -30,8 +30,8 @@ from fivefold.parallel.tiles.spread import Box, Grid, Range, Spread
 from fivefold.trace import Tag
 
 __all__ = [
-    "Exchange", "Kept", "Pieces", "Segments", "Slices", "Want", "exchange", "split", "start", "start_packed",
-    "unpack",
+    "Exchange", "Kept", "Lines", "Pieces", "Segments", "Slices", "Want", "exchange", "split", "start",
+    "start_packed", "unpack",
 ]  # fmt: skip
 
 Segments = tuple[Range, ...]
@@ -61,6 +61,20 @@ class Want:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """The groups in which ranks exchange, both in the order of the grid."""
+
+    within: dist.ProcessGroup
+    """the tile ranks of one replica"""
+    across: dist.ProcessGroup
+    """those of all replicas"""
+
+    def of(self, plan: Exchange) -> dist.ProcessGroup:
+        """The group whose ranks a plan counts."""
+        return self.across if plan.crosses else self.within
+
+
+@dataclass(frozen=True)
 class Exchange:
     """Everything one rank does in an exchange; made once per plan by `Exchange.of`."""
 
@@ -79,6 +93,8 @@ class Exchange:
     """what of the result lies outside the tensor"""
     moves: bool
     """whether any rank sends anything"""
+    crosses: bool = False
+    """whether replicas exchange samples: peers are then counted over all of them"""
 
     @classmethod
     def of(
@@ -110,10 +126,13 @@ class Exchange:
 @functools.lru_cache(4096)  # the loss and the outputs ask in every step
 def _made(spread: Spread, wants: tuple[Want, ...], grid: Grid, rank: int, fill: float) -> Exchange:
     wanted = functools.partial(_wanted, wants, grid)
-    moves = any(not _covers(spread, wanted(r), grid, r) for r in range(grid.size))
+    crosses = _crosses(spread, wants, grid)
+    first = 0 if crosses else rank - rank % grid.tiles
+    ranks = range(grid.size) if crosses else range(first, first + grid.tiles)
+    moves = any(not _covers(spread, wanted(r), grid, r) for r in ranks)
     mine, held = wanted(rank), spread.held(grid, rank)
-    sources = [spread.owned(grid, r) for r in range(grid.size)]
-    peers = [r for r in range(grid.size) if r != rank and _same_line(spread.axes, grid, r, rank)]
+    sources = {r: spread.owned(grid, r) for r in ranks}
+    peers = [r for r in ranks if r != rank and _same_line(spread.axes, grid, r, rank)]
     own = _pieces(mine, sources[rank] if moves else held)
     receives = {r: _pieces(mine, sources[r]) for r in peers} if moves else {}
     sends = {r: _pieces(wanted(r), sources[rank]) for r in peers} if moves else {}
@@ -123,17 +142,36 @@ def _made(spread: Spread, wants: tuple[Want, ...], grid: Grid, rank: int, fill: 
         result=result,
         own=tuple((_shifted(source, held), to) for source, to in own),
         sends=tuple(
-            (r, tuple(_shifted(source, held) for source, _ in pieces))
+            (r - first, tuple(_shifted(source, held) for source, _ in pieces))
             for r, pieces in sends.items()
             if pieces
         ),
         receives=tuple(
-            (r, tuple(to for _, to in pieces)) for r, pieces in receives.items() if pieces
+            (r - first, tuple(to for _, to in pieces)) for r, pieces in receives.items() if pieces
         ),
         fill=fill,
         gaps=_gaps(mine, spread.shape, result),
         moves=moves,
+        crosses=crosses,
     )
+
+
+def _crosses(spread: Spread, wants: Sequence[Want], grid: Grid) -> bool:
+    """Whether some rank wants samples that none of its replica has."""
+    for cut, want, n in zip(spread.cuts, wants, spread.shape, strict=True):
+        if grid.data is None or cut is None or grid.data not in cut.axes:
+            continue
+        each, parts = (len(cut.bounds) - 1) // grid.replicas, len(want.segments)
+        for part, segments in enumerate(want.segments):
+            # Parts are counted along the data axis first.
+            mine = part * grid.replicas // parts if grid.data in want.axes else None
+            for replica in range(grid.replicas) if mine is None else (mine,):
+                low, high = cut.bounds[replica * each], cut.bounds[(replica + 1) * each]
+                for a, b in segments:
+                    inside = (max(a, 0), min(b, n))
+                    if inside[0] < inside[1] and not (low <= inside[0] and inside[1] <= high):
+                        return True
+    return False
 
 
 @dataclass
@@ -146,13 +184,13 @@ class Kept:
 def exchange(
     x: Tensor,
     plan: Exchange,
-    group: dist.ProcessGroup,
+    lines: Lines,
     kept: Kept | None = None,
     source: Kept | None = None,
 ) -> Tensor:
     """Carry out `plan` for this rank's part `x` of a tensor; differentiable, with the adjoint as backward.
 
-    `group` holds the tile ranks in order. Collective unless `plan.moves` is False. `kept` is told how to make
+    Collective unless `plan.moves` is False. `kept` is told how to make
     the result again from `x` and what was received, unless the result is just a view; how `x` itself is
     made again, if it is not kept either, is `source`.
     """
@@ -160,7 +198,8 @@ def exchange(
         return x
     if plan.is_crop:
         return x[plan.own[0][0]]
-    return cast(Tensor, _RangeExchange.apply(x, plan, group, (kept or Kept(), source or Kept())))
+    group, both = lines.of(plan), (kept or Kept(), source or Kept())
+    return cast(Tensor, _RangeExchange.apply(x, plan, group, both))
 
 
 def _assemble(x: Tensor, plan: Exchange, received: Mapping[int, Tensor]) -> Tensor:

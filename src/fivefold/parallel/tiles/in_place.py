@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fivefold.parallel.tiles.names import asks_in_place
-from fivefold.parallel.tiles.tape import Node, Slot, Tape, Value
+from fivefold.parallel.graph.names import asks_in_place
+from fivefold.parallel.graph.refs import Slot, Value
+from fivefold.parallel.graph.tape import Node, Tape
 
 __all__ = ["as_recorded", "changes_its_operand", "may_change"]
 

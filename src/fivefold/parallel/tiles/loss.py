@@ -19,16 +19,17 @@ from fivefold.mesh import part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.tiles.exchange import Exchange, exchange
-from fivefold.parallel.tiles.net import Outputs, TiledNet
+from fivefold.parallel.tiles.net import Outputs, Samples, TiledNet
 from fivefold.parallel.tiles.rule import everything, want_of
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.torch_losses import Loss
+from fivefold.parallel.trees import leaves
 
 __all__ = ["TileLoss", "whole_images"]
 
 
 class TileLoss:
-    """A `SharedLoss` whose outputs lie in tiles."""
+    """A `SharedLoss` whose outputs lie in parts."""
 
     def __init__(self, loss: SharedLoss, tiles: TiledNet) -> None:
         self._loss, self._tiles = loss, tiles
@@ -41,15 +42,18 @@ class TileLoss:
 
     def share(self, outputs: Outputs, targets: Any, weight: Any, share: Share) -> Tensor:
         """This rank's share; the shares of all ranks add up to the loss."""
-        split = self._loss.split
+        split, grid = self._loss.split, self._tiles.grid
         if split is not None and isinstance(outputs.parts, Tensor) and isinstance(targets, Tensor):
-            matched = _matching(split, outputs.spreads, targets)
+            matched = _matching(split, outputs.spreads, targets, outputs.samples)
             if matched is not None:
                 return self._by_pixels(outputs, targets, weight, share, matched=matched)
-        parts = self._whole(outputs, share)
-        targets = whole_images(self._tiles, targets)
-        own = self._loss.share(parts, targets, weight, share.rows, share.total)
-        return own / self._tiles.grid.size
+        everyone = split is None and not self._loss.shares and grid.data is not None
+        parts = self._gathered(outputs, everyone=everyone)
+        targets = whole_images(self._tiles, targets, outputs.samples if everyone else None)
+        if everyone:  # computed alike on every rank
+            return self._loss.alike(parts, targets) / grid.size
+        own = self._loss.share(parts, targets, weight, outputs.samples.own, share.total)
+        return _in_graph(own, parts) / grid.tiles
 
     def _by_pixels(
         self,
@@ -61,16 +65,17 @@ class TileLoss:
         matched: tuple[int, ...],
     ) -> Tensor:
         spread: Spread = outputs.spreads
-        grid, rank = self._tiles.grid, self._tiles.here.rank
-        cuts = spread.cuts
+        tiles, samples = self._tiles, outputs.samples
+        grid, rank, cuts = tiles.grid, tiles.here.rank, spread.cuts
         wants = tuple(
-            want_of(n, cuts[dim]) for n, dim in zip(_global(targets), matched, strict=True)
+            want_of(n, cuts[dim])
+            for n, dim in zip(_global(targets, samples.rows), matched, strict=True)
         )
-        if share.rows:
+        if samples.rows:
             leaf, lies = self._target(targets)
-            plan = Exchange.of(lies, wants, grid, rank)
-            targets = exchange(leaf.contiguous(), plan, self._tiles.group)
-        else:  # none of the samples are here: the right shape is enough
+            plan = Exchange.of(tiles.joined(lies, samples), wants, grid, rank)
+            targets = exchange(leaf.contiguous(), plan, tiles.lines)
+        else:  # there are no samples: the right shape is enough
             shape = [
                 sum(b - a for a, b in want.segments[grid.part(rank, want.axes)]) for want in wants
             ]
@@ -81,7 +86,7 @@ class TileLoss:
             math.prod(spread.shape[2 if self._weighted else 1 :]) if any(cuts[1:]) else None
         )
         start, stop = spread.owned(grid, rank)[0]
-        rows = stop - start if share.rows else 0  # tiles may have been turned into samples
+        rows = stop - start if samples.rows else 0
         own = self._loss.share(
             outputs.parts, targets, weight, rows, share.total, per_sample=per_sample
         )
@@ -92,24 +97,27 @@ class TileLoss:
             return self._tiles.lies(leaf)
         return leaf, Spread.whole(leaf.shape)
 
-    def _whole(self, outputs: Outputs, share: Share) -> Any:
+    def _gathered(self, outputs: Outputs, *, everyone: bool) -> Any:
+        """Whole outputs: of this replica's samples, or of everyone's."""
         flat, tree = tree_flatten(outputs.parts)
         spreads = tree_flatten(outputs.spreads, is_leaf=lambda leaf: isinstance(leaf, Spread))[0]
         if any(isinstance(s, Spread) and not s.is_whole for s in spreads):
             self._warn()
         whole = [
-            self._gathered(leaf, spread, share) if isinstance(spread, Spread) else leaf
+            self._whole(leaf, spread, outputs, everyone) if isinstance(spread, Spread) else leaf
             for leaf, spread in zip(flat, spreads, strict=True)
         ]
         return tree_unflatten(whole, tree)
 
-    def _gathered(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:
-        if not share.rows:
+    def _whole(self, leaf: Tensor, spread: Spread, outputs: Outputs, everyone: bool) -> Tensor:
+        grid, samples = self._tiles.grid, outputs.samples
+        if not samples.rows:
             return leaf.new_zeros((0, *spread.shape[1:])) + leaf.sum() * 0
-        plan = Exchange.of(
-            spread, everything(spread.shape), self._tiles.grid, self._tiles.here.rank
-        )
-        return exchange(leaf, plan, self._tiles.group)
+        wants = everything(spread.shape)
+        if not everyone and grid.data is not None and spread.shape[:1] == (samples.rows,):
+            wants = (samples.want(grid.data), *wants[1:])
+        plan = Exchange.of(spread, wants, grid, self._tiles.here.rank)
+        return exchange(leaf, plan, self._tiles.lines)
 
     def _warn(self) -> None:
         if not self._warned:
@@ -121,26 +129,42 @@ class TileLoss:
             )
 
 
-def whole_images(tiles: TiledNet, tree: Any) -> Any:
-    """Tiles in `tree` put together, on all tile ranks of a replica; what is no tile stays. Collective."""
+def _in_graph(share: Tensor, outputs: Any) -> Tensor:
+    """A share that reaches the outputs, if only to add nothing: other ranks wait for what goes back."""
+    if share.requires_grad:
+        return share
+    return share + sum((leaf[:0].sum() for leaf in leaves(outputs) if leaf.dim()), share.new_zeros(()))
+
+
+def whole_images(tiles: TiledNet, tree: Any, everyone: Samples | None = None) -> Any:
+    """Tiles in `tree` put together, on all tile ranks of a replica; what is no tile stays. Collective.
+
+    With `everyone`, what has this replica's of these samples is put together with that of all replicas.
+    """
     flat, structure = tree_flatten(tree)
 
     def gather(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not _is_tile(leaf):
+        if not isinstance(leaf, Tensor):
             return leaf
-        if not len(leaf):  # none of the samples are here: the right shape is enough
-            return leaf.new_zeros(_global(leaf))
-        tile, spread = tiles.lies(leaf)
+        if _is_tile(leaf):
+            if not len(leaf) and everyone is None:  # there are no samples: the right shape is enough
+                return leaf.new_zeros(_global(leaf))
+            leaf, spread = tiles.lies(leaf)
+        else:
+            spread = Spread.whole(leaf.shape)
+        if everyone is not None and leaf.dim():
+            spread = tiles.joined(spread, everyone)
         plan = Exchange.of(spread, everything(spread.shape), tiles.grid, tiles.here.rank)
-        return exchange(tile.contiguous(), plan, tiles.group)
+        return leaf if plan.is_identity else exchange(leaf.contiguous(), plan, tiles.lines)
 
     return tree_unflatten([gather(leaf) for leaf in flat], structure)
 
 
-def _global(leaf: Tensor) -> tuple[int, ...]:
-    """Shape of what a leaf is part of, but with this replica's samples."""
+def _global(leaf: Tensor, rows: int | None = None) -> tuple[int, ...]:
+    """Shape of what a leaf is part of, but with this replica's samples, or with `rows`."""
     part = part_of(leaf)
-    return tuple(leaf.shape) if part is None else (leaf.shape[0], *part.shape[1:])
+    shape = tuple(leaf.shape) if part is None else (leaf.shape[0], *part.shape[1:])
+    return shape if rows is None else (rows, *shape[1:])
 
 
 def _is_tile(leaf: Tensor) -> bool:
@@ -148,15 +172,19 @@ def _is_tile(leaf: Tensor) -> bool:
     return part is not None and tuple(leaf.shape[1:]) != part.shape[1:]
 
 
-def _matching(split: Loss, spread: Spread, targets: Tensor) -> tuple[int, ...] | None:
+def _matching(
+    split: Loss, spread: Spread, targets: Tensor, samples: Samples
+) -> tuple[int, ...] | None:
     """For every dim of the target, the dim of the output that it follows; None if it cannot be cut.
 
     Raises `UsageError` for targets whose pixels do not match those of the output.
     """
-    shape = _global(targets)
-    if shape[0] != spread.shape[0] and targets.shape[0]:
+    shape = _global(targets, samples.rows) if targets.dim() else ()
+    if not shape or spread.shape[:1] != (max(samples.rows, 1),):
+        return None
+    if targets.shape[0] != samples.own:
         raise UsageError(
-            f"targets for {shape[0]} samples were given with outputs for {spread.shape[0]}"
+            f"targets for {targets.shape[0]} samples were given with outputs for {samples.own}"
         )
     if not any(spread.cuts[1:]) and len(shape) <= len(spread.shape):
         return tuple(range(len(shape)))

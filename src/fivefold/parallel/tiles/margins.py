@@ -18,11 +18,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.tiles.costs import Options, flops_of
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Here, Local, Wants
 from fivefold.parallel.tiles.spread import Cut, Grid, Range, Spread
-from fivefold.parallel.tiles.tape import Node, Tape, Value
 
 __all__ = ["Lower", "Margins", "with_margins"]
 
@@ -158,7 +159,8 @@ class _Planner:
         if wanted is None or index in draft.held:
             return
         grid = self._here.grid
-        neighbours = math.prod(min(grid.sizes[axis], 3) for axis in wanted.spread.axes) - 1
+        axes = [axis for axis in wanted.spread.axes if axis != grid.data]
+        neighbours = math.prod(min(grid.sizes[axis], 3) for axis in axes) - 1
         sent, costs = 4 * self._margin(index, wanted.spread), self._options.costs
         if wanted.meanwhile_s is not None:
             draft.cost_s += costs.apart_s(neighbours, sent, wanted.meanwhile_s)
@@ -182,7 +184,7 @@ class _Planner:
         return max(
             math.prod(spread.local_shape(here.grid, rank))
             - math.prod(owned.local_shape(here.grid, rank))
-            for rank in range(here.grid.size)
+            for rank in range(here.grid.tiles)  # replicas differ by a sample at most
         )
 
     def best(self, drafts: list[_Draft]) -> list[_Draft]:
@@ -205,7 +207,7 @@ class _Planner:
 
 def _most(spread: Spread, grid: Grid) -> int:
     """The most elements that a rank holds."""
-    return max(math.prod(spread.local_shape(grid, rank)) for rank in range(grid.size))
+    return max(math.prod(spread.local_shape(grid, rank)) for rank in range(grid.tiles))
 
 
 def _alike(node: Node, held: dict[int, Spread]) -> None:

@@ -173,7 +173,7 @@ class _Step(nn.Module):
         reducer = reducer_for(self.net, self._gradients, share_buffers=not self._joint)
         reducer.begin()
         share = Batches(self._mesh, self._tiles).share(inputs, self._mesh.plan.numerics.seed, 1)
-        self._tiles.prepare(call_with, inputs, share)
+        self._tiles.prepare(call_with, [inputs], share)
         existing = self._existing(reducer, leaves((inputs, targets)))
         every = [tensor for found in existing.values() for tensor in found]
         saved = 0

@@ -1,43 +1,91 @@
-"""A net that computes in tiles: plans by shape, and runs them.
+"""A net that computes in parts: plans by shape and state, and runs them.
 
-inputs (this rank's tiles) ── plan of their global shape, made on first sight ── execute ── outputs (tiles)
+inputs (this rank's parts) ── a program that holds for them and for the net as it is ── execute ── outputs
+                              found, or recorded and planned; all ranks have the same
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten
 
-from fivefold.errors import UsageError
+from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.agreement import Agreement
+from fivefold.parallel.graph.effects import apply
+from fivefold.parallel.graph.fingerprint import Fingerprint, difference, fingerprint
+from fivefold.parallel.graph.reach import is_plain
+from fivefold.parallel.graph.record import record
+from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
+from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
-from fivefold.parallel.tiles.exchange import Exchange, exchange
+from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
 from fivefold.parallel.tiles.program import Program, cheapest_thinnest, planned
-from fivefold.parallel.tiles.record import record
-from fivefold.parallel.tiles.rule import Here, Moment, as_held
+from fivefold.parallel.tiles.rule import Here, Moment, Piece, as_held, everything
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Tape, Value
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES
 
-__all__ = ["Outputs", "Prepared", "TiledNet", "grid_of"]
+__all__ = ["Outputs", "Prepared", "Samples", "TiledNet", "grid_of"]
+
+_KEPT = 8
+"""programs that are kept for inputs of one shape"""
+_LOOKED_AT = (2, 3)
+"""steps with a program before which the net is recorded again, to see whether it still does the same"""
+_RARELY = 1000
+_TOLD_AFTER = 4
+"""recordings one after the other until it is told that every step takes one"""
 
 
-def grid_of(mesh: Mesh) -> Grid:
-    """The tile axes of a mesh that are larger than one."""
-    axes = tuple(axis for axis in TILE_DIMS if getattr(mesh.layout, axis) > 1)
+def grid_of(mesh: Mesh, *, samples: bool = False) -> Grid:
+    """The tile axes of a mesh that are larger than one; with `samples`, after its data axis."""
+    axes = ("data",) if samples and mesh.layout.data > 1 else ()
+    axes += tuple(axis for axis in TILE_DIMS if getattr(mesh.layout, axis) > 1)
     return Grid(axes, tuple(int(getattr(mesh.layout, axis)) for axis in axes))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples that a grid computes together."""
+
+    bounds: tuple[int, ...]
+    """replica i has [bounds[i], bounds[i + 1]) of them"""
+    pieces: tuple[Piece, ...]
+    """where they stand in the global batch"""
+    replica: int = 0
+    """whose rank this is"""
+
+    @property
+    def rows(self) -> int:
+        """Their number."""
+        return self.bounds[-1]
+
+    @property
+    def fewest(self) -> int:
+        """Those of the smallest replica."""
+        return min(b - a for a, b in itertools.pairwise(self.bounds))
+
+    @property
+    def own(self) -> int:
+        """Those of this replica."""
+        return self.bounds[self.replica + 1] - self.bounds[self.replica]
+
+    def want(self, axis: int) -> Want:
+        """To want those of one's own replica, `axis` being the data axis of the grid."""
+        return Want.ranges((axis,), tuple(itertools.pairwise(self.bounds)))
 
 
 @dataclass(frozen=True)
@@ -47,8 +95,11 @@ class Prepared:
     program: Program
     inputs: tuple[Tensor, ...]
     """this rank's parts, as the plan has them"""
+    state: Mapping[str, Tensor]
+    """the net's tensors that the program names"""
     moment: Moment
     share: Share
+    samples: Samples
 
 
 @dataclass(frozen=True)
@@ -57,37 +108,69 @@ class Outputs:
 
     parts: Any
     spreads: Any
+    samples: Samples
+
+
+@dataclass(eq=False)
+class _Known:
+    """A program, and what it was made from."""
+
+    program: Program
+    mark: Fingerprint
+    uses: int = 0
+    """steps that have used it"""
+    step: int = 0
+    """the last of them"""
+    inputs: list[Any] = field(default_factory=list[Any])
+    """objects among the inputs, which are told apart by their identity"""
 
 
 class TiledNet:
-    """The user's net on the tile ranks of one replica. Creating it is collective: it makes groups.
+    """The user's net on the ranks that compute a batch together. Creating it is collective: it makes groups.
+
+    These are the tile ranks of a replica, and those of all replicas unless `apart`: then each replica
+    computes its samples as if there were no others, but for batch norm.
 
     Costs that plans go by are measured if need be, unless they are given.
     """
 
-    def __init__(self, net: nn.Module, mesh: Mesh, costs: Costs | None = None) -> None:
-        self._net, self._device = net, mesh.device
-        self.grid = grid_of(mesh)
-        self._image_dims = 1 - min((TILE_DIMS[axis] for axis in self.grid.axes), default=0)
+    def __init__(
+        self, net: nn.Module, mesh: Mesh, costs: Costs | None = None, *, apart: bool = False
+    ) -> None:
+        self._net, self._device, self._mesh = net, mesh.device, mesh
+        self.grid = grid_of(mesh, samples=not apart and mesh.plan.parallel.rows != "apart")
+        self._image_dims = 1 - min((TILE_DIMS[a] for a in self.grid.axes if a in TILE_DIMS), default=0)
         self._groups = _groups(mesh, self.grid)
-        self.group = self._groups[tuple(range(len(self.grid.axes))), False]
-        """the tile ranks of this replica, in order"""
-        self.here = Here(self.grid, self.group.rank(), mesh.layout.data)
-        tiles, self._recompute = mesh.plan.tiles, mesh.plan.memory.recompute
-        fuse = int(tiles.fuse) if tiles.fuse.isdecimal() else tiles.fuse
+        every = tuple(range(len(self.grid.axes)))
+        tiles = tuple(axis for axis in every if axis != self.grid.data)
+        self.lines = Lines(self._groups[tiles, False], self._groups[every, False])
+        """the tile ranks of this replica, and all ranks of the grid, in order"""
+        self.here = Here(self.grid, self.lines.across.rank())
+        plan = mesh.plan
+        self._recompute = plan.memory.recompute
+        fuse = int(plan.tiles.fuse) if plan.tiles.fuse.isdecimal() else plan.tiles.fuse
         if costs is None:
             # Replicas and stages have to make the same plan.
             everyone = mesh.group(*AXES)
-            costs = measured(self.group, everyone, mesh.device) if fuse == "auto" else Costs()
+            auto = fuse == "auto" and len(tiles) > 0
+            costs = measured(self.lines.within, everyone, mesh.device) if auto else Costs()
         self.costs = costs
-        self._options = Options(fuse, tiles.strict, costs)
-        self._programs: dict[Any, Program] = {}
-        _check_hooks(net)
+        self._options = Options(fuse, plan.tiles.strict, costs)
+        self._agreement = Agreement(mesh)
+        self._known: dict[Any, list[_Known]] = {}
+        self._left: dict[int, tuple[Tensor, Spread]] = {}
+        """what a forward has left in attributes, of which this rank has a part"""
+        self._step = 0
+        """number of the step that is prepared"""
+        self._anew = 0
+        """recordings one after the other"""
+        self._volatile = False
+        """whether the net does not do the same from one recording to the next"""
 
     # ---- where things lie
 
     def spread_of(self, shape: tuple[int, ...], *, channels: bool = True) -> Spread:
-        """How an image batch of this global shape lies by the rule of ownership; what is no image is whole.
+        """How an image batch of this replica lies by the rule of ownership; what is no image is whole.
 
         Without `channels`, each image is a map of one number per pixel.
 
@@ -97,6 +180,8 @@ class TiledNet:
         if len(shape) < channels + self._image_dims:
             return spread
         for index, (axis, parts) in enumerate(zip(self.grid.axes, self.grid.sizes, strict=True)):
+            if axis not in TILE_DIMS:
+                continue
             dim = len(shape) + TILE_DIMS[axis]
             n = shape[dim]
             if n < parts:
@@ -107,6 +192,13 @@ class TiledNet:
             bounds = [owned(n, parts, part).start for part in range(parts)]
             spread = spread.with_cut(dim, Cut.at((index,), (*bounds, n)))
         return spread
+
+    def joined(self, spread: Spread, samples: Samples) -> Spread:
+        """How what every replica has of its samples lies among all of them."""
+        joined = Spread((samples.rows, *spread.shape[1:]), spread.cuts)
+        if self.grid.data is None:
+            return joined
+        return joined.with_cut(0, Cut.at((self.grid.data,), samples.bounds))
 
     def part(self, leaf: Tensor, rows: range) -> Tensor:
         """This rank's part of a leaf of the whole batch: its samples, its tile."""
@@ -122,7 +214,7 @@ class TiledNet:
         """
         part = part_of(leaf)
         if part is None:
-            if len(leaf.shape) < 1 + self._image_dims or not self.grid.axes:
+            if len(leaf.shape) < 1 + self._image_dims or self.grid.tiles == 1:
                 return leaf, Spread.whole(leaf.shape)
             raise UsageError(
                 f"an input of shape {tuple(leaf.shape)} does not say which tile of which image it is: take "
@@ -140,115 +232,340 @@ class TiledNet:
             )
         return leaf[tuple(slice(*r) for r in spread.owned(self.grid, self.here.rank))], spread
 
+    def samples(self, share: Share, micro: tuple[int, int] = (0, 1)) -> Samples:
+        """The samples that are computed together: micro-batch number `micro[0]` of `micro[1]`."""
+        number, count = micro
+        if self.grid.data is None:
+            mine = owned(share.rows, count, number)
+            return Samples((0, len(mine)), (Piece(0, len(mine), share.origin + mine.start),))
+        bounds, pieces = [0], list[Piece]()
+        for first, last in itertools.pairwise(share.bounds):
+            mine = owned(last - first, count, number)
+            stop = bounds[-1] + len(mine)
+            pieces.append(Piece(bounds[-1], stop, first + mine.start))
+            bounds.append(stop)
+        return Samples(tuple(bounds), tuple(pieces), self.grid.coordinates(self.here.rank)[0])
+
+    def _stand_in(self, samples: Samples) -> Samples:
+        """One sample that counts for nothing, where there is none."""
+        return replace(samples, bounds=(0, *(1,) * self.grid.replicas))
+
     # ---- running
 
     def run(self, call: Callable[..., Any], inputs: Any, share: Share) -> Outputs:
-        """Compute this rank's part of what `call(net, inputs)` returns. Collective over the tile ranks."""
-        ready = self.prepare(call, inputs, share)
-        made = execute(ready.program, ready.inputs, self.state(), ready.moment, self.group)
+        """Compute this rank's part of what `call(net, inputs)` returns. Collective over the mesh."""
+        (ready,) = self.prepare(call, [inputs], share)
+        made = execute(ready.program, ready.inputs, ready.state, ready.moment)
+        self.leave(ready, made)
         return self.finish(ready, made)
 
-    def state(self) -> dict[str, Tensor]:
-        """The net's parameters and buffers by name."""
-        return {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
-
     def prepare(
-        self, call: Callable[..., Any], inputs: Any, share: Share, fewest: int | None = None
+        self,
+        call: Callable[..., Any],
+        batches: Sequence[Any],
+        share: Share,
+        *,
+        between: Callable[[Prepared], None] | None = None,
+    ) -> list[Prepared]:
+        """Get ready to run on the micro-batches of a batch, of which this rank has `batches`. Collective.
+
+        `between` is called after each. Raises `UsageError` on all ranks for a net that cannot be recorded on
+        one of them, or is not the same on all.
+        """
+        found: list[Prepared] = []
+        problem: FivefoldError | None = None
+        self._step = share.step
+        try:
+            for number, inputs in enumerate(batches):
+                found.append(self._prepared(call, inputs, share, (number, len(batches))))
+                if between is not None:
+                    between(found[-1])
+        except FivefoldError as raised:
+            problem = raised
+        self._agree(found, share, problem)
+        return found
+
+    def _agree(
+        self, found: Sequence[Prepared], share: Share, problem: FivefoldError | None
+    ) -> None:
+        marks = [self._mark(ready.program) for ready in found]
+        said = (share.total, share.step, *(ready.samples.bounds for ready in found))
+        token = hash((said, *(mark.digest for mark in marks))) & (2**62 - 1) if problem is None else -1
+        if self._agreement.same(token) and problem is None:
+            return
+        self._agreement.check_problem(problem)
+        about = [(f"{said}", "the batch: number of samples, number of the step, shares")]
+        self._agreement.check([*about, *(line for mark in marks for line in mark.lines)], "what they do")
+
+    def _mark(self, program: Program) -> Fingerprint:
+        assert program.mark is not None
+        return program.mark
+
+    def _prepared(
+        self, call: Callable[..., Any], inputs: Any, share: Share, micro: tuple[int, int]
     ) -> Prepared:
-        """Get ready to run on one batch, of which the smallest replica has `fewest` samples."""
+        samples = self.samples(share, micro)
         located = [self.lies(leaf) for leaf in leaves(inputs)]
-        if not share.rows:
-            located = [(_one_row(leaf), _with_rows(spread, 1)) for leaf, spread in located]
-        if fewest is None:
-            fewest = share.total // self.here.data
-        program = self._program(call, inputs, [spread for _, spread in located], fewest)
+        if not samples.rows:
+            located = [(_one_row(leaf), spread) for leaf, spread in located]
+        known = samples if samples.rows else self._stand_in(samples)
+        spreads = [self.joined(spread, known) for _, spread in located]
+        fewest = samples.fewest
+        if self.grid.data is None:
+            fewest = share.total // self._mesh.layout.data // micro[1]
+        here = replace(self.here, rows=known.rows, fewest=fewest)
+        program = self._program(call, inputs, spreads, here)
+        carried = [found.now() for found in program.tape.carried]
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
-            rows=share.rows,
-            origin=share.origin,
+            lines=self.lines,
+            rows=samples.rows,
             total=share.total,
+            pieces=samples.pieces,
             joint=share.group is not None,
             key=lambda scope, number: key_of(share.seed, share.step, scope, number),
             recompute=self._recompute,
-            here=self.here,
+            here=here,
         )
-        return Prepared(program, tuple(leaf for leaf, _ in located), moment, share)
+        given = (*(leaf for leaf, _ in located), *carried)
+        return Prepared(program, given, self._state(program), moment, share, samples)
+
+    def _state(self, program: Program) -> Mapping[str, Tensor]:
+        """The tensors that a program names. Of buffers that it changes in the end, what they are now."""
+        tape = program.tape
+        changed = {r.name for r, _ in tape.effects.written if isinstance(r, State)} - tape.statistics
+        found: dict[str, Tensor] = {}
+        for name in tape.named:
+            tensor = cast(Tensor, tape.places[name].now())
+            keeps = name in changed and not isinstance(tensor, nn.Parameter)
+            found[name] = tensor.detach().clone() if keeps else tensor
+        return found
 
     def finish(self, ready: Prepared, made: Mapping[int, Tensor]) -> Outputs:
-        """What the net returns, given its values. Collective over the tile ranks."""
+        """What the net returns, given its values. Collective over the grid."""
         program = ready.program
 
-        def part(ref: Value) -> Tensor:
+        def part(ref: Ref) -> Tensor:
+            assert isinstance(ref, Value)
             spread = program.spreads[ref.index]
             # A margin is of no use to anybody outside.
             own = Exchange.of(spread, as_held(spread.tight()), self.grid, self.here.rank)
-            leaf = exchange(made[ref.index], own, self.group)
-            return self._noted(leaf, spread.tight(), ready.share)
+            return self._noted(exchange(made[ref.index], own, self.lines), spread.tight(), ready)
 
-        return Outputs(
-            tree_map_only(Value, part, program.tape.outputs),
-            tree_map_only(
-                Value, lambda ref: program.spreads[ref.index].tight(), program.tape.outputs
-            ),
-        )
+        def lies(ref: Ref) -> Spread:
+            assert isinstance(ref, Value)
+            return program.spreads[ref.index].tight()
+
+        outputs = program.tape.outputs
+        return Outputs(map_refs(part, outputs), map_refs(lies, outputs), ready.samples)  # pyright: ignore
+
+    def leave(
+        self, ready: Prepared, made: Mapping[int, Tensor], *, stages: bool = False
+    ) -> None:
+        """Leave behind what a forward leaves: buffers, attributes. Collective over the grid.
+
+        With `stages`, only what comes of the values in `made`: numbers that are no tensor's are left before.
+        """
+        effects, program = ready.program.tape.effects, ready.program
+        if not effects or (stages and not made):
+            return
+
+        def whole(ref: Ref) -> Tensor:
+            if isinstance(ref, State):
+                return program.tape.places[ref.name].now()
+            if isinstance(ref, Constant):
+                return ref.tensor
+            spread = program.spreads[ref.index]
+            plan = Exchange.of(spread, everything(spread.shape), self.grid, self.here.rank)
+            return exchange(made[ref.index].detach(), plan, self.lines)
+
+        def own(ref: Ref) -> Tensor:
+            if not isinstance(ref, Value):
+                return whole(ref)
+            spread = program.spreads[ref.index]
+            tight = Exchange.of(spread, as_held(spread.tight()), self.grid, self.here.rank)
+            return self._kept(exchange(made[ref.index], tight, self.lines), spread.tight(), ready)
+
+        sets = [one for one in effects.sets if not stages or one.among(made)]
+        with torch.no_grad():
+            for target, ref in effects.written:
+                if not stages or not isinstance(ref, Value) or ref.index in made:
+                    tensor = whole(target)
+                    if ready.samples.rows and not tensor.is_meta:
+                        tensor.data.copy_(whole(ref))
+        apply(sets, own, whole)
+
+    def leave_plain(self, ready: Prepared) -> None:
+        """Leave behind what is no tensor's: before the stages of a micro-batch run, of which each has some."""
+        plain = [one for one in ready.program.tape.effects.sets if one.plain]
+        apply(plain, _no_tensor, _no_tensor)
+
+    def _kept(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
+        """Something that is left in an attribute, of which the next forward is told how it lies."""
+        leaf = self._noted(leaf, spread, ready)
+        if not spread.is_whole:
+            self._left = {k: v for k, v in self._left.items() if v[0] is not leaf}
+            self._left[id(leaf)] = (leaf, spread)
+            while len(self._left) > 4096:
+                self._left.pop(next(iter(self._left)))
+        return leaf
 
     def plan_for(self, example: Any, share: Callable[[int], range]) -> Program:
         """The plan for inputs with the shapes of `example`, a global batch; `share(n)` is this rank's."""
+        first = leaves(example)[0].shape[0]
+        replicas = range(self._mesh.layout.data)
+        bounds = [owned(first, len(replicas), replica).start for replica in replicas]
+        mine = share(first)
+        whole = Share(len(mine), mine.start, first, 0, 0, None, bounds=(*bounds, first))
+        samples = self.samples(whole)
+        samples = samples if samples.rows else self._stand_in(samples)
 
-        def mine(leaf: Tensor) -> Tensor:
+        def own(leaf: Tensor) -> Tensor:
             rows = max(len(share(leaf.shape[0])), 1)
             return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
-        inputs = map_tensors(mine, example)
-        spreads = [self.spread_of(tuple(leaf.shape)) for leaf in leaves(inputs)]
-        return self._program(
-            call_with, inputs, spreads, leaves(example)[0].shape[0] // self.here.data
-        )
+        inputs = map_tensors(own, example)
+        spreads = [
+            self.joined(self.spread_of(tuple(leaf.shape)), samples) for leaf in leaves(inputs)
+        ]
+        fewest = first // len(replicas)
+        with torch.enable_grad():
+            return self._program(
+                call_with, inputs, spreads, replace(self.here, rows=samples.rows, fewest=fewest)
+            )
+
+    # ---- programs
 
     def _program(
-        self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], fewest: int
+        self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
     ) -> Program:
-        key = (
-            tuple(spread.shape for spread in spreads),
-            tuple(leaf.dtype for leaf in leaves(inputs)),
-            tuple(module.training for module in self._net.modules()),
-            fewest >= self.grid.size,
-            torch.is_autocast_enabled(self._device.type),
+        """The program for such inputs and the net as it is: found, or recorded and planned."""
+        key, objects = _key(inputs, spreads, here.fewest >= self.grid.tiles)
+        known, reason = self._known.setdefault(key, []), ""
+        for one in () if self._volatile else known:
+            assert one.program.tape.guards is not None
+            reason = one.program.tape.guards.broken() or ""
+            if not reason:
+                self._anew = 0
+                known.remove(one)
+                known.insert(0, one)
+                return self._looked_at(one, call, inputs, spreads, here)
+        begin = time.perf_counter()
+        tape = self._recorded(call, inputs, spreads)
+        program = self._planned(tape, call, inputs, spreads, here)
+        known.insert(0, _Known(program, self._mark(program), 1, self._step, objects))
+        del known[_KEPT:]
+        self._tell_anew(reason, time.perf_counter() - begin)
+        return program
+
+    def _planned(
+        self, tape: Tape, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
+    ) -> Program:
+        spreads = [*spreads, *(self._left[id(found.tensor)][1] for found in tape.carried)]
+        thinnest = self._thinnest(tape, call, inputs, spreads, here)
+        program = planned(tape, spreads, here, self._options, thinnest)
+        program.mark = fingerprint(tape)
+        return program
+
+    def _thinnest(
+        self, tape: Tape, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
+    ) -> int:
+        """Judged alike on all replicas: where each plans for itself, by as many samples as the smallest has."""
+        uneven = self.grid.data is None and here.fewest != here.rows
+        if not uneven or here.fewest < self.grid.tiles or self.grid.tiles == 1:
+            return cheapest_thinnest(tape, spreads, here, self._options)
+        even = [
+            Spread((here.fewest, *s.shape[1:]), s.cuts) if s.shape[:1] == (here.rows,) else s
+            for s in spreads
+        ]
+        judged = self._recorded(call, inputs, even)
+        return cheapest_thinnest(judged, even, replace(here, rows=here.fewest), self._options)
+
+    def _looked_at(
+        self,
+        known: _Known,
+        call: Callable[..., Any],
+        inputs: Any,
+        spreads: list[Spread],
+        here: Here,
+    ) -> Program:
+        """A program that holds, as far as guards know; now and then the net is recorded again to be sure."""
+        if known.step == self._step or self._mesh.predicts:
+            return known.program
+        known.step, known.uses = self._step, known.uses + 1
+        if known.uses not in _LOOKED_AT and known.uses % _RARELY:
+            return known.program
+        tape = self._recorded(call, inputs, spreads)
+        apart = difference(known.mark, fingerprint(tape))
+        if apart is None:
+            return known.program
+        self._volatile = True
+        warnings.warn(
+            f"the net does not compute the same twice, though nothing that it holds has changed, at {apart}. It is "
+            "recorded anew in every step, which is exact and slow: let what changes be an attribute of a module, "
+            "an input, or a global that the forward names",
+            stacklevel=2,
         )
-        if key not in self._programs:
-            here = replace(self.here, fewest=fewest)
-            tape = self._recorded(call, inputs, spreads)
-            # Judged by as many samples as the smallest replica has: larger ones must not choose otherwise.
-            even = [
-                _with_rows(s, fewest) if s.shape[:1] == spreads[0].shape[:1] else s for s in spreads
-            ]
-            alike = even == spreads or fewest < self.grid.size
-            judged = tape if alike else self._recorded(call, inputs, even)
-            thinnest = cheapest_thinnest(judged, even, here, self._options)
-            self._programs[key] = planned(tape, spreads, here, self._options, thinnest)
-        return self._programs[key]
+        return self._planned(tape, call, inputs, spreads, here)
+
+    def _tell_anew(self, reason: str, seconds: float) -> None:
+        """Warn once of a net that is recorded in every step."""
+        self._anew += 1
+        if self._anew == _TOLD_AFTER and reason:
+            warnings.warn(
+                f"{reason} is another one in every forward, so the net is recorded anew in every step "
+                f"({seconds:.2f} s each): exact, and slow. Keep counters and the like out of the forward",
+                stacklevel=2,
+            )
+
+    def look_again(self) -> None:
+        """Let the next use of every program record the net again: an epoch begins, say."""
+        for known in itertools.chain.from_iterable(self._known.values()):
+            known.uses = 1
 
     def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
         """The net as a list of calls, for inputs of these global shapes."""
         return self._recorded(call, inputs, [Spread.whole(leaf.shape) for leaf in leaves(inputs)])
 
-    def _recorded(self, call: Callable[..., Any], inputs: Any, spreads: list[Spread]) -> Tape:
+    def _recorded(self, call: Callable[..., Any], inputs: Any, spreads: Sequence[Spread]) -> Tape:
         shapes = [torch.Size(spread.shape) for spread in spreads]
-        return record(self._net, call, inputs, shapes, self._device)
+        return record(self._net, call, inputs, shapes, self._device, self._shape_of_left)
 
-    def _noted(self, leaf: Tensor, spread: Spread, share: Share) -> Tensor:
-        """An output of which it can be told which part of the whole batch's it is."""
-        if not share.rows:
+    def _shape_of_left(self, tensor: Tensor) -> tuple[int, ...] | None:
+        found = self._left.get(id(tensor))
+        return None if found is None or found[0] is not tensor else found[1].shape
+
+    def _noted(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
+        """A tensor of which it can be told which part of the whole batch's it is."""
+        samples = ready.samples
+        if not samples.rows:
             leaf = leaf[:0] if leaf.dim() else leaf
-        if not leaf.dim() or spread.shape[0] != max(share.rows, 1):
+        if not leaf.dim() or spread.shape[0] != max(samples.rows, 1):
             return leaf
         box = spread.held(self.grid, self.here.rank)
-        origin = (share.origin + box[0][0], *(start for start, _ in box[1:]))
-        return attach(leaf, Part((share.total, *spread.shape[1:]), origin))
+        origin = (_place(samples, box[0][0]), *(start for start, _ in box[1:]))
+        return attach(leaf, Part((ready.share.total, *spread.shape[1:]), origin))
+
+
+def _key(inputs: Any, spreads: Sequence[Spread], many: bool) -> tuple[Any, list[Any]]:
+    """What a program is made for, besides the net; and the objects in it that have to stay."""
+    flat, structure = tree_flatten(inputs)
+    others = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
+    told = tuple((type(leaf), leaf if is_plain(leaf) else id(leaf)) for leaf in others)
+    tensors = tuple((leaf.dtype, leaf.requires_grad) for leaf in flat if isinstance(leaf, Tensor))
+    return (tuple(spreads), tensors, str(structure), told, many), others
+
+
+def _place(samples: Samples, row: int) -> int:
+    """The number in the global batch of a sample."""
+    for piece in samples.pieces:
+        if piece.start <= row < piece.stop:
+            return piece.origin + row - piece.start
+    return samples.pieces[-1].origin
 
 
 def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dist.ProcessGroup]:
-    """A group for every choice of tile axes, with the data axis and without."""
+    """A group for every choice of axes of the grid, with the data axis and without."""
     found: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     alone = next((axis for axis in AXES if getattr(mesh.layout, axis) == 1), None)
     indices = range(len(grid.axes))
@@ -265,28 +582,9 @@ def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dis
     return found
 
 
+def _no_tensor(ref: Ref) -> Tensor:
+    raise AssertionError(ref)
+
+
 def _one_row(leaf: Tensor) -> Tensor:
     return torch.zeros((1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
-
-
-def _with_rows(spread: Spread, rows: int) -> Spread:
-    return Spread((rows, *spread.shape[1:]), spread.cuts)
-
-
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-_KNOWN_HOOKS = ("torch.nn.utils.",)
-
-
-def _check_hooks(net: nn.Module) -> None:
-    """Refuse hooks that would run once, when the net is recorded, and never again."""
-    for name, module in net.named_modules():
-        for kind in _HOOKS:
-            for hook in getattr(module, kind).values():
-                if not (type(hook).__module__ + ".").startswith(_KNOWN_HOOKS):
-                    where = f"the module {name!r}" if name else "the net"
-                    raise UsageError(
-                        f"{where} has a hook ({kind.strip('_').replace('_', ' ')}), which a recorded "
-                        "net would drop: remove it before parallelize, or use the data axis only"
-                    )

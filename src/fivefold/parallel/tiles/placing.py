@@ -10,6 +10,7 @@ follows is data parallelism on the same ranks. With fewer samples than ranks, ev
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,10 @@ from dataclasses import dataclass, field
 
 from fivefold.errors import UsageError
 from fivefold.mesh import owned
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.tiles.rule import Here, Operation, Rule, rule_of
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Node, Tape, Value
 
 __all__ = ["Placement", "by_samples", "place"]
 
@@ -51,22 +53,29 @@ def place(
     return placing.done
 
 
-def by_samples(shape: tuple[int, ...], grid: Grid) -> Spread:
-    """Whole images, the samples divided over all tile ranks."""
-    bounds = [owned(shape[0], grid.size, part).start for part in range(grid.size)]
-    cut = Cut.at(tuple(range(len(grid.axes))), (*bounds, shape[0]))
-    return Spread.whole(shape).with_cut(0, cut)
+def by_samples(spread: Spread, grid: Grid) -> Spread:
+    """Whole images, the samples of every replica divided over its tile ranks."""
+    n, cut = spread.shape[0], spread.cuts[0]
+    replicas = (0, n) if grid.data is None or cut is None else cut.bounds
+    bounds = [
+        a + owned(b - a, grid.tiles, part).start
+        for a, b in itertools.pairwise(replicas)
+        for part in range(grid.tiles)
+    ]
+    axes = range(len(grid.axes)) if len(replicas) > 2 or grid.data is None else range(1, len(grid.axes))
+    return Spread.whole(spread.shape).with_cut(0, Cut.at(tuple(axes), (*bounds, n)))
 
 
 class _Placing:
     def __init__(self, tape: Tape, here: Here, strict: bool, thinnest: int) -> None:
         self.done = Placement()
         self._here, self._strict, self._thinnest = here, strict, thinnest
-        self._rows = tape.shapes[tape.inputs[0]][0] if tape.inputs else 0
+        shape = tape.shapes[tape.inputs[0]] if tape.inputs else ()
+        self._rows = shape[0] if shape else 0
 
     def add(self, node: Node) -> None:
         lie = tuple(
-            self.done.spreads[ref.index] if isinstance(ref, Value) else Spread.whole(shape)
+            _filled(self.done.spreads[ref.index]) if isinstance(ref, Value) else Spread.whole(shape)
             for ref, shape in zip(node.operands, node.shapes, strict=True)
         )
         chosen = rule_of(node)
@@ -82,30 +91,45 @@ class _Placing:
     def _choices(self, lie: tuple[Spread, ...]) -> Iterator[tuple[Spread, ...]]:
         """How operands may be taken, the best first."""
         yield lie
+        grid = self._here.grid
         samples = [spread for spread in lie if self._has_samples_cut(spread)]
-        tiled = [spread for spread in lie if not spread.is_whole and spread not in samples]
+        tiled = [spread for spread in lie if self._in_tiles(spread) and spread not in samples]
         if samples and tiled:  # back to tiles
-            yield tuple(Spread.whole(s.shape) if s in samples else s for s in lie)
-        if tiled and self._here.fewest >= self._here.grid.size:
+            yield tuple(self._by_replicas(s, tiled) if s in samples else s for s in lie)
+        if tiled and self._here.fewest >= grid.tiles:
             yield tuple(
-                by_samples(s.shape, self._here.grid)
-                if s in tiled and s.shape[0] == self._rows
-                else s
-                for s in lie
+                by_samples(s, grid) if s in tiled and s.shape[0] == self._rows else s for s in lie
             )
 
+    def _in_tiles(self, spread: Spread) -> bool:
+        """Whether it is divided among the tile ranks of a replica."""
+        return any(axis != self._here.grid.data for axis in spread.axes)
+
     def _has_samples_cut(self, spread: Spread) -> bool:
-        return bool(spread.shape) and spread.cut_dims == (0,) and spread.shape[0] == self._rows
+        """Whether the tile ranks of a replica have whole images of different samples."""
+        rows = bool(spread.shape) and spread.cut_dims == (0,) and spread.shape[0] == self._rows
+        return rows and self._in_tiles(spread)
+
+    def _by_replicas(self, spread: Spread, tiled: Sequence[Spread]) -> Spread:
+        """Whole images, of the samples that replicas have by the cut of some others."""
+        cuts = [s.cuts[0] for s in tiled if s.shape and s.shape[0] == self._rows]
+        data = self._here.grid.data
+        same = next((c for c in cuts if c is not None and data is not None and c.axes == (data,)), None)
+        return Spread.whole(spread.shape).with_cut(0, same)
 
     def _fits(self, made: Sequence[Spread]) -> bool:
         """Whether no part is empty, or thinner than wanted."""
         return not any(
-            stop - start < (1 if self._has_samples_cut(spread) else self._thinnest)
+            stop - start < (1 if self._by_rows(spread, cut) else self._thinnest)
             for spread in made
             for cut in spread.cuts
             if cut is not None
             for start, stop in cut.owned
         )
+
+    def _by_rows(self, spread: Spread, cut: Cut) -> bool:
+        """Whether a cut divides samples, not pixels."""
+        return cut.axes == (self._here.grid.data,) or self._has_samples_cut(spread)
 
     def _gather(self, node: Node, lie: Sequence[Spread], known: bool) -> None:
         tiled = [spread for spread in lie if not spread.is_whole]
@@ -126,6 +150,15 @@ class _Placing:
         if self._strict:
             raise UsageError(f"{text}; tiles.strict = true in the plan forbids that")
         warnings.warn(f"{text}. The result is exact", stacklevel=2)
+
+
+def _filled(spread: Spread) -> Spread:
+    """Dims of which some part is empty, whole: a batch may have fewer samples than there are replicas."""
+    for dim in spread.cut_dims:
+        cut = spread.cuts[dim]
+        if cut is not None and cut.empty:
+            spread = spread.with_cut(dim, None)
+    return spread
 
 
 def _as_before(tiled: Sequence[Spread], shape: tuple[int, ...]) -> Spread:

@@ -17,6 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fivefold.parallel.graph.fingerprint import Fingerprint
+from fivefold.parallel.graph.refs import Ref, Value
+from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.tiles.border import Border
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
@@ -34,7 +37,6 @@ from fivefold.parallel.tiles.rule import (
     everything,
 )
 from fivefold.parallel.tiles.spread import Spread
-from fivefold.parallel.tiles.tape import Node, Ref, Tape, Value
 from fivefold.parallel.trees import map_tensors
 
 __all__ = ["Compute", "Move", "Program", "cheapest_thinnest", "exchange_of", "planned"]
@@ -86,6 +88,8 @@ class Program:
 
     fuse: Fuse = "never"
     """how many layers share an exchange, or how that was decided"""
+    mark: Fingerprint | None = None
+    """of the tape"""
     divisions: dict[tuple[int, frozenset[int], range], list[Any]] = field(
         default_factory=dict[tuple[int, frozenset[int], range], list[Any]]
     )
@@ -155,14 +159,13 @@ def planned(
 
 
 def cheapest_thinnest(tape: Tape, inputs: Sequence[Spread], here: Here, options: Options) -> int:
-    """Below which size tiles are best turned into samples, for `tape` of `here.fewest` samples.
+    """Below which size tiles are best turned into samples.
 
-    All ranks have to choose alike, so all of them judge by the same number of samples, and by the plan of the
-    rank in the middle.
+    All ranks have to choose alike, so all of them judge by the plan of the rank in the middle.
     """
-    if here.fewest < here.grid.size:
+    if here.grid.tiles == 1 or here.fewest < here.grid.tiles:
         return 1
-    middle, never = replace(here, rank=here.grid.size // 2), replace(options, fuse="never")
+    middle, never = replace(here, rank=here.grid.tiles // 2), replace(options, fuse="never")
     tried: list[tuple[float, int]] = []
     for thinnest in _THINNEST:
         with warnings.catch_warnings():

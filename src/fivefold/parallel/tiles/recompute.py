@@ -2,7 +2,7 @@
 
 The program is divided into segments of about equal memory. Of each only what crosses its borders is kept,
 and what it received: strips of neighbours, statistics, sums. Backward runs a segment again from these, which
-communicates nothing, and no buffer is updated twice.
+communicates nothing, and updates no buffer: nothing of what a net does besides computing is done twice.
 
     forward    | segment 1 | segment 2 | segment 3 |      keeps v4, v9 and what was received
     backward                           | 3 again, and its backward
@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import comm
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.tiles.program import Compute, Move, Program
-from fivefold.parallel.tiles.tape import Value
 
 __all__ = ["Recompute", "Segment", "divided", "recomputed", "segments"]
 
@@ -98,40 +96,22 @@ def _read(step: Move | Compute) -> list[int]:
 
 
 def recomputed(
-    run: Callable[[Mapping[int, Tensor]], Mapping[int, Tensor]],
+    run: Callable[[Mapping[int, Tensor], bool], Mapping[int, Tensor]],
     segment: Segment,
     values: Mapping[int, Tensor],
-    buffers: Sequence[Tensor],
 ) -> dict[int, Tensor]:
     """What `run` makes in a segment of `values`, of which backward computes again what it needs.
 
-    `buffers` are the net's: what the second run does to them is undone.
+    `run` is told whether it runs again: what it then does besides computing has been done.
     """
     log = comm.Log()
 
     def body(*taken: Tensor) -> tuple[Tensor, ...]:
-        with log.turn() as again, _unchanged(buffers if again else ()):
-            made = run(dict(zip(segment.takes, taken, strict=True)))
+        with log.turn() as again:
+            made = run(dict(zip(segment.takes, taken, strict=True)), again)
             return tuple(made[index] for index in segment.gives)
 
     taken = [values[index] for index in segment.takes]
     given = checkpoint(body, *taken, use_reentrant=False, preserve_rng_state=False)
     return dict(zip(segment.gives, given, strict=True))
 
-
-@contextmanager
-def _unchanged(buffers: Sequence[Tensor]) -> Generator[None]:
-    """Put back what the block changes. What it leaves alone is not touched: autograd may have saved it."""
-    before = [(b, _version(b), b.detach().clone()) for b in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, old in before:
-                if _version(buffer) != version:
-                    buffer.copy_(old)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return tensor._version  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

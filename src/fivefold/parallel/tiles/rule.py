@@ -10,27 +10,26 @@ name of the function; see `names`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.names import plain
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.border import Border
-from fivefold.parallel.tiles.exchange import Exchange, Want
-from fivefold.parallel.tiles.names import base_name, is_in_place, with_flag
+from fivefold.parallel.tiles.exchange import Exchange, Lines, Want
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = [
     "Here",
     "Local",
     "Moment",
     "Operation",
+    "Piece",
     "Rule",
     "Statistics",
     "Wants",
@@ -53,9 +52,8 @@ class Here:
 
     grid: Grid
     rank: int
-    """tile rank"""
-    data: int
-    """number of replicas"""
+    rows: int = 0
+    """samples of the batch that the grid computes"""
     fewest: int = 0
     """samples of the smallest replica: with as many as tile ranks, tiles may be turned into samples"""
 
@@ -85,18 +83,30 @@ class Statistics:
         self.running_var.lerp_(self.var, momentum or 0.0)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Samples of a batch that follow each other in the global batch as well."""
+
+    start: int
+    stop: int
+    origin: int
+    """number of the first one in the global batch"""
+
+
 @dataclass
 class Moment:
     """What a run of a plan needs besides tensors."""
 
     groups: Callable[[tuple[int, ...], bool], dist.ProcessGroup]
     """the ranks along axes of the grid, those of all replicas too if the flag is set; this rank's line"""
+    lines: Lines
+    """the groups in which ranks exchange"""
     rows: int
-    """samples of this replica; 0 means that what is computed is a stand-in"""
-    origin: int
-    """index of its first sample in the global batch"""
+    """samples of the batch that the grid computes; 0 means that it is a stand-in"""
     total: int
     """samples of the global batch"""
+    pieces: tuple[Piece, ...]
+    """where its samples stand in the global batch"""
     joint: bool
     """whether batch norm joins the replicas"""
     key: Callable[[str, int], int] | None
@@ -106,6 +116,15 @@ class Moment:
     here: Here | None = None
     note: Callable[[Statistics], None] | None = None
     """takes what running statistics are due, which then stay as they are; None: they are updated at once"""
+    updates: bool = True
+    """whether running statistics are updated at all; not where something is computed again"""
+
+    def statistics(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        """Who joins the statistics over the batch of what is divided along `axes`."""
+        grid = None if self.here is None else self.here.grid
+        if grid is None or grid.data is None:
+            return self.groups(axes, self.joint)
+        return self.groups(tuple(a for a in axes if self.joint or a != grid.data), False)
 
 
 @dataclass(frozen=True)
@@ -197,49 +216,6 @@ def everything(shape: Sequence[int]) -> Wants:
 def want_of(n: int, cut: Cut | None) -> Want:
     """To want of a dim what ranks hold of another one that is cut so."""
     return Want.all_of(n) if cut is None else Want.ranges(cut.axes, cut.held)
-
-
-@functools.cache
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The variant of a function of torch that leaves its argument alone."""
-    if not is_in_place(function):
-        return _without_flag(function)
-    name = base_name(function)
-    for place in (Tensor, torch, F):
-        found = getattr(place, name, None)
-        if callable(found):
-            return _of_the_same_type(found)
-    return _on_a_copy(function)
-
-
-def _of_the_same_type(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is changed in place keeps its dtype; a new tensor would get that of both operands."""
-
-    def call_keeping(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = function(x, *args, **kwargs)
-        return result.to(x.dtype) if isinstance(result, Tensor) else result
-
-    return call_keeping
-
-
-def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call_on_copy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return function(x.clone(), *args, **kwargs)
-
-    return call_on_copy
-
-
-def _without_flag(function: Callable[..., Any]) -> Callable[..., Any]:
-    signature = with_flag(function)
-    if signature is None:
-        return function
-
-    def call_plain(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["inplace"] = False
-        return function(*bound.args, **bound.kwargs)
-
-    return call_plain
 
 
 def call(node: Node) -> Callable[[Moment, Sequence[Tensor]], Any]:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
+from fivefold.parallel.graph.refs import Ref, State, Value, refs_of
+from fivefold.parallel.graph.tape import Autocast
 from fivefold.parallel.tiles.exchange import Kept, exchange
 from fivefold.parallel.tiles.in_place import as_recorded
 from fivefold.parallel.tiles.program import Compute, Move, Program
 from fivefold.parallel.tiles.recompute import Segment, divided, recomputed, segments
 from fivefold.parallel.tiles.rule import Moment
-from fivefold.parallel.tiles.tape import Ref, State, Value
 
-__all__ = ["Defer", "carry_out", "execute", "returned"]
+__all__ = ["Defer", "carry_out", "execute", "left", "returned"]
 
 
 Defer = Callable[[Compute, Callable[[Sequence[Tensor]], Any], Sequence[Tensor]], Any]
@@ -31,24 +33,26 @@ def execute(
     inputs: Sequence[Tensor],
     state: Mapping[str, Tensor],
     moment: Moment,
-    group: dist.ProcessGroup,
 ) -> dict[int, Tensor]:
-    """Run `program` on this rank's parts of the inputs; the values that its net returns, by number.
-
-    `group` holds the tile ranks of this replica in order. Collective.
+    """Run `program` on this rank's parts of the inputs; the values that its net returns and leaves behind,
+    by number. Collective.
     """
     values = dict(zip(program.tape.inputs, inputs, strict=True))
-    wanted = returned(program)
+    wanted = returned(program) | left(program)
     made = carry_out(
-        program, values, range(len(program.steps)), wanted, state=state, moment=moment, group=group
+        program, values, range(len(program.steps)), wanted, state=state, moment=moment
     )
     return {index: made[index] for index in wanted}
 
 
 def returned(program: Program) -> set[int]:
     """The values that the net returns."""
-    flat, _ = tree_flatten(program.tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-    return {leaf.index for leaf in flat if isinstance(leaf, Value)}
+    return {ref.index for ref in refs_of(program.tape.outputs) if isinstance(ref, Value)}
+
+
+def left(program: Program) -> set[int]:
+    """The values that the net leaves in buffers and attributes."""
+    return {ref.index for ref in program.tape.effects.refs() if isinstance(ref, Value)}
 
 
 def carry_out(
@@ -59,7 +63,6 @@ def carry_out(
     *,
     state: Mapping[str, Tensor],
     moment: Moment,
-    group: dist.ProcessGroup,
     defer: Defer | None = None,
 ) -> dict[int, Tensor]:
     """Carry out the steps of `span`, given the values that they read; what is in `keep` is returned.
@@ -68,17 +71,19 @@ def carry_out(
     """
     parts = segments(moment.recompute, len(span))
     if not (parts and torch.is_grad_enabled()):
-        running = _Running(program, values, state, moment, group, defer)
+        running = _Running(program, values, state, moment, defer)
         return running.steps(span, keep, remake=True)
+    quietly = replace(moment, updates=False)
     for segment in _divided(program, parts, keep, span, moment):
 
-        def run(taken: Mapping[int, Tensor], segment: Segment = segment) -> Mapping[int, Tensor]:
-            running = _Running(program, dict(taken), state, moment, group)
+        def run(
+            taken: Mapping[int, Tensor], again: bool, segment: Segment = segment
+        ) -> Mapping[int, Tensor]:
+            running = _Running(program, dict(taken), state, quietly if again else moment)
             steps = range(segment.first, segment.stop)
             return running.steps(steps, set(segment.gives), remake=False)
 
-        buffers = [t for t in state.values() if not isinstance(t, nn.Parameter) and not t.is_meta]
-        values |= recomputed(run, segment, values, buffers)
+        values |= recomputed(run, segment, values)
     return values
 
 
@@ -110,20 +115,19 @@ def _sizes(program: Program, moment: Moment) -> Callable[[int], int]:
 class _Running:
     """Some steps of a program under way, and the values that they have made."""
 
-    def __init__(  # noqa: PLR0917 - what `carry_out` was given
+    def __init__(
         self,
         program: Program,
         values: dict[int, Tensor],
         state: Mapping[str, Tensor],
         moment: Moment,
-        group: dist.ProcessGroup,
         defer: Defer | None = None,
     ) -> None:
         self.values = values
         self._defer = defer
         self.kept: dict[int, Kept] = {}
         """what was moved -> how to make it again"""
-        self._program, self._state, self._moment, self._group = program, state, moment, group
+        self._program, self._state, self._moment = program, state, moment
         self._remake = True
         self._given = frozenset(values)
         """what was made elsewhere, which is not to be changed"""
@@ -135,17 +139,28 @@ class _Running:
         """
         self._remake = remake
         program = self._program
-        for number in span:
-            step = program.steps[number]
-            if isinstance(step, Move):
-                self.move(step)
-            else:
-                self.compute(step)
-            for index in program.dying[number]:
-                if index not in keep:
-                    self.values.pop(index, None)
-                    self.kept.pop(index, None)
+        with ExitStack() as casting:
+            now: Autocast | None = None
+            for number in span:
+                step = program.steps[number]
+                if isinstance(step, Compute) and step.node.autocast != now:
+                    now = step.node.autocast
+                    casting.close()
+                    if now is not None:
+                        casting.enter_context(_cast(now, self._device))
+                if isinstance(step, Move):
+                    self.move(step)
+                else:
+                    self.compute(step)
+                for index in program.dying[number]:
+                    if index not in keep:
+                        self.values.pop(index, None)
+                        self.kept.pop(index, None)
         return self.values
+
+    @property
+    def _device(self) -> str:
+        return next((t.device.type for t in self.values.values()), "cpu")
 
     def _get(self, ref: Ref) -> Tensor:
         if isinstance(ref, Value):
@@ -155,7 +170,9 @@ class _Running:
     def move(self, step: Move) -> None:
         kept, source = Kept(), self._get(step.source)
         before = self.kept.get(step.source.index) if isinstance(step.source, Value) else None
-        self.values[step.target] = exchange(source, step.exchange, self._group, kept, before)
+        self.values[step.target] = exchange(
+            source, step.exchange, self._moment.lines, kept, before
+        )
         if kept.again is not None and self._remake:
             self.kept[step.target] = kept
 
@@ -196,8 +213,14 @@ class _Running:
 
     def _plain(self, step: Compute, operands: Sequence[Tensor]) -> Any:
         if step.border is not None:
-            return step.border.run(operands, self._group)
+            return step.border.run(operands, self._moment.lines)
         return step.local.run(self._moment, operands)
+
+
+def _cast(autocast: Autocast, device: str) -> torch.autocast:
+    """What the net has switched autocast to."""
+    enabled, dtype = autocast
+    return torch.autocast(device, dtype, enabled=enabled)
 
 
 def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_hooks:

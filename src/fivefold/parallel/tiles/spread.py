@@ -34,18 +34,36 @@ def _coordinates(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The tile ranks of one replica, row-major along the tile axes that are larger than one."""
+    """Ranks that compute one batch together, row-major along the axes that are larger than one.
+
+    The data axis comes first, if it is one of them: samples are then divided as images are.
+    """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Number of tile ranks."""
+        """Number of ranks."""
         return math.prod(self.sizes)
 
+    @property
+    def data(self) -> int | None:
+        """The number of the data axis."""
+        return 0 if self.axes[:1] == ("data",) else None
+
+    @property
+    def replicas(self) -> int:
+        """Size of the data axis; 1 if it is not one of the axes."""
+        return 1 if self.data is None else self.sizes[0]
+
+    @property
+    def tiles(self) -> int:
+        """Number of tile ranks of a replica; those of the first one are the first ranks."""
+        return self.size // self.replicas
+
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Position of tile rank `rank` along every axis."""
+        """Position of rank `rank` along every axis."""
         return _coordinates(self.sizes)[rank]
 
     def part(self, rank: int, axes: Sequence[int]) -> int:

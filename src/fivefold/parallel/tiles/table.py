@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fivefold.parallel.graph.refs import Ref, Value
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.costs import flops_of
 from fivefold.parallel.tiles.exchange import Exchange
 from fivefold.parallel.tiles.program import Compute, Program, exchange_of
 from fivefold.parallel.tiles.rule import Here
 from fivefold.parallel.tiles.spread import Range, Spread
-from fivefold.parallel.tiles.tape import Node, Ref, Value
 
 __all__ = ["Totals", "table", "totals"]
 

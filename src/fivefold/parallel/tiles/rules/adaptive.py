@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, rule, want_of
 from fivefold.parallel.tiles.rules.lines import lowered, placed
 from fivefold.parallel.tiles.rules.reduce import GlobalMean
 from fivefold.parallel.tiles.rules.resample import Averaged
 from fivefold.parallel.tiles.spread import Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import (
     Local,
@@ -23,7 +24,6 @@ from fivefold.parallel.tiles.rule import (
     want_of,
 )
 from fivefold.parallel.tiles.spread import Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Along", "arguments", "dims_of", "reduced", "reduced_wants", "widened"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.rule import (
     Local,
     Moment,
@@ -21,7 +22,6 @@ from fivefold.parallel.tiles.rule import (
 from fivefold.parallel.tiles.rules.lines import Repeated, lowered, placed
 from fivefold.parallel.tiles.rules.pointwise import broadcast, broadcast_wants
 from fivefold.parallel.tiles.spread import Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Expand", "Permute", "Repeat", "RepeatRows"]
 

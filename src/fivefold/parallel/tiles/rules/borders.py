@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.rule import Local, Operation, rule
 from fivefold.parallel.tiles.rules.lines import (
     Flipped,
@@ -21,7 +22,6 @@ from fivefold.parallel.tiles.rules.lines import (
     placed,
 )
 from fivefold.parallel.tiles.spread import Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Flip", "Pad", "Roll"]
 

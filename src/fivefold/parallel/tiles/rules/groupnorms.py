@@ -193,7 +193,9 @@ def _instance_norm(
         weight=None if a["weight"] is None else a["weight"].repeat(n),
         bias=None if a["bias"] is None else a["bias"].repeat(n),
     )  # fmt: skip
-    samples = moment.groups(() if lies.cuts[0] is None else lies.cuts[0].axes, moment.joint)
+    if not moment.updates:
+        return result
+    samples = moment.statistics(() if lies.cuts[0] is None else lies.cuts[0].axes)
     for buffer, new in zip((means, variances), found, strict=True):
         if buffer is not None and new is not None:
             _track(buffer, new.view(n, channels), a["momentum"], samples, moment.rows > 0)

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Wants, call, rule, want_of
 from fivefold.parallel.tiles.rules.pointwise import broadcast
 from fivefold.parallel.tiles.spread import Box, Cut, Range, Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Join", "Split", "Stack"]
 

@@ -42,6 +42,10 @@ def _tracked(
 ) -> Tensor:
     """Normalise, and update running statistics, or note what is due to them."""
     running_mean, running_var = options["running_mean"], options["running_var"]
+    if not moment.updates and running_mean is not None:
+        # Computed again: as before, so that as much is saved, but the statistics have been counted.
+        copies = {"running_mean": running_mean.clone(), "running_var": running_var.clone()}
+        return _normalised(moment, x, spread, slices, **{**options, **copies, "momentum": 0.0})
     if running_mean is None or moment.note is None:
         momentum = options["momentum"]
         if batches is not None:
@@ -62,7 +66,7 @@ def _normalised(
 ) -> Tensor:
     if _alone(moment, spread, slices):
         return F.batch_norm(x, training=True, **options)
-    group = moment.groups(spread.axes, moment.joint)
+    group = moment.statistics(spread.axes)
     samples = 0 in spread.cut_dims  # tiles-to-batch: what this rank has are its own samples
     return global_batch_norm(
         x, options["running_mean"], options["running_var"], options["weight"], options["bias"],
@@ -74,7 +78,7 @@ def _normalised(
 def _alone(moment: Moment, spread: Spread, slices: tuple[slice, ...] | None) -> bool:
     """Whether the statistics are those of what this rank holds."""
     whole = moment.rows > 0 and slices is None
-    return whole and moment.groups(spread.axes, moment.joint).size() == 1
+    return whole and moment.statistics(spread.axes).size() == 1
 
 
 class _Norm:
@@ -124,7 +128,8 @@ class BatchNormModule(_Norm):
             if not module.training and tracked:
                 return module(x)
             keep = module.training and tracked
-            if module.training and moment.note is None and _alone(moment, spread, slices):
+            at_once = moment.updates and moment.note is None
+            if module.training and at_once and _alone(moment, spread, slices):
                 return module(x)
             return _tracked(
                 moment, x, spread, slices, module.num_batches_tracked if keep else None,

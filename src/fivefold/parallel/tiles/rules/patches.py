@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, call, rule, want_of
 from fivefold.parallel.tiles.rules.windowed import per_dim
 from fivefold.parallel.tiles.spread import Range, Spread
-from fivefold.parallel.tiles.tape import Node
 from fivefold.parallel.tiles.windows import Window, follow
 
 __all__ = ["Unfold"]

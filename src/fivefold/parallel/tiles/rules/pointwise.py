@@ -27,7 +27,7 @@ POINTWISE = (
     "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mul",
     "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter", "not_equal", "ones_like", "polar",
     "polygamma", "positive", "pow", "rad2deg", "real", "reciprocal", "relu", "relu6", "remainder",
-    "requires_grad", "resolve_conj", "resolve_neg", "round", "rpow", "rsqrt", "rsub", "rtruediv", "selu",
+    "renumbered", "requires_grad", "resolve_conj", "resolve_neg", "round", "rpow", "rsqrt", "rsub", "rtruediv", "selu",
     "sgn", "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink",
     "softsign", "special_digamma", "special_entr", "special_erf", "special_erfc", "special_erfcx",
     "special_erfinv", "special_exp2", "special_expit", "special_expm1", "special_gammaln", "special_i0",

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Operation, as_held, call, everything, rule, want_of
 from fivefold.parallel.tiles.rules.along import arguments, dims_of, reduced
 from fivefold.parallel.tiles.rules.pointwise import broadcast, broadcast_wants
 from fivefold.parallel.tiles.spread import Cut, Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Einsum", "Embedding", "Gathered", "Linear", "PerChannel", "Products", "Similarity"]
 

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.intercept import DROPOUTS, dropout_arguments, warn_layout
 from fivefold.parallel.randomness import uniform_box
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Wants, as_held, call, rule
 from fivefold.parallel.tiles.rules.pointwise import Pointwise, broadcast_wants
 from fivefold.parallel.tiles.rules.products import Products
 from fivefold.parallel.tiles.spread import Box, Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Attention", "Bernoulli", "Dropout", "Fresh", "Sampled", "Seeded"]
 
@@ -37,19 +37,25 @@ _Shape = tuple[int, ...]
 def _uniform(  # noqa: PLR0917 - all of them are needed, and none has a default that fits
     moment: Moment, key: int, shape: _Shape, box: Box, device: torch.device, common: bool = False
 ) -> Tensor:
-    """Numbers in [0, 1) for `box` of a tensor that has `shape` in this replica, its leading dim the samples.
+    """Numbers in [0, 1) for `box` of a tensor of `shape`, whose leading dim are the samples.
 
-    With `common` (weights, say) the same on all replicas.
+    With `common` (weights, say) they are not: the same for all samples.
     """
-    rows, first = max(moment.rows, 1), 0
-    if shape and not common:
-        if shape[0] % rows == 0 and shape[0] >= rows:
-            first = moment.origin * (shape[0] // rows)
-        elif moment.rows != moment.total:
+    rows = max(moment.rows, 1)
+    each = shape[0] // rows if shape else 0  # rows of the tensor that a sample has
+    starts, sizes = [start for start, _ in box], [stop - start for start, stop in box]
+    if not shape or common or each * rows != shape[0] or not each:
+        if shape and not common and moment.rows != moment.total:
             warn_layout(f"a mask of shape {shape}, whose leading dim is not the samples,")
-    starts = [start for start, _ in box]
-    starts[:1] = [start + first for start in starts[:1]]
-    return uniform_box(starts, [stop - start for start, stop in box], shape, key, device)
+        return uniform_box(starts, sizes, shape, key, device)
+    parts: list[Tensor] = []
+    for piece in moment.pieces:
+        low, high = max(box[0][0], piece.start * each), min(box[0][1], piece.stop * each)
+        if low < high or not moment.rows:
+            shifted = low + (piece.origin - piece.start) * each
+            own = [high - low, *sizes[1:]] if moment.rows else sizes
+            parts.append(uniform_box([shifted, *starts[1:]], own, shape, key, device))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Exactly:
@@ -215,7 +221,7 @@ class Seeded:
             devices = [device] if device.type != "cpu" else []
             kind = device.type if devices else "cuda"
             with _ALONE, torch.random.fork_rng(devices, device_type=kind):
-                torch.manual_seed(key ^ moment.origin)
+                torch.manual_seed(key ^ moment.pieces[0].origin)
                 return plainly(moment, operands)
 
         return Local(op.whole(), run)

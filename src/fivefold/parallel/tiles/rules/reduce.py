@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, call, rule
 from fivefold.parallel.tiles.rules.along import (
     arguments,
@@ -29,7 +30,6 @@ from fivefold.parallel.tiles.rules.along import (
 from fivefold.parallel.tiles.rules.pointwise import Pointwise
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.sums import all_extreme, all_sum
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Extreme", "GlobalMean", "Norm", "Reduction", "Sum", "Variance"]
 

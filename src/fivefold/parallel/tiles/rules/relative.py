@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, call, rule
 from fivefold.parallel.tiles.rules.along import arguments, dims_of, widened
 from fivefold.parallel.tiles.rules.norms import owned_slices
 from fivefold.parallel.tiles.rules.reduce import LogSumExp, Norm, Over
 from fivefold.parallel.tiles.spread import Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Normalize", "Softmax"]
 

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Segments
 from fivefold.parallel.tiles.rule import Local, Operation, rule
 from fivefold.parallel.tiles.rules.lines import Line, lowered, placed
 from fivefold.parallel.tiles.spread import Range, Spread
-from fivefold.parallel.tiles.tape import Node
 
 __all__ = ["Averaged", "Interpolate", "Nearest", "Scaled", "Weighted", "centre_bound"]
 

@@ -12,13 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
+from fivefold.parallel.graph.refs import Slot
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
-from fivefold.parallel.tiles.rule import Local, Moment, Operation, everything, rule, want_of
+from fivefold.parallel.tiles.rule import (
+    Local,
+    Moment,
+    Operation,
+    as_held,
+    everything,
+    rule,
+    want_of,
+)
 from fivefold.parallel.tiles.spread import Cut, Range, Spread
-from fivefold.parallel.tiles.tape import Node, Slot
 from fivefold.parallel.tiles.windows import follow
 
-__all__ = ["Index", "Rows"]
+__all__ = ["Assign", "Index", "Rows"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,94 @@ class Index:
             return operands[0][tuple(local)]
 
         return Local((tuple(wants), *map(everything, op.node.shapes[1:])), run)
+
+
+@rule("assigned")
+class Assign:
+    """`x[index] = y` as a function: every part takes those rows of `y` that fall into it."""
+
+    def _entries(self, node: Node) -> list[_Entry] | None:
+        """Rows and single rows only: lists and masks are gathered."""
+        index = node.args[1]
+        entries = _normal(
+            list(index) if isinstance(index, tuple) else [index], node.shapes[0], node.shapes
+        )
+        plain = entries is not None and all(e is None or isinstance(e, (Rows, int)) for e in entries)
+        return entries if plain and isinstance(node.args[0], Slot) else None
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """As what is assigned to; where that is whole, as what is assigned."""
+        entries, given = self._entries(op.node), op.given[0]
+        if entries is None:
+            return None
+        if not given.is_whole or len(op.given) == 1 or op.given[1].is_whole:
+            return [given.tight()]
+        made, value = given, op.given[1]
+        for dim, position, entry in _matched(entries, len(value.shape)):
+            cut = None if position is None else value.cuts[position]
+            if cut is not None and isinstance(entry, Rows) and value.shape[position or 0] == entry.count:
+                inner = [entry.start + bound * entry.step for bound in cut.bounds[1:-1]]
+                made = made.with_cut(dim, Cut.at(cut.axes, (0, *inner, given.shape[dim])))
+        return [made]
+
+    def lower(self, op: Operation) -> Local:
+        """The same index, relative to what is held."""
+        entries, made, here = self._entries(op.node), op.made[0], op.here
+        assert entries is not None
+        shape = op.node.shapes[1] if len(op.node.shapes) > 1 else ()
+        wants = [Want.all_of(n) for n in shape]
+        index: list[Any] = [slice(None)] * len(made.shape)
+        held, nothing = made.held(here.grid, here.rank), False
+        for dim, position, entry in _matched(entries, len(shape)):
+            cut = made.cuts[dim]
+            ranges = [(0, made.shape[dim])] if cut is None else list(cut.held)
+            rows = [_rows_within(entry, r) for r in ranges]
+            mine = _rows_within(entry, held[dim])
+            nothing = nothing or mine[0] >= mine[1]
+            first = entry if isinstance(entry, int) else entry.start + mine[0] * entry.step
+            step = 1 if isinstance(entry, int) else entry.step
+            start = first - held[dim][0]
+            stop = start + (mine[1] - mine[0] - 1) * step + 1
+            index[dim] = start if isinstance(entry, int) else slice(start, max(stop, start), step)
+            if position is not None and cut is not None and shape[position] != 1:
+                wants[position] = Want.ranges(cut.axes, rows)
+        new = [number for number, entry in enumerate(entries) if entry is None]
+        for number in new:
+            index.insert(number, None)
+
+        def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            if nothing:
+                return operands[0].clone()
+            value = operands[1] if len(operands) > 1 else op.node.args[2]
+            return op.node.function(operands[0], tuple(index), value)
+
+        others = (tuple(wants),) if len(op.node.shapes) > 1 else ()
+        return Local((as_held(made), *others), run)
+
+
+def _rows_within(entry: Rows | int, held: Range) -> Range:
+    """Which rows of what is assigned fall into what is held."""
+    if isinstance(entry, int):
+        return (0, 1) if held[0] <= entry < held[1] else (0, 0)
+    low = max(-((entry.start - held[0]) // entry.step), 0)
+    high = min(-((entry.start - held[1]) // entry.step), entry.count)
+    return (low, max(high, low))
+
+
+def _matched(entries: Sequence[_Entry], rank: int) -> list[tuple[int, int | None, Rows | int]]:
+    """Every dim that is assigned to, the dim of the value that goes there, if any, and the rows."""
+    found: list[tuple[int, int | None, Rows | int]] = []
+    result = sum(not isinstance(entry, int) for entry in entries)
+    dim, there = 0, rank - result
+    for entry in entries:
+        if entry is None:
+            there += 1
+            continue
+        assert isinstance(entry, (Rows, int))
+        rows = isinstance(entry, Rows)
+        found.append((dim, there if rows and there >= 0 else None, entry))
+        dim, there = dim + 1, there + rows
+    return found
 
 
 def _by_dim(entries: Sequence[_Entry]) -> list[tuple[int | None, _Entry]]:

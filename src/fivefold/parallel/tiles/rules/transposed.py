@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, rule, want_of
 from fivefold.parallel.tiles.rules.windowed import per_dim
 from fivefold.parallel.tiles.spread import Range, Spread
-from fivefold.parallel.tiles.tape import Node
 from fivefold.parallel.tiles.windows import follow
 
 __all__ = ["Spray", "TransposedConvolution"]

@@ -11,6 +11,7 @@ one whose parts lie in one piece each:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,16 @@ class Group:
         parts = math.prod(grid.sizes[axis] for axis in axes)
         if n < parts:
             return None
-        return Cut.at(axes, [owned(n, parts, part).start for part in range(parts)] + [n])
+        # What replicas have stays theirs.
+        alone = major is None or major.axes != (grid.data,)
+        replicas = [0, n] if alone or major is None else follow(major, n, self.bound).bounds
+        each = parts // (len(replicas) - 1)
+        bounds = [
+            a + owned(b - a, each, part).start
+            for a, b in itertools.pairwise(replicas)
+            for part in range(each)
+        ]
+        return Cut.at(axes, [*bounds, n])
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[Group] | None:
@@ -161,8 +171,8 @@ class View:
 
 def _may_turn_to_samples(op: Operation) -> bool:
     """Whether every rank could have whole samples instead: what comes then needs no neighbours at all."""
-    rows, fewest = op.given[0].shape[0], op.here.fewest
-    return fewest >= op.here.grid.size and rows in {fewest, fewest + 1}
+    here = op.here
+    return here.fewest >= here.grid.tiles > 1 and op.given[0].shape[0] == here.rows
 
 
 def _held_elements(group: Group, cut: Cut | None, rows: Range) -> int:

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.tiles.border import border
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, call, rule, want_of
 from fivefold.parallel.tiles.spread import Cut, Spread
-from fivefold.parallel.tiles.tape import Node
 from fivefold.parallel.tiles.windows import Window
 
 __all__ = ["AveragePool", "Convolution", "MaxPool", "per_dim"]

@@ -7,9 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import resolve_name
 
-__all__ = ["asks_in_place", "base_name", "is_in_place", "with_flag"]
+__all__ = ["asks_in_place", "base_name", "is_in_place", "is_own", "plain", "with_flag"]
 
 
 def _own_name(function: Any) -> str:
@@ -41,6 +44,8 @@ def asks_in_place(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether a call changes its first argument, by its name or because `inplace` is set."""
+    if is_own(function):
+        return False
     if is_in_place(function):
         return True
     signature = with_flag(function)
@@ -65,3 +70,55 @@ _OPERATORS = {
     "itruediv": "div", "rdiv": "rtruediv", "floordiv": "floor_divide", "ipow": "pow", "and": "bitwise_and",
     "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not",
 }  # fmt: skip
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The variant of a function of torch that leaves its argument alone."""
+    return function if is_own(function) else _plain(function)
+
+
+def is_own(function: Callable[..., Any]) -> bool:
+    """Whether a node's function is one of ours, which change none of their operands."""
+    return type(function).__module__.startswith("fivefold.")
+
+
+@functools.cache
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not is_in_place(function):
+        return _without_flag(function)
+    name = base_name(function)
+    for place in (Tensor, torch, F):
+        found = getattr(place, name, None)
+        if callable(found):
+            return _of_the_same_type(found)
+    return _on_a_copy(function)
+
+
+def _of_the_same_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is changed in place keeps its dtype; a new tensor would get that of both operands."""
+
+    def call_keeping(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = function(x, *args, **kwargs)
+        return result.to(x.dtype) if isinstance(result, Tensor) else result
+
+    return call_keeping
+
+
+def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call_on_copy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(x.clone(), *args, **kwargs)
+
+    return call_on_copy
+
+
+def _without_flag(function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = with_flag(function)
+    if signature is None:
+        return function
+
+    def call_plain(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["inplace"] = False
+        return function(*bound.args, **bound.kwargs)
+
+    return call_plain

@@ -11,46 +11,22 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["Constant", "Node", "Ref", "Slot", "State", "Tape", "Value"]
+from fivefold.parallel.graph.effects import Effects
+from fivefold.parallel.graph.guards import Guards
+from fivefold.parallel.graph.reach import Found
+from fivefold.parallel.graph.refs import Ref, Slot, State, Value
 
+__all__ = ["Autocast", "Node", "Tape"]
 
-@dataclass(frozen=True)
-class Value:
-    """A tensor that the net computes, or one of its inputs."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class State:
-    """A parameter or buffer, by its name; looked up anew at every run."""
-
-    name: str
-
-
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """A tensor that the net holds without having registered it."""
-
-    tensor: Tensor
-
-
-Ref = Value | State | Constant
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where operand `index` of a node goes among its arguments."""
-
-    index: int
+Autocast = tuple[bool, torch.dtype]
+"""whether it is on, and the dtype that it casts to"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +48,6 @@ class Node:
     output_shapes: tuple[tuple[int, ...], ...]
     output_bytes: int
     """of one element of the first output"""
-    returns: Any
-    """tree spec of what it returns"""
     scope: str
     """name of the module that called"""
     call: int
@@ -82,6 +56,10 @@ class Node:
     """how many calls of this module that draw a mask came before: masks are a function of it"""
     grad: bool
     """whether it ran with gradients enabled"""
+    autocast: Autocast | None = None
+    """where the net itself has switched it; None: as around the net"""
+    line: str = ""
+    """of the user's code that called: `file.py:12`"""
 
     def arguments(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call `function` with, given the operands."""
@@ -119,7 +97,8 @@ class Node:
     @property
     def where(self) -> str:
         """How messages name this node."""
-        return f"{self.name} in {self.scope!r}" if self.scope else f"{self.name} in the net"
+        place = repr(self.scope) if self.scope else "the net"
+        return f"{self.name} in {place} ({self.line})" if self.line else f"{self.name} in {place}"
 
 
 @dataclass
@@ -135,6 +114,23 @@ class Tape:
     """tree of what the net returns, with a `Ref` for every tensor"""
     uses: Counter[int] = field(default_factory=Counter[int])
     """how many nodes and outputs read a value"""
+    effects: Effects = field(default_factory=Effects)
+    """what the net does besides"""
+    statistics: set[str] = field(default_factory=set[str])
+    """names of the buffers that norms update by themselves"""
+    guards: Guards | None = None
+    """what the recording has seen; None for a tape that was not recorded"""
+    places: Mapping[str, Found] = field(default_factory=dict[str, Found])
+    """where a `State` is looked up"""
+    carried: list[Found] = field(default_factory=list[Found])
+    """where the last inputs are found: what an earlier forward has left, in parts"""
+
+    @functools.cached_property
+    def named(self) -> frozenset[str]:
+        """Names of the tensors that nodes read."""
+        return frozenset(
+            ref.name for node in self.nodes for ref in node.operands if isinstance(ref, State)
+        )
 
     def element_bytes(self, ref: Ref) -> int:
         """Size of one element of a tensor."""

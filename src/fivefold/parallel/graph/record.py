@@ -1,0 +1,382 @@
+"""What a net calls and does, recorded by running it once on tensors that have a shape but no numbers.
+
+The unmodified forward runs as it is: its control flow may depend on shapes, on options, on the numbers of
+parameters and buffers, on anything but those of its inputs. Meanwhile stand-ins take the place of the net's
+tensors; afterwards everything Python that the forward can reach is put back, and what it has changed there is
+part of the recording (`effects`), as what it can read is (`guards`).
+
+    reach ──► stand-ins ──► forward under Recorder ──► tape       what it computes
+      │                          │                     effects    what it does besides
+      └── put back ◄─────────────┘                     guards     what it has seen
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from fivefold.errors import FivefoldError, UsageError
+from fivefold.parallel.graph.effects import Effects, noted
+from fivefold.parallel.graph.guards import Guards
+from fivefold.parallel.graph.hooks import hooked
+from fivefold.parallel.graph.reach import Found, Reach
+from fivefold.parallel.graph.recorder import WHOLE_MODULES, Recorder
+from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
+from fivefold.parallel.graph.tape import Node, Tape
+from fivefold.parallel.graph.writes import Writes
+from fivefold.parallel.trees import leaves, map_tensors
+
+__all__ = ["record"]
+
+
+def _whole(tensor: Tensor) -> None:  # noqa: ARG001 - none is a part of another
+    return None
+
+
+def record(
+    net: nn.Module,
+    call: Callable[[Callable[..., Any], Any], Any],
+    inputs: Any,
+    shapes: Sequence[torch.Size],
+    device: torch.device | None = None,
+    parts: Callable[[Tensor], tuple[int, ...] | None] = _whole,
+) -> Tape:
+    """Run `call(net, inputs)` on fake tensors and note every call.
+
+    Args:
+        net: the user's net; afterwards it is as before.
+        call: how the net is called with a tree of inputs.
+        inputs: a tree with this rank's tensors, of which dtype and device count.
+        shapes: the shape that each of them stands for, in the order of `leaves`.
+        device: where the net computes, by default where its first parameter is; parameters on the meta device
+            stand for those that another rank holds.
+        parts: the shape of what a tensor in an attribute is a part of; None if it is none.
+
+    Raises `UsageError`, which names the module and the line, for what cannot be recorded.
+    """
+    _check_hooks(net)
+    device = device or next((p.device for p in net.parameters()), torch.device("cpu"))
+    objects = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, Tensor)]
+    reach = Reach(net, [(f"object {number} of the inputs", leaf) for number, leaf in enumerate(objects)])
+    tape, stand_ins = _recorded(net, reach, call, inputs, shapes, device, parts)
+    _check_left(stand_ins)
+    return tape
+
+
+def _recorded(  # noqa: PLR0917 - what `record` was given
+    net: nn.Module,
+    reach: Reach,
+    call: Callable[..., Any],
+    inputs: Any,
+    shapes: Sequence[torch.Size],
+    device: torch.device,
+    parts: Callable[[Tensor], tuple[int, ...] | None],
+) -> tuple[Tape, list[weakref.ref[Tensor]]]:
+    """The recording, and every stand-in that took part."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        writes = Writes(fake)
+        sizes = iter(shapes)
+        stand_ins = map_tensors(
+            lambda t: torch.empty(next(sizes), dtype=t.dtype, device=device), inputs
+        )
+        places = _places(net, reach)
+        try:
+            named, carried = _stood_in(reach, places, writes, device, parts)
+            given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
+            recorder = Recorder(named, given, writes, device, lambda n: places[n].now())
+            with _ours_apart(net), _no_cache(), torch.inference_mode(False), writes, recorder:
+                returned = _run(recorder, net, call, stand_ins)
+            changes = reach.changes()
+            sets = noted(changes, recorder.ref, writes.own)
+            tape = _tape(recorder, returned, Effects(recorder.written(), sets))
+        finally:
+            reach.restore()
+    tape.guards = Guards(reach, changes, recorder.looked, device)
+    tape.places, tape.carried = places, [found for found, _ in carried]
+    return tape, [weakref.ref(t) for t in recorder.held if writes.own(t)]
+
+
+def _places(net: nn.Module, reach: Reach) -> dict[str, Found]:
+    """Where the tensors are that the net holds, by what they are called: parameters, buffers, attributes."""
+    names: dict[int, str] = {}
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        names.setdefault(id(tensor), name)
+    found: dict[str, Found] = {}
+    for one in reach.tensors:
+        name = names.setdefault(id(one.tensor), f".{one.path}{[*one.inner] or ''}")
+        found.setdefault(name, one)
+    return found
+
+
+def _stood_in(
+    reach: Reach,
+    places: Mapping[str, Found],
+    writes: Writes,
+    device: torch.device,
+    parts: Callable[[Tensor], tuple[int, ...] | None],
+) -> tuple[list[tuple[Tensor, State]], list[tuple[Found, Tensor]]]:
+    """Put stand-ins in the place of the net's tensors.
+
+    They, and the real ones, with their names; and those for tensors of which this rank has a part.
+    """
+    made: dict[int, Tensor] = {}
+    names = {id(found.tensor): name for name, found in places.items()}
+    named: list[tuple[Tensor, State]] = []
+    carried: list[tuple[Found, Tensor]] = []
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) in made:
+            return made[id(tensor)]
+        name, shape = names[id(tensor)], parts(tensor)
+        if shape is None:
+            new = made[id(tensor)] = writes.adopt(tensor, _fake(writes.fake, tensor, device))
+            named.extend((one, State(name)) for one in (new, tensor))
+        else:
+            new = made[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=device)
+            carried.append((places[name], new))
+        return new
+
+    reach.put_in_place(stand_in)
+    return named, carried
+
+
+def _fake(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        return fake.from_tensor(tensor)
+    made = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _run(recorder: Recorder, net: nn.Module, call: Callable[..., Any], inputs: Any) -> Any:
+    """Call the net; what it raises becomes one readable error."""
+
+    def called_here() -> Any:  # where the frames of the user's code begin
+        return call(net, inputs)
+
+    try:
+        with _scopes(recorder, net), _functions_seen(recorder):
+            return called_here()
+    except FivefoldError:
+        raise
+    except Exception as problem:
+        said = str(problem).strip().splitlines() or ["no reason given"]
+        where = _raised_at(problem)
+        raise UsageError(
+            f"{_module(recorder)} cannot be recorded, which tiles and stages need: {type(problem).__name__} in "
+            f"{where}: {said[0]}"
+        ) from problem
+
+
+def _module(recorder: Recorder) -> str:
+    scope = recorder.failed or recorder.scopes[-1]
+    return f"the module {scope!r}" if scope else "the net"
+
+
+def _raised_at(problem: Exception) -> str:
+    """The last line of the user's that took part."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [
+        f for f in traceback.extract_tb(problem.__traceback__) if not f.filename.startswith(own)
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "torch"
+
+
+@contextmanager
+def _scopes(recorder: Recorder, net: nn.Module) -> Generator[None]:
+    """Within the block, calls know the module that makes them."""
+    found = dict(net.named_modules())
+    before = {name: module.__dict__.get("forward") for name, module in found.items()}
+    for name, module in found.items():
+        module.__dict__["forward"] = _entered(recorder, name, module, module.forward)
+    try:
+        yield
+    finally:
+        for name, module in found.items():
+            if before[name] is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before[name]
+
+
+def _entered(
+    recorder: Recorder, name: str, module: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        recorder.scopes.append(name)
+        try:
+            if type(module) in WHOLE_MODULES:
+                return recorder.as_one(module, *args, **kwargs)
+            return forward(*args, **kwargs)
+        except Exception:
+            recorder.failed = recorder.failed or name
+            raise
+        finally:
+            recorder.scopes.pop()
+
+    return enter
+
+
+@contextmanager
+def _no_cache() -> Generator[None]:
+    """Within the block, autocast keeps no casts of weights: it would keep those of stand-ins."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+# ---- autograd functions of the user's
+
+_recording = threading.local()
+_lock = threading.Lock()
+_watchers = 0
+_plain_apply: Any = Function.__dict__["apply"]
+
+
+def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = _plain_apply.__get__(None, cls)
+    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    if recorder is None or cls.__module__.startswith("fivefold."):
+        return apply(*args, **kwargs)
+    if (
+        cls is CheckpointFunction
+    ):  # (function, preserve_rng_state, *inputs): memory is the plan's business
+        return args[0](*args[2:])
+    return recorder.opaque(apply, f"{cls.__name__}.apply", args)
+
+
+@contextmanager
+def _functions_seen(recorder: Recorder) -> Generator[None]:
+    """Within the block, this thread's calls of autograd functions are noted whole: no mode sees them."""
+    global _watchers  # noqa: PLW0603 - torch has one class of functions
+    with _lock:
+        _watchers += 1
+        Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign]
+    _recording.recorder = recorder
+    try:
+        yield
+    finally:
+        _recording.recorder = None
+        with _lock:
+            _watchers -= 1
+            if not _watchers:
+                Function.apply = _plain_apply  # type: ignore[method-assign]
+
+
+# ---- what is not the user's
+
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_OURS = ("torch.distributed.", "fivefold.")
+
+
+def _check_hooks(net: nn.Module) -> None:
+    """Refuse hooks of a module's backward, which no recording sees."""
+    every = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks  # noqa: SLF001
+    for name, module in net.named_modules():
+        if every or any(getattr(module, kind) for kind in _HOOKS):
+            where = f"the module {name!r}" if name else "the net"
+            raise UsageError(
+                f"{where} has a hook of its backward (register_full_backward_hook), which a recorded net would "
+                "drop: use tensor.register_hook in the forward, or the data axis only"
+            )
+
+
+@contextmanager
+def _ours_apart(net: nn.Module) -> Generator[None]:
+    """Within the block, modules are without the hooks by which parameters are gathered."""
+    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for module in net.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            if any(map(_is_ours, hooks.values())):
+                taken.append((hooks, dict(hooks)))
+                kept = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+                hooks.clear()
+                hooks.update(kept)
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "") or "").startswith(_OURS)
+
+
+# ---- what came of it
+
+
+def _tape(recorder: Recorder, returned: Any, effects: Effects) -> Tape:
+    outputs = map_tensors(recorder.output, returned)  # pyright: ignore[reportArgumentType]
+    nodes, rename = hooked(recorder)
+    outputs = map_refs(rename, outputs)
+    effects = effects.renamed(rename)
+    wanted = [*refs_of(outputs), *effects.refs()]
+    nodes = _alive(nodes, wanted)
+    uses = Counter(ref.index for node in nodes for ref in node.operands if isinstance(ref, Value))
+    uses.update(ref.index for ref in wanted if isinstance(ref, Value))
+    return Tape(
+        nodes,
+        recorder.inputs,
+        recorder.shapes,
+        recorder.dtypes,
+        outputs,
+        uses,
+        effects,
+        recorder.statistics,
+    )
+
+
+def _alive(nodes: Sequence[Node], wanted: Sequence[Ref]) -> list[Node]:
+    """Without nodes of which nobody reads a result, and which do nothing else."""
+    read = {ref.index for ref in wanted if isinstance(ref, Value)}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        does = not node.outputs or isinstance(node.function, nn.Module) or node.name in _UPDATES
+        if does or any(index in read for index in node.outputs):
+            kept.append(node)
+            read |= {ref.index for ref in node.operands if isinstance(ref, Value)}
+    return kept[::-1]
+
+
+_UPDATES = frozenset({"batch_norm", "instance_norm"})
+
+
+def _check_left(stand_ins: Sequence[weakref.ref[Tensor]]) -> None:
+    """Refuse a forward that keeps tensors of the recording where they were not found."""
+    if not any(ref() is not None for ref in stand_ins):
+        return
+    gc.collect()
+    left = [tensor for ref in stand_ins if (tensor := ref()) is not None]
+    if left:
+        holders = {type(holder).__name__ for holder in _holders(left[0]) if holder is not left}
+        raise UsageError(
+            f"the net keeps a tensor of shape {tuple(left[0].shape)} outside of its modules (in a "
+            f"{', '.join(sorted(holders)) or 'place that was not found'}), where a recording cannot follow "
+            "it: keep it in an attribute of a module, or return it"
+        )
+
+
+def _holders(tensor: Tensor) -> Iterator[Any]:
+    for holder in gc.get_referrers(tensor):
+        if not hasattr(holder, "f_code") and type(holder).__name__ != "list_iterator":
+            yield holder

@@ -1,0 +1,652 @@
+"""The calls of a running forward, noted one by one; see `record` for what they are put together to.
+
+A function mode sees every call of torch's public functions. What a call changes in place becomes a new
+value, and so does everything that shares its memory:
+
+    v = x[:, 1]        v is a view of x
+    v.mul_(2)          v' = mul(v, 2);  x' = assigned(x, v')
+    w = x + 1          reads x'; other views of x are made again from x' once they are read
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fivefold.errors import UsageError
+from fivefold.parallel.graph.functional import Functional, assigned, renumbered
+from fivefold.parallel.graph.guards import Looked
+from fivefold.parallel.graph.names import asks_in_place, base_name
+from fivefold.parallel.graph.numbers import Check, Unknown, assumed, known
+from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
+from fivefold.parallel.graph.tape import Autocast, Node
+from fivefold.parallel.graph.writes import Writes, user_line
+from fivefold.parallel.intercept import draws_mask
+
+__all__ = ["WHOLE_MODULES", "Recorder"]
+
+WHOLE_MODULES = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+"""Taken as one operation: they read their own buffers' numbers, or are known by their module only."""
+
+_NORMS = frozenset({"batch_norm", "instance_norm"})
+_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training")
+_TORCH_NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training")
+_DETACHED = frozenset({"detach", "data"})
+_SAME_NUMBERS = frozenset({
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "view_as", "reshape_as",
+    "atleast_1d", "atleast_2d", "atleast_3d", "contiguous", "alias",
+})  # fmt: skip
+_REORDERED = frozenset({
+    "permute", "transpose", "T", "mT", "t", "movedim", "moveaxis", "swapaxes", "swapdims",
+})  # fmt: skip
+_RESHAPED_IN_PLACE = frozenset({
+    "unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims", "resize", "resize_as", "as_strided",
+    "set",
+})  # fmt: skip
+_REFUSED = {
+    "backward": "calls backward in its forward",
+    "retain_grad": "asks to keep the gradient of a tensor within the net (retain_grad)",
+    "grad_fn": "looks at the graph of autograd (grad_fn)",
+}
+_NUMBERS = (
+    "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to compute cannot "
+    "be planned. Let it depend on shapes or options, or use torch.where"
+)
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a tensor was made of another one whose memory it shares."""
+
+    parent: Tensor
+    function: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[Tensor]
+    """all results of the call"""
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A hook that the forward has registered on a value."""
+
+    value: int
+    hook: Callable[[Tensor], Tensor | None]
+    there: Callable[[], bool]
+    """whether it has not been removed"""
+
+
+class Recorder(TorchFunctionMode):
+    """Notes calls as nodes.
+
+    Args:
+        named: tensors that the net holds, with what they are called.
+        inputs: stand-ins of the inputs.
+        writes: the mode below.
+        device: where the net computes.
+        look: a real parameter or buffer by its name.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[Tensor, State]],
+        inputs: Sequence[Tensor],
+        writes: Writes,
+        device: torch.device,
+        look: Callable[[str], Tensor],
+    ) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
+        self.held: list[Tensor] = []
+        """every tensor seen: an id means nothing once its tensor is gone"""
+        self.statistics: set[str] = set()
+        """names of buffers that norms update by themselves"""
+        self.looked: list[Looked] = []
+        self.hooks: list[Hook] = []
+        self.scopes: list[str] = [""]
+        """the modules that are running"""
+        self.failed = ""
+        """the module that raised"""
+        self._writes, self._device, self._look = writes, device, look
+        self._refs: dict[int, Ref] = {}
+        self._current: dict[int, int] = {}
+        """by tensor: which state of its memory its ref stands for"""
+        self._states: dict[int, int] = {}
+        """by storage: how often it was changed"""
+        self._views: dict[int, _View] = {}
+        self._used: set[int] = set()
+        """storages whose numbers autograd may have kept"""
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._draws: Counter[str] = Counter()
+        self._silent = False
+        self._around = self._autocast()
+        self.named = [(tensor, self._bind(tensor, ref)) for tensor, ref in named]
+        self.inputs = tuple(self._new(tensor) for tensor in inputs)
+
+    # ---- seeing calls
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._silent:
+            return func(*args, **kwargs)
+        name, kind = base_name(func), getattr(func, "__name__", "")
+        if name in _REFUSED:
+            self.refuse(_REFUSED[name])
+        if kind == "__set__":
+            return self._set_attribute(func, name, args)
+        if name == "grad":
+            return self._grad(func, args, kwargs)
+        if name == "register_hook":
+            return self._hooked(func, args)
+        return self._seen(func, name, args, kwargs)
+
+    def _seen(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _tensors((args, kwargs))
+        self._check(name, func, args, given)
+        graded = {id(leaf) for leaf in given if leaf.requires_grad}
+        self._writes.changed.clear()
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException as problem:
+            return self._number(func, name, args, kwargs, problem)
+        except DynamicOutputShapeException as problem:
+            self.refuse(
+                f"has a result whose shape depends on numbers ({name}): what each rank has to compute cannot be "
+                "planned. Keep the shape, as torch.where and masked_fill do",
+                problem,
+            )
+        self._follow(func, name, args, kwargs, given, result, graded)
+        return result
+
+    def _follow(  # noqa: PLR0917 - one call, and what came of it
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        given: list[Tensor],
+        result: Any,
+        graded: set[int],
+    ) -> None:
+        """Note a call that was made."""
+        made, changed = _tensors(result), self._changed(given)
+        if changed and name not in _NORMS:
+            self._note_changing(func, name, args, kwargs, changed, made, graded)
+        elif made:
+            self._note(func, name, args, kwargs, made)
+
+    def opaque(self, apply: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
+        """A call whose inside is not looked at: an autograd function of the user's."""
+        given = _tensors(args)
+        graded = {id(leaf) for leaf in given if leaf.requires_grad}
+        self._writes.changed.clear()
+        self._silent = True
+        try:
+            result = apply(*args)
+        finally:
+            self._silent = False
+        self._follow(apply, name, args, {}, given, result, graded)
+        return result
+
+    def as_one(self, module: nn.Module, x: Tensor) -> Tensor:
+        """A module as one operation: its result has the shape and dtype of what it is given."""
+        self._silent = True
+        try:
+            result = x * 1
+        finally:
+            self._silent = False
+        ref, shape = self.ref(x), tuple(x.shape)
+        if module.training and getattr(module, "track_running_stats", False):
+            scope = self.scopes[-1]
+            self.statistics |= {f"{scope}.{n}".lstrip(".") for n, _ in module.named_buffers()}
+        kind = type(module).__name__
+        self._emit(module, kind, ((Slot(0),), {}), [ref], [shape], [self._new(result)])
+        return result
+
+    def _check(self, name: str, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> None:
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(leaf) for leaf in given):  # noqa: SLF001  # pyright: ignore
+            self.refuse("uses torch.func (vmap, grad, jvp), whose calls cannot be followed")
+        if name in _RESHAPED_IN_PLACE and asks_in_place(func, args, {}):
+            self.refuse(
+                f"changes the shape of a tensor in place ({name}_): use {name}, which gives another one"
+            )
+        if any(isinstance(leaf, Unknown) for leaf in tree_leaves(args)):
+            self.refuse(_NUMBERS)
+
+    def _changed(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Which operands a call has changed. Refuses if it has changed something else that is known."""
+        found = self._writes.changed
+        if not found:
+            return []
+        own = {id(leaf): leaf for leaf in given if self._writes.storage(leaf) in found}
+        covered = {self._writes.storage(leaf) for leaf in own.values()}
+        if any(storage in self._states for storage in found - covered):
+            self.refuse("changes a tensor in a way that cannot be followed")
+        return list(own.values())
+
+    # ---- what takes numbers out of tensors, hooks, attributes
+
+    def _number(self, func: Any, name: str, args: Any, kwargs: Any, problem: Exception) -> Any:
+        """What a call returns that takes numbers out of tensors."""
+        placed, given, refs = self._placed(args, kwargs)
+        sources = [known(ref, self.nodes, self._look, self.statistics) for ref in refs]
+
+        def apply(*tensors: Tensor) -> Any:
+            own = tree_map(
+                lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, placed
+            )
+            return func(*own[0], **own[1])
+
+        if all(source is not None for source in sources):
+
+            def again() -> Any:
+                with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001
+                    return apply(*(source() for source in sources if source is not None))
+
+            found = again()
+            self.looked.append(
+                Looked(again, found, f"numbers that the net has looked at ({user_line()})")
+            )
+            return found
+        unknown = Unknown(given, apply, self._checked, lambda: self.refuse(_NUMBERS))
+        if name == "item":
+            return unknown
+        if name in {"__bool__", "bool", "equal", "allclose", "is_nonzero"}:
+            return self._checked(unknown)
+        return self.refuse(_NUMBERS, problem)
+
+    def _checked(self, unknown: Unknown) -> bool:
+        """Note an assert, and go on as if it held."""
+        found = assumed()
+        if found is None:
+            self.refuse(_NUMBERS)
+        wanted, where = found
+        refs = [self.ref(tensor) for tensor in unknown.tensors]
+        slots = tuple(Slot(number) for number in range(len(refs)))
+        shapes = [tuple(tensor.shape) for tensor in unknown.tensors]
+        check = Check(unknown.compute, wanted, where)
+        self._emit(check, "check", (slots, {}), refs, shapes, [])
+        return wanted
+
+    def _grad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.autograd.grad:
+            self.refuse("differentiates in its forward (torch.autograd.grad)")
+        if isinstance(self._refs.get(id(args[0])), (State, Constant)):
+            self.refuse("looks at the gradient of a parameter in its forward")
+        return func(*args, **kwargs)
+
+    def _hooked(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """`y.register_hook(hook)`: part of the recording, as it is when the forward is over."""
+        ref = self.ref(args[0])
+        if not isinstance(ref, Value):
+            self.refuse("registers a hook on a parameter or an outer tensor in its forward")
+        handle = func(*args)
+
+        def there() -> bool:
+            hooks = handle.hooks_dict_ref()
+            return hooks is not None and handle.id in hooks
+
+        self.hooks.append(Hook(ref.index, args[1], there))
+        return handle
+
+    def _set_attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """`x.data = y`, and other attributes of tensors."""
+        target, value = args
+        if name == "requires_grad" and not isinstance(
+            self._refs.get(id(target)), (State, Constant)
+        ):
+            return func(*args)
+        if name != "data":
+            self.refuse(f"sets .{name} of a tensor in its forward")
+        if value.shape != target.shape or value.dtype != target.dtype:
+            self.refuse("gives a tensor another shape or dtype by .data")
+        before, after = self.ref(target), self.ref(value)
+        self._check_kept(target)
+        func(*args)
+        self._views.pop(id(target), None)  # it shares memory with another tensor now
+        self._bind(target, self._renumber(before, after, target))
+        return None
+
+    # ---- noting calls that leave their operands alone
+
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+        placed, operands, refs = self._placed(args, kwargs)
+        if name in _NORMS:
+            self._check_statistics(func, args, kwargs)
+        shapes = [tuple(leaf.shape) for leaf in operands]
+        before = {self._writes.storage(leaf): leaf for leaf in reversed(operands)}
+        self._emit(func, name, placed, refs, shapes, [self._new(leaf) for leaf in made])
+        for leaf in made:
+            parent = before.get(self._writes.storage(leaf))
+            if parent is not None and parent is not leaf:
+                grad = torch.is_grad_enabled()
+                self._views[id(leaf)] = _View(parent, func, name, args, kwargs, list(made), grad)
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in made):
+            self._used.update(before)
+
+    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], list[Ref]]:
+        """Arguments with slots in the place of tensors; these, and what they are called."""
+        operands: list[Tensor] = []
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            operands.append(leaf)
+            return Slot(len(operands) - 1)
+
+        placed = tree_map(place, (tuple(args), kwargs))
+        return placed, operands, [self.ref(leaf) for leaf in operands]
+
+    def _emit(  # noqa: PLR0917 - the parts of a node
+        self,
+        func: Any,
+        name: str,
+        placed: tuple[Any, Any],
+        refs: Sequence[Ref],
+        shapes: Sequence[tuple[int, ...]],
+        outputs: Sequence[int],
+        *,
+        grad: bool | None = None,
+    ) -> None:
+        scope, autocast = self.scopes[-1], self._autocast()
+        self.nodes.append(
+            Node(
+                function=func,
+                name=name,
+                args=placed[0],
+                kwargs=placed[1],
+                operands=tuple(refs),
+                shapes=tuple(shapes),
+                outputs=tuple(outputs),
+                output_shapes=tuple(self.shapes[index] for index in outputs),
+                output_bytes=self.dtypes[outputs[0]].itemsize if outputs else 0,
+                scope=scope,
+                call=self._calls[scope, name],
+                draw=self._draws[scope],
+                grad=torch.is_grad_enabled() if grad is None else grad,
+                autocast=None if autocast == self._around else autocast,
+                line=user_line(),
+            )
+        )
+        self._calls[scope, name] += 1
+        self._draws[scope] += draws_mask(func, *placed)
+
+    def _autocast(self) -> Autocast:
+        kind = self._device.type
+        return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def _check_statistics(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Running statistics that a functional norm updates have to be tensors of the net's own."""
+        order = _TORCH_NORM_ARGUMENTS if func in _TORCH_NORMS else _NORM_ARGUMENTS
+        given = {**dict(zip(order, args, strict=False)), **kwargs}
+        if not given.get("training", given.get("use_input_stats", "instance" in func.__name__)):
+            return
+        for which in ("running_mean", "running_var"):
+            tensor = given.get(which)
+            ref = self.ref(tensor) if isinstance(tensor, Tensor) else None
+            if isinstance(ref, Value):
+                self.refuse(
+                    "has a norm whose running statistics are part of another tensor, or were computed in the same "
+                    "forward: give it buffers of its own"
+                )
+            if isinstance(ref, State):
+                self.statistics.add(ref.name)
+
+    # ---- noting calls that change operands
+
+    def _note_changing(  # noqa: PLR0917 - one call, and what came of it
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        changed: list[Tensor],
+        made: list[Tensor],
+        graded: set[int],
+    ) -> None:
+        target = changed[0]
+        first = args[0] if args else kwargs.get("input")
+        alone = len({self._writes.storage(tensor) for tensor in changed}) == 1 and first is target
+        if name == "__setitem__" and alone:
+            changed, function, name = [target], assigned, "assigned"
+        elif kwargs.get("out") is not None:
+            changed, function = self._out(kwargs, changed), func
+            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+        elif alone and asks_in_place(func, args, kwargs) and len(made) == 1 and made[0] is target:
+            changed, function = [target], func  # rules take the variant that makes a new tensor
+        else:
+            self._functional(func, name, args, kwargs, changed, made, graded)
+            return
+        placed, operands, refs = self._placed(args, kwargs)
+        values = [self._value(tensor) for tensor in changed]
+        self._emit(function, name, placed, refs, [tuple(t.shape) for t in operands], values)
+        for tensor, value in zip(changed, values, strict=True):
+            self._overwrite(tensor, Value(value), id(tensor) in graded)
+
+    def _out(self, kwargs: dict[str, Any], changed: list[Tensor]) -> list[Tensor]:
+        """What `f(x, out=y)` writes to."""
+        out = _tensors(kwargs["out"])
+        if {id(tensor) for tensor in out} != {id(tensor) for tensor in changed}:
+            self.refuse("writes into out=... and changes another operand as well")
+        return out
+
+    def _functional(  # noqa: PLR0917 - one call, and what came of it
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        changed: list[Tensor],
+        made: list[Tensor],
+        graded: set[int],
+    ) -> None:
+        """Any call that changes operands: on copies, which are results as well."""
+        placed, operands, refs = self._placed(args, kwargs)
+        written = [next(n for n, t in enumerate(operands) if t is one) for one in changed]
+        others = [self._new(t) for t in made if all(t is not one for one in changed)]
+        values = [self._value(tensor) for tensor in changed]
+        slots = tuple(Slot(number) for number in range(len(operands)))
+        call, shapes = Functional(func, *placed, written), [tuple(t.shape) for t in operands]
+        self._emit(call, f"{name} in place", (slots, {}), refs, shapes, [*others, *values])
+        for tensor, value in zip(changed, values, strict=True):
+            self._overwrite(tensor, Value(value), id(tensor) in graded)
+
+    def _overwrite(self, tensor: Tensor, ref: Ref, graded: bool) -> None:
+        """From here on the numbers of `tensor` are `ref`; so are those of what it is a view of."""
+        silent = not torch.is_grad_enabled() or tensor.is_leaf
+        if graded and silent:
+            ref = self._renumber(self._refs[id(tensor)], ref, tensor)
+        line: list[tuple[_View, Ref]] = []
+        view = self._views.get(id(tensor))
+        while view is not None:
+            if view.name == "data":
+                self._check_kept(view.parent)
+            line.append((view, self.ref(view.parent)))
+            view = self._views.get(id(view.parent))
+        self._states[self._writes.storage(tensor)] += 1
+        self._bind(tensor, ref)
+        child = tensor
+        for view, before in line:
+            ref = self._put_back(view, child, before, ref)
+            if view.name in _DETACHED or (silent and view.parent.requires_grad):
+                ref = self._renumber(before, ref, view.parent)
+            child = view.parent
+            self._bind(child, ref)
+
+    def _put_back(self, view: _View, child: Tensor, before: Ref, ref: Ref) -> Ref:
+        """What a tensor becomes when a view of it becomes `ref`."""
+        parent, value = view.parent, self._value
+        shape, given = tuple(parent.shape), [tuple(child.shape)]
+        same = child.numel() == parent.numel() and child.dtype == parent.dtype
+        if view.name in _DETACHED:
+            return ref
+        made = [value(parent)]
+        if same and view.name in _SAME_NUMBERS:
+            self._emit(torch.reshape, "reshape", ((Slot(0), shape), {}), [ref], given, made)
+        elif same and view.name in _REORDERED:
+            placed = ((Slot(0), _inverse_order(view)), {})
+            self._emit(torch.permute, "permute", placed, [ref], given, made)
+        elif view.name == "__getitem__" and _is_basic(view.args[1]):
+            placed = ((Slot(0), view.args[1], Slot(1)), {})
+            self._emit(assigned, "assigned", placed, [before, ref], [shape, *given], made)
+        else:
+            self._write_by(view, child, [before, ref], made)
+        return Value(made[0])
+
+    def _write_by(self, view: _View, child: Tensor, refs: list[Ref], made: list[int]) -> None:
+        """By the view itself: of a copy, into which the new numbers are copied."""
+        number = next(n for n, one in enumerate(view.made) if one is child)
+        others: list[Tensor] = []
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if leaf is view.parent:
+                return Slot(0)
+            others.append(leaf)
+            return Slot(len(others) + 1)
+
+        placed, function = tree_map(place, (view.args, view.kwargs)), view.function
+
+        def write(*operands: Tensor) -> None:  # keeps no tensor of the recording
+            own = tree_map(lambda x: operands[x.index] if isinstance(x, Slot) else x, placed)
+            _tensors(function(*own[0], **own[1]))[number].copy_(operands[1])
+
+        slots = tuple(Slot(position) for position in range(len(others) + 2))
+        shapes = [tuple(t.shape) for t in (view.parent, child, *others)]
+        refs = [*refs, *(self.ref(leaf) for leaf in others)]
+        call = Functional(write, slots, {}, (0,))
+        self._emit(call, f"{view.name} in place", (slots, {}), refs, shapes, made)
+
+    def _renumber(self, before: Ref, after: Ref, like: Tensor) -> Ref:
+        """`after` where autograd sees `before`."""
+        value, shape = self._value(like), tuple(like.shape)
+        placed = ((Slot(0), Slot(1)), {})
+        self._emit(
+            renumbered, "renumbered", placed, [before, after], [shape] * 2, [value], grad=True
+        )
+        return Value(value)
+
+    def _check_kept(self, tensor: Tensor) -> None:
+        """Refuse numbers that change behind autograd's back once it may have kept them."""
+        own = isinstance(self._refs.get(id(tensor)), (State, Constant))
+        if not own and tensor.requires_grad and self._writes.storage(tensor) in self._used:
+            self.refuse(
+                "changes a tensor by .data that it has computed with before: its backward would use the new numbers"
+            )
+
+    # ---- what tensors are called
+
+    def _value(self, like: Tensor) -> int:
+        index = len(self.shapes)
+        self.shapes[index], self.dtypes[index] = tuple(like.shape), like.dtype
+        return index
+
+    def _new(self, tensor: Tensor) -> int:
+        index = self._value(tensor)
+        self._bind(tensor, Value(index))
+        return index
+
+    def _bind(self, tensor: Tensor, ref: Ref) -> Ref:
+        storage = self._writes.storage(tensor)
+        self._refs[id(tensor)] = ref
+        self._current[id(tensor)] = self._states.setdefault(storage, 0)
+        self.held.append(tensor)
+        return ref
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """What `tensor` is called here."""
+        if id(tensor) not in self._refs:
+            if self._writes.own(tensor):
+                self.refuse("uses a tensor that was made where calls cannot be seen")
+            self.named.append((tensor, self._bind(tensor, Constant(tensor))))
+        if self._current[id(tensor)] != self._states[self._writes.storage(tensor)]:
+            self._make_again(tensor)
+        return self._refs[id(tensor)]
+
+    def _make_again(self, tensor: Tensor) -> None:
+        """Make a view again whose memory was changed by way of another tensor."""
+        view = self._views.get(id(tensor))
+        if view is None:
+            self.refuse(
+                "uses a tensor whose memory another one has changed: what it sees cannot be followed. Use the "
+                "variant that returns a new tensor"
+            )
+        self.ref(view.parent)
+        placed, operands, refs = self._placed(view.args, view.kwargs)
+        values = [self._value(one) for one in view.made]
+        shapes = [tuple(t.shape) for t in operands]
+        self._emit(view.function, view.name, placed, refs, shapes, values, grad=view.grad)
+        now = self._states[self._writes.storage(tensor)]
+        for made, value in zip(view.made, values, strict=True):
+            if self._current[id(made)] != now:
+                self._bind(made, Value(value))
+
+    def output(self, tensor: Tensor) -> Value:
+        """A tensor that the net returns, as a value."""
+        ref = self.ref(tensor)
+        if not isinstance(ref, Value):
+            value, shape = self._value(tensor), tuple(tensor.shape)
+            self._emit(torch.clone, "clone", ((Slot(0),), {}), [ref], [shape], [value], grad=True)
+            ref = Value(value)
+        return ref
+
+    def written(self) -> list[tuple[State | Constant, Ref]]:
+        """Tensors of the net's, or of its user's, whose numbers have become others."""
+        found: list[tuple[State | Constant, Ref]] = []
+        for tensor, before in self.named:
+            now = self._refs[id(tensor)]
+            if now != before and isinstance(before, (State, Constant)):
+                found.append((before, self.ref(tensor)))
+        return found
+
+    def refuse(self, why: str, cause: Exception | None = None) -> NoReturn:
+        """Raise `UsageError`, naming the module and the line of the user's."""
+        module = f"the module {self.scopes[-1]!r}" if self.scopes[-1] else "the net"
+        line = user_line()
+        raise UsageError(f"{module}{f' ({line})' if line else ''} {why}") from cause
+
+
+_TORCH_NORMS = (torch.batch_norm, torch.instance_norm)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index names rows by numbers and slices only."""
+    return all(
+        entry is None or entry is Ellipsis or isinstance(entry, slice) or type(entry) is int
+        for entry in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def _inverse_order(view: _View) -> list[int]:
+    """The order of dims that undoes a view's."""
+    probe = torch.empty([dim + 1 for dim in range(view.parent.dim())], device="meta")
+    order = [n - 1 for n in view.function(probe, *view.args[1:], **view.kwargs).shape]
+    return [order.index(dim) for dim in range(len(order))]

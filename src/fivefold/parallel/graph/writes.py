@@ -1,0 +1,101 @@
+"""What is below the calls of a forward: which tensors they change, and where in the user's code they stand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+__all__ = ["Writes", "storage_of", "user_frame", "user_line"]
+
+_PACKAGES = (
+    str(Path(__file__).parents[1]) + "/",
+    str(Path(torch.__file__).parent) + "/",
+)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Which memory a tensor is a view of."""
+    if tensor.layout is not torch.strided:
+        return -id(tensor)
+    return tensor.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+class Writes(TorchDispatchMode):
+    """Sees which tensors operations change. A real tensor is replaced by a stand-in: its numbers stay."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self.changed: set[int] = set()
+        """storages that were written to since this was last emptied"""
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """What is computed with instead of a real tensor: always the same."""
+        if self.own(tensor):
+            return tensor
+        if id(tensor) not in self._stand_ins:
+            self._stand_ins[id(tensor)] = (tensor, self.fake.from_tensor(tensor))
+        return self._stand_ins[id(tensor)][1]
+
+    def adopt(self, tensor: Tensor, stand_in: Tensor) -> Tensor:
+        """Let `stand_in` be what is computed with instead of a real tensor."""
+        self._stand_ins[id(tensor)] = (tensor, stand_in)
+        return stand_in
+
+    def own(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the recording's."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake
+
+    def storage(self, tensor: Tensor) -> int:
+        """Which memory a tensor stands for."""
+        return storage_of(self.stand_in(tensor))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, schema = kwargs or {}, func._schema  # noqa: SLF001
+        if "lift" not in schema.name:  # which makes a constant of a real tensor
+            args, kwargs = tree_map_only(Tensor, self.stand_in, (args, kwargs))
+        if schema.is_mutable:
+            self._note(schema, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                flat = tree_flatten(given.get(argument.name))[0]
+                self.changed.update(storage_of(leaf) for leaf in flat if isinstance(leaf, Tensor))
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours, up to where the net was called."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "called_here" and code.co_filename.startswith(_PACKAGES[0]):
+            return None
+        if not code.co_filename.startswith(_PACKAGES):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def user_line() -> str:
+    """Where in the user's code the forward is: `file.py:12`."""
+    frame = user_frame()
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
