@@ -57,11 +57,13 @@ def global_batch_norm(
             "Expected more than 1 value per channel when training, but all ranks together have one; "
             f"this rank's input size is {list(x.shape)}"
         )
+    # By .data, as torch's own kernel does: another micro-batch may have saved them, which uses no numbers of
+    # theirs in its backward, but would find them changed.
     if running_mean is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
     if running_var is not None:
         unbiased = var * (total / (total - 1.0))
-        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        running_var.data.lerp_(unbiased.to(running_var.dtype), momentum)
     stats_dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     return cast(
         Tensor,
@@ -172,5 +174,5 @@ def global_instance_norm(
     result = torch.nn.functional.instance_norm(**arguments)
     for buffer, old in zip(held, before, strict=True):
         change = (buffer - old) * (rows / total) if rows else torch.zeros_like(old)
-        buffer.copy_(old + comm.all_reduce(change, group, Tag.BATCH_NORM))
+        buffer.data.copy_(old + comm.all_reduce(change, group, Tag.BATCH_NORM))
     return result

@@ -212,7 +212,7 @@ def _track(
         total[1:] = new.sum(0)
     comm.all_reduce(total, group, Tag.BATCH_NORM)
     with torch.no_grad():
-        buffer.lerp_((total[1:] / total[0]).to(buffer.dtype), momentum)
+        buffer.data.lerp_((total[1:] / total[0]).to(buffer.dtype), momentum)
 
 
 class _Instance:
