@@ -37,8 +37,8 @@ def small() -> nn.Module:
     return copy.deepcopy(SMALL)
 
 
-def on(shard: str, ranks: int, check: Callable[[Mesh], Any]) -> list[Any]:
-    return run_ranks(ranks, check, plan=plan_of(shard, ranks), timeout_s=40)
+def on(shard: str, ranks: int, check: Callable[[Mesh], Any], **sections: Any) -> list[Any]:
+    return run_ranks(ranks, check, plan=plan_of(shard, ranks, **sections), timeout_s=40)
 
 
 def gradients(net: nn.Module) -> list[Tensor | None]:

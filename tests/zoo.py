@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
+from fivefold.plan import Plan
 from fivefold.train.verify import verify
 from fivefold.train.verify.report import Report
 from ranks import run_ranks
@@ -49,7 +50,13 @@ class Case:
     loss: Callable[..., Any] = field(default_factory=nn.CrossEntropyLoss)
 
 
-def run(case: Case, ranks: int, samples: int, dtype: torch.dtype = torch.float64) -> Report:
+def run(
+    case: Case,
+    ranks: int,
+    samples: int,
+    dtype: torch.dtype = torch.float64,
+    plan: Plan | None = None,
+) -> Report:
     torch.manual_seed(11)
     net = case.build()
     batches = [(case.inputs(samples), case.targets(samples)) for _ in range(2)]
@@ -64,7 +71,7 @@ def run(case: Case, ranks: int, samples: int, dtype: torch.dtype = torch.float64
             dtype=dtype,
         )
 
-    return run_ranks(ranks, check, timeout_s=40)[0]
+    return run_ranks(ranks, check, plan=plan, timeout_s=40)[0]
 
 
 def expect_exact(case: Case, ranks: int, samples: int) -> None:

@@ -16,6 +16,10 @@ from fivefold.parallel import parallelize
 from ranks import run_ranks
 from zoo import CLASSES, IMAGE, LAYOUTS, VECTOR, Call, Case, Then, expect_exact, flat
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:whether the samples of a batch depend on each other in the net was not checked"
+)
+
 
 def frozen(net: nn.Module, *names: str) -> nn.Module:
     for name, parameter in net.named_parameters():

@@ -18,6 +18,10 @@ from fivefold.parallel.reduce import Bucketed
 from gates import Gate, X, Y
 from ranks import run_ranks
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:whether the samples of a batch depend on each other in the net was not checked"
+)
+
 
 def gradients(net: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in net.parameters()]

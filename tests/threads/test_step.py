@@ -59,8 +59,9 @@ def test_a_part_that_is_noted_needs_no_exchange_and_a_plain_share_works_too() ->
             loss = model.step(x, y).item()
         return loss, [p.grad for p in model.parameters()], Tag.CONTROL in recorder.stats
 
+    apart = Plan(layout=Layout(data=3), parallel=Parallel(rows="apart"))
     for noted in (True, False):
-        for loss, grads, exchanged in run_ranks(3, check, noted):
+        for loss, grads, exchanged in run_ranks(3, check, noted, plan=apart):
             assert loss == pytest.approx(reference()[0], rel=1e-13)
             assert close(grads, reference()[1])
             assert exchanged is not noted

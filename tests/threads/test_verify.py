@@ -24,8 +24,8 @@ from zoo import Call, Case, Then, run
 REPLICA = Parallel(batch_norm="replica")
 
 
-def failing(case: Case, ranks: int = 2, samples: int = 6) -> Report:
-    report = run(case, ranks, samples)
+def failing(case: Case, ranks: int = 2, samples: int = 6, plan: Plan | None = None) -> Report:
+    report = run(case, ranks, samples, plan=plan)
     assert not report.passed
     assert report.verdict().startswith("NOT exact: ")
     return report
@@ -165,13 +165,19 @@ class Counting(nn.Module):
         return x
 
 
-def test_operations_over_the_batch_fail() -> None:
-    report = failing(Case(lambda: Then(Call(over_the_batch))))
+APART = Plan(layout=Layout(data=2), parallel=Parallel(rows="apart"))
+
+
+def test_operations_over_the_batch_are_exact_and_fail_where_they_are_vouched_for() -> None:
+    case = Case(lambda: Then(Call(over_the_batch)))
+    assert run(case, 2, 6).passed
+    report = failing(case, plan=APART)
     assert not report.quantities[1].passed
 
 
 def test_integer_buffers_must_be_equal() -> None:
-    report = failing(Case(lambda: Then(Counting())))
+    assert run(Case(lambda: Then(Counting())), 2, 6).passed
+    report = failing(Case(lambda: Then(Counting())), plan=APART)
     assert [q.name for q in report.quantities if not q.passed] == ["buffers"]
     assert report.worst[0].name == "middle.seen"
 

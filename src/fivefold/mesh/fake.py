@@ -44,9 +44,7 @@ def fake_mesh(plan: Plan, rank: int, device: str | torch.device = "cpu") -> Gene
         )
     ranks = torch.arange(layout.size, dtype=torch.int).view(layout.sizes)
     named = DeviceMesh(where.type, ranks, mesh_dim_names=AXES, _init_backend=False, _rank=rank)
-    mesh = _FakeMesh(
-        plan, layout, rank, layout.size, where, named, owns_world=False, predicts=True
-    )
+    mesh = _FakeMesh(plan, layout, rank, layout.size, where, named, owns_world=False, predicts=True)
     try:
         yield mesh
     finally:

@@ -70,9 +70,11 @@ class Batches:
         origin, total = bounds[self._group.rank()], bounds[-1]
         if total == 0:
             raise UsageError("the batch is empty on every rank: a step needs at least one sample")
-        if part is not None and (part.origin[0], part.origin[0] + rows) != bounds[
-            self._group.rank() : self._group.rank() + 2
-        ]:
+        if (
+            part is not None
+            and (part.origin[0], part.origin[0] + rows)
+            != bounds[self._group.rank() : self._group.rank() + 2]
+        ):
             raise UsageError(
                 f"an input has samples {part.origin[0]} to {part.origin[0] + rows - 1} of {total}, but this "
                 f"rank's are {bounds[self._group.rank()]} to {bounds[self._group.rank() + 1] - 1}: take batches "

@@ -32,7 +32,8 @@ from fivefold.parallel.keys import Keys, Replay
 from fivefold.parallel.norms import global_batch_norm, global_instance_norm
 
 __all__ = [
-    "DROPOUTS", "Share", "draws_mask", "dropout_arguments", "exact", "warn_layout", "watched_modules",
+    "DROPOUTS", "Share", "draws_mask", "dropout_arguments", "exact", "is_quiet", "quietly", "warn_layout",
+    "watched_modules",
 ]  # fmt: skip
 
 
@@ -76,6 +77,7 @@ class _Here(threading.local):
 
     module: str = ""
     replay: Replay | None = None
+    quiet: bool = False
 
 
 _here = _Here()
@@ -289,8 +291,25 @@ def _pass(_share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs)
 
 
+@contextmanager
+def quietly() -> Generator[None]:
+    """Within the block this thread tells nothing about layouts: it only finds something out."""
+    before, _here.quiet = _here.quiet, True
+    try:
+        yield
+    finally:
+        _here.quiet = before
+
+
+def is_quiet() -> bool:
+    """Whether this thread is within `quietly`."""
+    return _here.quiet
+
+
 def warn_layout(what: str) -> None:
     """Tell that `what` makes a run depend on its layout."""
+    if _here.quiet:
+        return
     warnings.warn(
         f"{what} draws random numbers in the model that do not follow the global sample: the run is "
         "valid, but not equal to a run under another layout. nn.Dropout and its kin are.",

@@ -91,7 +91,7 @@ class SharedLoss:
         return self._gathered(outputs, targets, rows)
 
     def _gathered(self, outputs: Any, targets: Any, rows: int) -> Tensor:
-        self._warn()
+        self.warn()
         counts = row_counts(rows, self._group, self._device)
 
         def gather(leaf: Tensor) -> Tensor:
@@ -113,7 +113,9 @@ class SharedLoss:
         since = _graph_time()
         found = self.loss(outputs, targets)
         if not isinstance(found, Tensor) or found.numel() != 1:
-            raise UsageError(f"the loss gave {type(found).__name__} instead of a tensor of one number")
+            raise UsageError(
+                f"the loss gave {type(found).__name__} instead of a tensor of one number"
+            )
         known = {leaf.grad_fn for leaf in leaves(outputs) if leaf.grad_fn is not None}
         if _reaches(found, known, since):
             raise UsageError(
@@ -122,7 +124,8 @@ class SharedLoss:
             )
         return found
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Tell once that outputs are gathered for the loss."""
         if self._warned:
             return
         self._warned = True

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.duty import help_instead
@@ -30,13 +31,15 @@ from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import check_loss, check_net
+from fivefold.parallel.rows import Rows
 from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
 from fivefold.parallel.tiles.memory import Predicted, predicted
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.table import table
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
-from fivefold.trace import Phase, span
+from fivefold.plan import AXES
+from fivefold.trace import Phase, Tag, span
 
 __all__ = ["ParallelModel", "parallelize"]
 
@@ -97,6 +100,9 @@ class ParallelModel(nn.Module):
         self._loss = None if loss is None else SharedLoss(loss, self._group, mesh.device)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
+        joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not tiled
+        self._rows = Rows(net, mesh) if joined and mesh.plan.parallel.rows == "auto" else None
+        """finds out whether samples depend on each other, where replicas call the net itself"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         if self._stages is not None:
             self._tiles = self._stages.tiles
@@ -105,6 +111,11 @@ class ParallelModel(nn.Module):
         self._batches = Batches(mesh, self._tiles)
         self._tile_loss = (
             TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
+        )
+        self._joined_loss = (
+            TileLoss(self._loss, self._rows.tiles)
+            if self._rows and self._loss is not None
+            else None
         )
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
@@ -159,7 +170,13 @@ class ParallelModel(nn.Module):
         if self._stages is not None:
             return self._step_in_stages(self._stages, inputs, targets, share, scaler)
         if self._tiles is not None:
-            return self._step_in_tiles(self._tiles, inputs, targets, share, scaler)
+            assert self._tile_loss is not None
+            return self._step_in_tiles(self._tiles, self._tile_loss, inputs, targets, share, scaler)
+        if self._rows is not None and self._rows.meet(call_with, inputs, share):
+            assert self._joined_loss is not None
+            self._check_shards()
+            tiles = self._rows.tiles
+            return self._step_in_tiles(tiles, self._joined_loss, inputs, targets, share, scaler)
         weight = self._loss.begin(targets)
         with exact(self._watched, share) as mode:
             with span(Phase.FORWARD):
@@ -176,12 +193,24 @@ class ParallelModel(nn.Module):
                 scaled = _as_it_is if scaler is None else scaler.scale
                 return self._reducer[0].backward(own, scaled, counted=share.rows > 0)
 
+    def _check_shards(self) -> None:
+        if self._mesh.plan.memory.shard == "parameters":
+            raise UsageError(
+                'samples depend on each other in the net, which memory.shard = "parameters" cannot compute over all '
+                'replicas: use "optimizer", or vouch for them with parallel.rows = "apart"'
+            )
+
     def _step_in_tiles(
-        self, tiles: TiledNet, inputs: Any, targets: Any, share: Share, scaler: Any
+        self,
+        tiles: TiledNet,
+        loss: TileLoss,
+        inputs: Any,
+        targets: Any,
+        share: Share,
+        scaler: Any,
     ) -> Tensor:
         assert self._loss is not None
-        assert self._tile_loss is not None
-        cut = self._tile_loss.in_tiles(targets)
+        cut = loss.in_tiles(targets)
         weight = self._loss.begin(targets, self._everyone if cut else None)
         with span(Phase.FORWARD):
             self._reducer[0].begin()
@@ -189,8 +218,8 @@ class ParallelModel(nn.Module):
                 lambda: tiles.run(call_with, inputs, share), step=True
             )
             if self.on_outputs is not None:
-                self.on_outputs(outputs.parts)
-            own = self._tile_loss.share(outputs, targets, weight, share)
+                self.on_outputs(tiles.own(outputs))
+            own = loss.share(outputs, targets, weight, share)
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             scaled = _as_it_is if scaler is None else scaler.scale
             return self._reducer[0].backward(own, scaled, counted=outputs.samples.rows > 0)
@@ -209,7 +238,7 @@ class ParallelModel(nn.Module):
 
         def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
             if self.on_outputs is not None:
-                self.on_outputs(outputs.parts)
+                self.on_outputs(stages.tiles.own(outputs))
             return tile_loss.share(outputs, some_rows(targets, rows), weight, ready.share)
 
         scaled = _as_it_is if scaler is None else scaler.scale
@@ -302,10 +331,13 @@ class ParallelModel(nn.Module):
                     "sees them: call model.eval() first"
                 )
             stages, share = self._stages, self._share(inputs)
-            return forward(lambda: stages.forward(Batch(_call_both, inputs, share)))
+            outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))
+            return stages.tiles.own(outputs)
         if self._tiles is not None:
             tiles, share = self._tiles, self._share(inputs)
-            return forward(lambda: tiles.run(_call_both, inputs, share).parts)
+            return tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
+        if self._rows is not None:
+            self._rows.check_apart(_call_both, inputs, self._share_alone(inputs))
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
             self._reducer[0].begin()
@@ -314,12 +346,73 @@ class ParallelModel(nn.Module):
         rows = rows_of(inputs, "inputs")
         return forward(lambda: self._or_stand_in(inputs, rows, _call_both))
 
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: Any, targets: Any, score: Callable[[Any, Any], Tensor], *, join: bool = True
+    ) -> Tensor:
+        """The sums of `score(outputs, targets)` over the whole batch, in evaluation mode. Collective.
+
+        Every sample is scored once, with all of its pixels, under every layout: what the net returns is put
+        together on one rank of each replica, and the sums of replicas are added.
+
+        Args:
+            inputs: as for `step`.
+            targets: what `score` compares with; samples on the leading dim, this rank's, or tiles of them.
+            score: (outputs, targets) of some samples to sums, (sums,) float64, such as [loss, correct,
+                samples].
+            join: whether sums are added over ranks. Without it, those that this rank adds.
+
+        Returns (sums,), float64; equal on all ranks if joined.
+        """
+        training = [module for module in self.modules() if module.training]
+        self.eval()
+        try:
+            outputs, counts = self._whole_outputs(inputs)
+        finally:
+            for module in training:
+                module.training = True
+        targets = self.whole(self._batches.moved(targets))
+        sums = score(outputs, targets) if counts else None
+        width = torch.tensor([0 if sums is None else len(sums_of(sums))], device=self._mesh.device)
+        if join:
+            width = comm.all_gather(width, self._mesh.group(*AXES), Tag.CONTROL).max()
+        found = torch.zeros(int(width), dtype=torch.float64, device=self._mesh.device)
+        if sums is not None:
+            found += sums.detach()
+        return comm.all_reduce(found, self._mesh.group(*AXES), Tag.LOSS) if join else found
+
+    def _whole_outputs(self, inputs: Any) -> tuple[Any, bool]:
+        """Outputs of all of this replica's samples, and whether this rank is the one that has them."""
+        inputs = self._batches.moved(inputs)
+        forward = functools.partial(self._reducer[0].forward, step=False)
+        share = self._share(inputs)
+        first = all(self._mesh.coordinate(axis) == 0 for axis in ("pipe", *TILE_DIMS))
+        first = first and share.rows > 0
+        if self._stages is not None:
+            stages = self._stages
+            outputs = forward(lambda: stages.outputs(Batch(call_with, inputs, share)))
+            return stages.tiles.own(outputs, whole=True), first
+        meets = self._rows is not None and self._rows.meet(call_with, inputs, share)
+        tiles = self._rows.tiles if self._rows is not None and meets else self._tiles
+        if tiles is not None:
+            outputs = forward(lambda: tiles.run(call_with, inputs, share))
+            return tiles.own(outputs, whole=True), first
+        return forward(lambda: self._or_stand_in(inputs, share.rows, call_with)), first
+
     def _or_stand_in(self, inputs: Any, rows: int, call: Callable[..., Any]) -> Any:
         """What the net returns for some samples; for none, it runs on a stand-in: others wait for it."""
         if rows:
             return call(self.module, inputs)
         outputs = call(self.module, map_tensors(stand_in, inputs))
         return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)
+
+    def _share_alone(self, inputs: Any) -> Share:
+        """Which samples a rank would have of a batch like its own, if all ranks had as many."""
+        rows, replicas = max(rows_of(inputs, "inputs"), 1), self._group.size()
+        bounds = tuple(rows * replica for replica in range(replicas + 1))
+        return Share(
+            rows, bounds[self._group.rank()], bounds[-1], self.seed, self.steps, None, bounds=bounds
+        )
 
     def _share(self, inputs: Any) -> Share:
         return self._batches.share(inputs, self.seed, self.steps)
@@ -374,6 +467,15 @@ class ParallelModel(nn.Module):
     def stages(self) -> PipelinedNet | None:
         """How the net lies on the `pipe` axis; None if there is none."""
         return self._stages
+
+
+def sums_of(sums: Any) -> Tensor:
+    if not isinstance(sums, Tensor) or sums.dim() != 1 or sums.dtype != torch.float64:
+        found = f"{sums.dtype} {tuple(sums.shape)}" if isinstance(sums, Tensor) else repr(sums)
+        raise UsageError(
+            f"score returned {found}: it has to return the sums of a batch, a tensor of one dim, float64"
+        )
+    return sums
 
 
 def _real(tensors: Mapping[str, Any]) -> dict[str, Any]:

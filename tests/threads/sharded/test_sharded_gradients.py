@@ -21,6 +21,10 @@ from gates import Gate
 from ranks import run_ranks
 from sharding import BOTH, Dropped, X, Y, close, gradients, on, plan_of, small
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:whether the samples of a batch depend on each other in the net was not checked"
+)
+
 
 @pytest.fixture
 def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:

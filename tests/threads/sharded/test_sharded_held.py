@@ -136,9 +136,12 @@ def test_layers_are_whole_only_while_they_compute(monkeypatch: pytest.MonkeyPatc
     def check(mesh: Mesh) -> int:
         return peak_of(parallelize(copy.deepcopy(DEEP), mesh, loss=nn.MSELoss()))
 
-    for most in on("optimizer", 2, check):
+    apart = Parallel(
+        rows="apart"
+    )  # the layers run as they are, though hooks look at their gradients
+    for most in on("optimizer", 2, check, parallel=apart):
         assert total <= most <= 1.01 * total  # three rows over two ranks are rounded up
-    for most in on("parameters", 2, check):
+    for most in on("parameters", 2, check, parallel=apart):
         assert total / 17 <= most <= total / 4
 
 

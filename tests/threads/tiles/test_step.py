@@ -153,9 +153,21 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("net", "shape", "says"),
     [
-        (Branches(), (1, 3, 8, 8), r"the net \(test_step\.py:139\) depends on the numbers .* torch\.where"),
-        (nn.Sequential(Branches()), (1, 3, 8, 8), r"module '0' \(test_step\.py:139\) depends on the numbers"),
-        (Looks(), (1, 3, 8, 8), r"the net \(test_step\.py:144\) has a result whose shape depends on numbers"),
+        (
+            Branches(),
+            (1, 3, 8, 8),
+            r"the net \(test_step\.py:139\) depends on the numbers .* torch\.where",
+        ),
+        (
+            nn.Sequential(Branches()),
+            (1, 3, 8, 8),
+            r"module '0' \(test_step\.py:139\) depends on the numbers",
+        ),
+        (
+            Looks(),
+            (1, 3, 8, 8),
+            r"the net \(test_step\.py:144\) has a result whose shape depends on numbers",
+        ),
         (hooked(), (1, 3, 8, 8), r"module '0' has a hook of its backward"),
         (nn.Conv2d(3, 3, 1), (1, 3, 1, 8), r"has 1 pixels along its height \(dim 2\), too few"),
     ],

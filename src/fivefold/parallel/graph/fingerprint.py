@@ -90,7 +90,11 @@ def _held(tape: Tape) -> Iterable[tuple[str, str]]:
 
 def _numbers(tensor: Tensor) -> str:
     told = f"{tuple(tensor.shape)} {tensor.dtype}"
-    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if (
+        tensor.is_meta
+        or tensor.layout is not torch.strided
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+    ):
         return told
     flat = tensor.detach().reshape(-1)[: _HASHED_BYTES // tensor.element_size()]
     data = flat.cpu().contiguous().view(torch.uint8).numpy()
@@ -103,7 +107,10 @@ def _told(value: Any) -> str:
         return _ref(value)
     if isinstance(value, Slot):
         return f"#{value.index}"
-    if isinstance(value, (str, int, float, complex, bool, type(None), bytes, torch.dtype, torch.device, enum.Enum)):
+    if isinstance(
+        value,
+        (str, int, float, complex, bool, type(None), bytes, torch.dtype, torch.device, enum.Enum),
+    ):
         return repr(value)
     if isinstance(value, slice):
         return f"{_told(value.start)}:{_told(value.stop)}:{_told(value.step)}"

@@ -24,6 +24,7 @@ from fivefold.parallel.graph.reach import (
     Items,
     Reach,
     Row,
+    gathers,
     named,
     stayed,
 )
@@ -69,7 +70,11 @@ class Guards:
     """What a recording has seen, given what the forward could reach and what it has `changed` of that."""
 
     def __init__(
-        self, reach: Reach, changed: Sequence[Change], looked: Sequence[Looked], device: torch.device
+        self,
+        reach: Reach,
+        changed: Sequence[Change],
+        looked: Sequence[Looked],
+        device: torch.device,
     ) -> None:
         drawn = {id(change.container) for change in changed}
         self._dicts: list[_Entry] = []
@@ -94,7 +99,9 @@ class Guards:
         self._empty: list[Any] = [entry.owner for entry in empty]
         self._empty_entries = empty
         self._by_owner = {
-            id(entry.owner): entry for entry in (*self._dicts, *self._rows, *empty) if entry.owner is not None
+            id(entry.owner): entry
+            for entry in (*self._dicts, *self._rows, *empty)
+            if entry.owner is not None
         }
         self._tensors = [
             (found, found.tensor.requires_grad, found.tensor.shape)
@@ -112,8 +119,10 @@ class Guards:
 
     def _changed(self) -> str | None:
         if any(self._empty):
-            entry = next(entry for entry in self._empty_entries if entry.owner)
-            return named(entry.container, next(iter(entry.owner)))
+            new = [entry for entry in self._empty_entries if entry.owner]
+            for entry in new:
+                if not (isinstance(entry.owner, dict) and all(map(gathers, entry.owner.values()))):
+                    return named(entry.container, next(iter(entry.owner)))
         for entry in self._dicts:
             owner, values = entry.owner, entry.values
             if len(owner) != len(values) or not all(map(is_, owner.values(), values)):
@@ -158,7 +167,11 @@ class Guards:
         if stayed(one, other):
             return True
         entry = self._by_owner.get(id(one))
-        if entry is None or type(one) is not type(other) or not isinstance(entry.container, (Items, Row)):
+        if (
+            entry is None
+            or type(one) is not type(other)
+            or not isinstance(entry.container, (Items, Row))
+        ):
             return False
         new = list(dict.values(other)) if isinstance(other, dict) else list(other)
         if (isinstance(other, dict) and list(other) != entry.keys) or len(new) != len(entry.values):
@@ -170,5 +183,3 @@ class Guards:
         self._by_owner[id(other)] = entry
         self._empty = [empty.owner for empty in self._empty_entries]
         return True
-
-

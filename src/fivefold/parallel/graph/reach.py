@@ -368,6 +368,10 @@ class Reach:
             inner = own.get(kind)
             if isinstance(inner, dict) and id(inner) not in self._seen:
                 self._seen[id(inner)] = inner
+                if "hooks" in kind and any(
+                    map(gathers, inner.values())
+                ):  # not the user's: they come and go
+                    continue
                 self._add(Items(cast(dict[Any, Any], inner), prefix, shared, True, kind))
         for cls in type(module).__mro__:
             self._visit_class(cls)
@@ -523,6 +527,12 @@ _MAGIC = frozenset({
     "__match_args__", "__orig_bases__", "__parameters__", "__annotate__", "__annotate_func__",
     "__annotations_cache__",
 })  # fmt: skip
+
+
+def gathers(hook: Any) -> bool:
+    """Whether a hook is one by which parameters are gathered: torch's or ours."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).startswith(("torch.distributed.", "fivefold."))
 
 
 def user_code(module: str) -> bool:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -33,7 +35,7 @@ from fivefold.errors import FivefoldError, UsageError
 from fivefold.parallel.graph.effects import Effects, noted
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.hooks import hooked
-from fivefold.parallel.graph.reach import Found, Reach
+from fivefold.parallel.graph.reach import Found, Reach, gathers
 from fivefold.parallel.graph.recorder import WHOLE_MODULES, Recorder
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
@@ -71,7 +73,9 @@ def record(
     _check_hooks(net)
     device = device or next((p.device for p in net.parameters()), torch.device("cpu"))
     objects = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, Tensor)]
-    reach = Reach(net, [(f"object {number} of the inputs", leaf) for number, leaf in enumerate(objects)])
+    reach = Reach(
+        net, [(f"object {number} of the inputs", leaf) for number, leaf in enumerate(objects)]
+    )
     tape, stand_ins = _recorded(net, reach, call, inputs, shapes, device, parts)
     _check_left(stand_ins)
     return tape
@@ -155,9 +159,10 @@ def _stood_in(
 
 
 def _fake(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_meta:
+    divided = isinstance(tensor, DTensor)  # among replicas, between steps
+    if not (tensor.is_meta or divided):
         return fake.from_tensor(tensor)
-    made = torch.empty_like(tensor, device=device)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
@@ -217,11 +222,14 @@ def _scopes(recorder: Recorder, net: nn.Module) -> Generator[None]:
 def _entered(
     recorder: Recorder, name: str, module: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
+    # `fully_shard` puts a class of its own in front.
+    kind = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
+
     def enter(*args: Any, **kwargs: Any) -> Any:
         recorder.scopes.append(name)
         try:
-            if type(module) in WHOLE_MODULES:
-                return recorder.as_one(module, *args, **kwargs)
+            if kind in WHOLE_MODULES:
+                return recorder.as_one(module, kind, *args, **kwargs)
             return forward(*args, **kwargs)
         except Exception:
             recorder.failed = recorder.failed or name
@@ -284,7 +292,6 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
 # ---- what is not the user's
 
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_OURS = ("torch.distributed.", "fivefold.")
 
 
 def _check_hooks(net: nn.Module) -> None:
@@ -305,9 +312,9 @@ def _ours_apart(net: nn.Module) -> Generator[None]:
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for module in net.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            if any(map(_is_ours, hooks.values())):
+            if any(map(gathers, hooks.values())):
                 taken.append((hooks, dict(hooks)))
-                kept = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+                kept = {key: hook for key, hook in hooks.items() if not gathers(hook)}
                 hooks.clear()
                 hooks.update(kept)
     try:
@@ -316,10 +323,6 @@ def _ours_apart(net: nn.Module) -> Generator[None]:
         for hooks, before in taken:
             hooks.clear()
             hooks.update(before)
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "") or "").startswith(_OURS)
 
 
 # ---- what came of it

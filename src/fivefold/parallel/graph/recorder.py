@@ -211,7 +211,7 @@ class Recorder(TorchFunctionMode):
         self._follow(apply, name, args, {}, given, result, graded)
         return result
 
-    def as_one(self, module: nn.Module, x: Tensor) -> Tensor:
+    def as_one(self, module: nn.Module, kind: type, x: Tensor) -> Tensor:
         """A module as one operation: its result has the shape and dtype of what it is given."""
         self._silent = True
         try:
@@ -222,8 +222,7 @@ class Recorder(TorchFunctionMode):
         if module.training and getattr(module, "track_running_stats", False):
             scope = self.scopes[-1]
             self.statistics |= {f"{scope}.{n}".lstrip(".") for n, _ in module.named_buffers()}
-        kind = type(module).__name__
-        self._emit(module, kind, ((Slot(0),), {}), [ref], [shape], [self._new(result)])
+        self._emit(module, kind.__name__, ((Slot(0),), {}), [ref], [shape], [self._new(result)])
         return result
 
     def _check(self, name: str, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> None:

@@ -117,7 +117,8 @@ def states_of(node: Node) -> frozenset[str]:
     names = {
         ref.name
         for ref in node.operands
-        if isinstance(ref, State) and not ref.name.startswith(".")  # all ranks have plain attributes
+        if isinstance(ref, State)
+        and not ref.name.startswith(".")  # all ranks have plain attributes
     }
     if isinstance(node.function, nn.Module):
         module = node.function

@@ -20,8 +20,8 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, owned
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.intercept import Share
 from fivefold.parallel.graph.tape import Tape
+from fivefold.parallel.intercept import Share
 from fivefold.parallel.pipeline.batch import Batch, Schedules, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut, balanced, named
 from fivefold.parallel.pipeline.describe import described
@@ -190,7 +190,7 @@ class PipelinedNet:
         return summed.wait()
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Any:
+    def outputs(self, batch: Batch) -> Outputs:
         """What the net returns for this rank's samples, on every rank of the pipe axis."""
         stages, ranks = self.schedule.stages, self.schedule.ranks
         rows = tuple(
@@ -220,7 +220,7 @@ class PipelinedNet:
             arrived = wire.expect(gives, last).wait()
             made = {value.index: t for value, t in zip(gives, arrived, strict=True)}
             outputs = self.tiles.finish(ready, made)
-        return outputs.parts
+        return outputs
 
     def _run(
         self,
@@ -244,9 +244,7 @@ class PipelinedNet:
     def _feeds(self, batch: Batch, micros: list[range]) -> list[Feed]:
         """What every micro-batch is computed from. Collective."""
         parts = [some_rows(batch.inputs, rows) for rows in micros]
-        every = self.tiles.prepare(
-            batch.call, parts, batch.share, between=self.tiles.leave_plain
-        )
+        every = self.tiles.prepare(batch.call, parts, batch.share, between=self.tiles.leave_plain)
         return [self._feed(ready) for ready in every]
 
     def _feed(self, ready: Prepared) -> Feed:

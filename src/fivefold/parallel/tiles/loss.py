@@ -101,8 +101,11 @@ class TileLoss:
         """Whole outputs: of this replica's samples, or of everyone's."""
         flat, tree = tree_flatten(outputs.parts)
         spreads = tree_flatten(outputs.spreads, is_leaf=lambda leaf: isinstance(leaf, Spread))[0]
-        if any(isinstance(s, Spread) and not s.is_whole for s in spreads):
+        data = self._tiles.grid.data
+        if any(isinstance(s, Spread) and any(a != data for a in s.axes) for s in spreads):
             self._warn()
+        elif everyone:
+            self._loss.warn()
         whole = [
             self._whole(leaf, spread, outputs, everyone) if isinstance(spread, Spread) else leaf
             for leaf, spread in zip(flat, spreads, strict=True)
@@ -133,7 +136,9 @@ def _in_graph(share: Tensor, outputs: Any) -> Tensor:
     """A share that reaches the outputs, if only to add nothing: other ranks wait for what goes back."""
     if share.requires_grad:
         return share
-    return share + sum((leaf[:0].sum() for leaf in leaves(outputs) if leaf.dim()), share.new_zeros(()))
+    return share + sum(
+        (leaf[:0].sum() for leaf in leaves(outputs) if leaf.dim()), share.new_zeros(())
+    )
 
 
 def whole_images(tiles: TiledNet, tree: Any, everyone: Samples | None = None) -> Any:
@@ -147,7 +152,9 @@ def whole_images(tiles: TiledNet, tree: Any, everyone: Samples | None = None) ->
         if not isinstance(leaf, Tensor):
             return leaf
         if _is_tile(leaf):
-            if not len(leaf) and everyone is None:  # there are no samples: the right shape is enough
+            if (
+                not len(leaf) and everyone is None
+            ):  # there are no samples: the right shape is enough
                 return leaf.new_zeros(_global(leaf))
             leaf, spread = tiles.lies(leaf)
         else:

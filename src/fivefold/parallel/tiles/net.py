@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
@@ -24,6 +24,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.agreement import Agreement
 from fivefold.parallel.graph.effects import apply
 from fivefold.parallel.graph.fingerprint import Fingerprint, difference, fingerprint
+from fivefold.parallel.graph.guards import settings
 from fivefold.parallel.graph.reach import is_plain
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
@@ -108,7 +109,12 @@ class Outputs:
 
     parts: Any
     spreads: Any
-    samples: Samples
+    ready: Prepared
+
+    @property
+    def samples(self) -> Samples:
+        """The samples that were computed together."""
+        return self.ready.samples
 
 
 @dataclass(eq=False)
@@ -139,7 +145,9 @@ class TiledNet:
     ) -> None:
         self._net, self._device, self._mesh = net, mesh.device, mesh
         self.grid = grid_of(mesh, samples=not apart and mesh.plan.parallel.rows != "apart")
-        self._image_dims = 1 - min((TILE_DIMS[a] for a in self.grid.axes if a in TILE_DIMS), default=0)
+        self._image_dims = 1 - min(
+            (TILE_DIMS[a] for a in self.grid.axes if a in TILE_DIMS), default=0
+        )
         self._groups = _groups(mesh, self.grid)
         every = tuple(range(len(self.grid.axes)))
         tiles = tuple(axis for axis in every if axis != self.grid.data)
@@ -163,7 +171,8 @@ class TiledNet:
         self._step = 0
         """number of the step that is prepared"""
         self._anew = 0
-        """recordings one after the other"""
+        """recordings one after the other, for the same reason"""
+        self._reason = ""
         self._volatile = False
         """whether the net does not do the same from one recording to the next"""
 
@@ -246,6 +255,11 @@ class TiledNet:
             bounds.append(stop)
         return Samples(tuple(bounds), tuple(pieces), self.grid.coordinates(self.here.rank)[0])
 
+    def _here(self, samples: Samples, fewest: int) -> Here:
+        data = self.grid.data
+        cut = None if data is None else Cut.at((data,), samples.bounds)
+        return replace(self.here, rows=samples.rows, fewest=fewest, cut=cut)
+
     def _stand_in(self, samples: Samples) -> Samples:
         """One sample that counts for nothing, where there is none."""
         return replace(samples, bounds=(0, *(1,) * self.grid.replicas))
@@ -290,12 +304,16 @@ class TiledNet:
     ) -> None:
         marks = [self._mark(ready.program) for ready in found]
         said = (share.total, share.step, *(ready.samples.bounds for ready in found))
-        token = hash((said, *(mark.digest for mark in marks))) & (2**62 - 1) if problem is None else -1
+        token = (
+            hash((said, *(mark.digest for mark in marks))) & (2**62 - 1) if problem is None else -1
+        )
         if self._agreement.same(token) and problem is None:
             return
         self._agreement.check_problem(problem)
         about = [(f"{said}", "the batch: number of samples, number of the step, shares")]
-        self._agreement.check([*about, *(line for mark in marks for line in mark.lines)], "what they do")
+        self._agreement.check(
+            [*about, *(line for mark in marks for line in mark.lines)], "what they do"
+        )
 
     def _mark(self, program: Program) -> Fingerprint:
         assert program.mark is not None
@@ -313,7 +331,7 @@ class TiledNet:
         fewest = samples.fewest
         if self.grid.data is None:
             fewest = share.total // self._mesh.layout.data // micro[1]
-        here = replace(self.here, rows=known.rows, fewest=fewest)
+        here = self._here(known, fewest)
         program = self._program(call, inputs, spreads, here)
         carried = [found.now() for found in program.tape.carried]
         moment = Moment(
@@ -333,7 +351,9 @@ class TiledNet:
     def _state(self, program: Program) -> Mapping[str, Tensor]:
         """The tensors that a program names. Of buffers that it changes in the end, what they are now."""
         tape = program.tape
-        changed = {r.name for r, _ in tape.effects.written if isinstance(r, State)} - tape.statistics
+        changed = {
+            r.name for r, _ in tape.effects.written if isinstance(r, State)
+        } - tape.statistics
         found: dict[str, Tensor] = {}
         for name in tape.named:
             tensor = cast(Tensor, tape.places[name].now())
@@ -350,18 +370,46 @@ class TiledNet:
             spread = program.spreads[ref.index]
             # A margin is of no use to anybody outside.
             own = Exchange.of(spread, as_held(spread.tight()), self.grid, self.here.rank)
-            return self._noted(exchange(made[ref.index], own, self.lines), spread.tight(), ready)
+            return exchange(made[ref.index], own, self.lines)
 
         def lies(ref: Ref) -> Spread:
             assert isinstance(ref, Value)
             return program.spreads[ref.index].tight()
 
         outputs = program.tape.outputs
-        return Outputs(map_refs(part, outputs), map_refs(lies, outputs), ready.samples)  # pyright: ignore
+        return Outputs(map_refs(part, outputs), map_refs(lies, outputs), ready)
 
-    def leave(
-        self, ready: Prepared, made: Mapping[int, Tensor], *, stages: bool = False
-    ) -> None:
+    def own(self, outputs: Outputs, *, whole: bool = False) -> Any:
+        """What the user of a net gets of it: all samples of this replica, of images this rank's tile.
+
+        With `whole`, images too, on the first tile rank; nothing on the others. Collective over the grid.
+        """
+        flat, tree = tree_flatten(outputs.parts)
+        spreads = tree_flatten(outputs.spreads, is_leaf=lambda leaf: isinstance(leaf, Spread))[0]
+        own = [
+            self._own(leaf, spread, outputs.ready, whole) if isinstance(spread, Spread) else leaf
+            for leaf, spread in zip(flat, spreads, strict=True)
+        ]
+        return tree_unflatten(own, tree)
+
+    def _own(self, leaf: Tensor, spread: Spread, ready: Prepared, whole: bool) -> Tensor:
+        samples, grid = ready.samples, self.grid
+        rows = spread.shape[:1] == (max(samples.rows, 1),)
+        wants, lies = list(as_held(spread)), spread
+        if whole:
+            tiles = tuple(axis for axis in range(len(grid.axes)) if axis != grid.data)
+            others = (((0, 0),),) * (grid.tiles - 1)
+            wants = [Want(tiles, (((0, n),), *others)) for n in spread.shape]
+        if rows and grid.data is not None:
+            wants[0] = samples.want(grid.data)
+            lies = lies.with_cut(0, Cut.at((grid.data,), samples.bounds))
+        elif rows:
+            wants[0] = Want.all_of(spread.shape[0])
+            lies = lies.with_cut(0, None)
+        made = exchange(leaf, Exchange.of(spread, wants, grid, self.here.rank), self.lines)
+        return made if whole else self._noted(made, lies, ready)
+
+    def leave(self, ready: Prepared, made: Mapping[int, Tensor], *, stages: bool = False) -> None:
         """Leave behind what a forward leaves: buffers, attributes. Collective over the grid.
 
         With `stages`, only what comes of the values in `made`: numbers that are no tensor's are left before.
@@ -430,17 +478,23 @@ class TiledNet:
         ]
         fewest = first // len(replicas)
         with torch.enable_grad():
-            return self._program(
-                call_with, inputs, spreads, replace(self.here, rows=samples.rows, fewest=fewest)
-            )
+            return self._program(call_with, inputs, spreads, self._here(samples, fewest))
 
     # ---- programs
+
+    def program_for(self, call: Callable[..., Any], inputs: Any, share: Share) -> Program:
+        """The program for this rank's part of a batch. Raises `UsageError` for what cannot be recorded."""
+        samples = self.samples(share)
+        located = [self.lies(leaf) for leaf in leaves(inputs)]
+        spreads = [self.joined(spread, samples) for _, spread in located]
+        return self._program(call, inputs, spreads, self._here(samples, samples.fewest))
 
     def _program(
         self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
     ) -> Program:
         """The program for such inputs and the net as it is: found, or recorded and planned."""
-        key, objects = _key(inputs, spreads, here.fewest >= self.grid.tiles)
+        around = (here.fewest >= self.grid.tiles, *settings(self._device))
+        key, objects = _key(inputs, spreads, around)
         known, reason = self._known.setdefault(key, []), ""
         for one in () if self._volatile else known:
             assert one.program.tape.guards is not None
@@ -510,8 +564,9 @@ class TiledNet:
 
     def _tell_anew(self, reason: str, seconds: float) -> None:
         """Warn once of a net that is recorded in every step."""
-        self._anew += 1
-        if self._anew == _TOLD_AFTER and reason:
+        self._anew = self._anew + 1 if reason and reason == self._reason else 1
+        self._reason = reason
+        if self._anew == _TOLD_AFTER:
             warnings.warn(
                 f"{reason} is another one in every forward, so the net is recorded anew in every step "
                 f"({seconds:.2f} s each): exact, and slow. Keep counters and the like out of the forward",
@@ -547,13 +602,13 @@ class TiledNet:
         return attach(leaf, Part((ready.share.total, *spread.shape[1:]), origin))
 
 
-def _key(inputs: Any, spreads: Sequence[Spread], many: bool) -> tuple[Any, list[Any]]:
+def _key(inputs: Any, spreads: Sequence[Spread], around: Any) -> tuple[Any, list[Any]]:
     """What a program is made for, besides the net; and the objects in it that have to stay."""
     flat, structure = tree_flatten(inputs)
     others = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
     told = tuple((type(leaf), leaf if is_plain(leaf) else id(leaf)) for leaf in others)
     tensors = tuple((leaf.dtype, leaf.requires_grad) for leaf in flat if isinstance(leaf, Tensor))
-    return (tuple(spreads), tensors, str(structure), told, many), others
+    return (tuple(spreads), tensors, str(structure), told, around), others
 
 
 def _place(samples: Samples, row: int) -> int:

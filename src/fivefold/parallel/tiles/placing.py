@@ -20,10 +20,15 @@ from fivefold.errors import UsageError
 from fivefold.mesh import owned
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
+from fivefold.parallel.intercept import is_quiet
 from fivefold.parallel.tiles.rule import Here, Operation, Rule, rule_of
+from fivefold.parallel.tiles.rules.rowwise import RowWise
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 
 __all__ = ["Placement", "by_samples", "place"]
+
+
+ROW_WISE = RowWise()
 
 
 @dataclass
@@ -62,7 +67,11 @@ def by_samples(spread: Spread, grid: Grid) -> Spread:
         for a, b in itertools.pairwise(replicas)
         for part in range(grid.tiles)
     ]
-    axes = range(len(grid.axes)) if len(replicas) > 2 or grid.data is None else range(1, len(grid.axes))
+    axes = (
+        range(len(grid.axes))
+        if len(replicas) > 2 or grid.data is None
+        else range(1, len(grid.axes))
+    )
     return Spread.whole(spread.shape).with_cut(0, Cut.at(tuple(axes), (*bounds, n)))
 
 
@@ -86,7 +95,20 @@ class _Placing:
                 self.done.spreads.update(zip(node.outputs, made, strict=True))
                 self.done.rules[node], self.done.given[node] = chosen, given
                 return
+        if self._by_trial(node, lie):
+            return
         self._gather(node, lie, known=chosen is not None)
+
+    def _by_trial(self, node: Node, lie: tuple[Spread, ...]) -> bool:
+        """Divide by samples what no rule can divide, if each sample is computed by itself."""
+        if all(spread.is_whole for spread in lie):
+            return False
+        made = ROW_WISE.place(Operation(node, lie, self._here))
+        if made is None:
+            return False
+        self.done.spreads.update(zip(node.outputs, made, strict=True))
+        self.done.rules[node], self.done.given[node] = ROW_WISE, lie
+        return True
 
     def _choices(self, lie: tuple[Spread, ...]) -> Iterator[tuple[Spread, ...]]:
         """How operands may be taken, the best first."""
@@ -114,7 +136,9 @@ class _Placing:
         """Whole images, of the samples that replicas have by the cut of some others."""
         cuts = [s.cuts[0] for s in tiled if s.shape and s.shape[0] == self._rows]
         data = self._here.grid.data
-        same = next((c for c in cuts if c is not None and data is not None and c.axes == (data,)), None)
+        same = next(
+            (c for c in cuts if c is not None and data is not None and c.axes == (data,)), None
+        )
         return Spread.whole(spread.shape).with_cut(0, same)
 
     def _fits(self, made: Sequence[Spread]) -> bool:
@@ -149,7 +173,8 @@ class _Placing:
         )
         if self._strict:
             raise UsageError(f"{text}; tiles.strict = true in the plan forbids that")
-        warnings.warn(f"{text}. The result is exact", stacklevel=2)
+        if not is_quiet():
+            warnings.warn(f"{text}. The result is exact", stacklevel=2)
 
 
 def _filled(spread: Spread) -> Spread:

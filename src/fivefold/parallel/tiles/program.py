@@ -90,6 +90,8 @@ class Program:
     """how many layers share an exchange, or how that was decided"""
     mark: Fingerprint | None = None
     """of the tape"""
+    meeting: str | None = None
+    """where samples of different replicas meet, empty if nowhere; None: not looked for"""
     divisions: dict[tuple[int, frozenset[int], range], list[Any]] = field(
         default_factory=dict[tuple[int, frozenset[int], range], list[Any]]
     )
@@ -218,7 +220,8 @@ class _Lowering:
     def _in_place(self, node: Node, local: Local, operands: tuple[Ref, ...]) -> bool:
         if not local.in_place or operands[0] != node.operands[0]:
             return False
-        assert isinstance(operands[0], Value)
+        if not isinstance(operands[0], Value):
+            return False  # the net's own: it is changed when the forward is over
         return may_change(self._program.tape, node, self._makers.get(operands[0].index))
 
     def _border(self, node: Node, given: Sequence[Spread], local: Local) -> Border | None:

@@ -114,4 +114,3 @@ def recomputed(
     taken = [values[index] for index in segment.takes]
     given = checkpoint(body, *taken, use_reentrant=False, preserve_rng_state=False)
     return dict(zip(segment.gives, given, strict=True))
-

@@ -56,6 +56,14 @@ class Here:
     """samples of the batch that the grid computes"""
     fewest: int = 0
     """samples of the smallest replica: with as many as tile ranks, tiles may be turned into samples"""
+    cut: Cut | None = None
+    """how samples are divided among replicas, if the grid has all of them"""
+
+    def fresh(self, shape: Sequence[int]) -> Spread:
+        """How a new tensor lies that is the same everywhere: by samples, if it has as many rows."""
+        made = Spread.whole(shape)
+        by_samples = self.cut is not None and not self.cut.empty and made.shape[:1] == (self.rows,)
+        return made.with_cut(0, self.cut) if by_samples else made
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,7 @@ def execute(
     """
     values = dict(zip(program.tape.inputs, inputs, strict=True))
     wanted = returned(program) | left(program)
-    made = carry_out(
-        program, values, range(len(program.steps)), wanted, state=state, moment=moment
-    )
+    made = carry_out(program, values, range(len(program.steps)), wanted, state=state, moment=moment)
     return {index: made[index] for index in wanted}
 
 
@@ -170,9 +168,7 @@ class _Running:
     def move(self, step: Move) -> None:
         kept, source = Kept(), self._get(step.source)
         before = self.kept.get(step.source.index) if isinstance(step.source, Value) else None
-        self.values[step.target] = exchange(
-            source, step.exchange, self._moment.lines, kept, before
-        )
+        self.values[step.target] = exchange(source, step.exchange, self._moment.lines, kept, before)
         if kept.again is not None and self._remake:
             self.kept[step.target] = kept
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fivefold.parallel.graph.tape import Node
+from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.rule import (
     Local,
     Moment,
@@ -60,8 +61,9 @@ class Expand:
     """Dims of size one stretched, and new ones in front."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """Cut as the operand is; of the second operand of `expand_as` only the shape counts."""
-        return [broadcast(op.given[:1], op.node.output_shapes[0])]
+        """Cut as the operand is, or by samples; of the second operand of `expand_as` only the shape counts."""
+        made = broadcast(op.given[:1], op.node.output_shapes[0])
+        return [_by_samples(op, made)]
 
     def lower(self, op: Operation) -> Local:
         """Expanded to the shape of what is held."""
@@ -83,17 +85,38 @@ class Repeat:
         """Cut as the operand is, unless that would have to be repeated along a cut."""
         made = broadcast(op.given, op.node.output_shapes[0])
         cut = len(op.given[0].cut_dims)
-        return [made] if len(made.cut_dims) == cut else None
+        return [_by_samples(op, made)] if len(made.cut_dims) == cut else None
 
     def lower(self, op: Operation) -> Local:
-        """The same call: it names numbers of copies."""
-        return Local((_repeat_wants(op),), call(op.node))
+        """As many copies as are held."""
+        made, shape = op.made[0], op.node.shapes[0]
+        if made.cuts[:1] in {(), (None,)} or (len(made.shape) == len(shape) and shape[0] != 1):
+            return Local((_repeat_wants(op),), call(op.node))
+        local = made.local_shape(op.here.grid, op.here.rank)
+
+        def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
+            own = (1,) * (len(local) - len(shape)) + tuple(operands[0].shape)
+            return operands[0].repeat([n // m for n, m in zip(local, own, strict=True)])
+
+        return Local((_repeat_wants(op),), run)
+
+
+def _by_samples(op: Operation, made: Spread) -> Spread:
+    """What is stretched to the samples is divided as they are."""
+    shape = op.node.shapes[0]
+    stretched = len(made.shape) > len(shape) or shape[:1] == (1,)
+    cut = op.here.fresh(made.shape).cuts[0] if made.shape and stretched else None
+    free = cut is not None and made.cuts[0] is None and not set(cut.axes) & set(made.axes)
+    return made.with_cut(0, cut) if free else made
 
 
 def _repeat_wants(op: Operation) -> Wants:
     made, shape = op.made[0], op.node.shapes[0]
     shift = len(made.shape) - len(shape)
-    return tuple(want_of(n, made.cuts[dim + shift]) for dim, n in enumerate(shape))
+    return tuple(
+        Want.all_of(n) if n == 1 else want_of(n, made.cuts[dim + shift])
+        for dim, n in enumerate(shape)
+    )
 
 
 @rule("repeat_interleave")

@@ -1,6 +1,6 @@
 """Hooks on tensors within a net: called on the complete gradient, whatever part of it a rank has.
 
-    backward   own part of the gradient ── summed over ranks that hold the same ── gathered ──► hook ──► own part
+backward   own part of the gradient ── summed over ranks that hold the same ── gathered ──► hook ──► own part
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fivefold import comm
 from fivefold.parallel.graph.hooks import Hooked
-from fivefold.parallel.tiles.exchange import Exchange, exchange
+from fivefold.parallel.tiles.exchange import Exchange, Lines, exchange
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, everything, rule
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.trace import Tag
@@ -40,8 +40,8 @@ class HookedTensor:
         hooks = cast(Hooked, op.node.function)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
-            group, alike = moment.groups(axes, False), moment.groups(others, False)
-            return cast(Tensor, _Hooked.apply(operands[0], hooks, whole, group, alike, box))
+            alike = moment.groups(others, False)
+            return cast(Tensor, _Hooked.apply(operands[0], hooks, whole, moment.lines, alike, box))
 
         return Local((as_held(made),), run, collective="gradients for a hook")
 
@@ -53,11 +53,11 @@ class _Hooked(torch.autograd.Function):
         x: Tensor,
         hooks: Hooked,
         whole: Exchange,
-        group: dist.ProcessGroup,
+        lines: Lines,
         alike: dist.ProcessGroup,
         box: tuple[slice, ...],
     ) -> Tensor:
-        ctx.hooks, ctx.whole, ctx.group, ctx.alike, ctx.box = hooks, whole, group, alike, box
+        ctx.hooks, ctx.whole, ctx.lines, ctx.alike, ctx.box = hooks, whole, lines, alike, box
         return x.view_as(x)
 
     @staticmethod
@@ -65,6 +65,6 @@ class _Hooked(torch.autograd.Function):
         own = grads[0].contiguous()
         if ctx.alike.size() > 1:
             own = comm.all_reduce(own.clone(), ctx.alike, Tag.HALO)
-        complete = exchange(own, ctx.whole, ctx.group)
+        complete = exchange(own, ctx.whole, ctx.lines)
         found = ctx.hooks(complete)[ctx.box]
         return found / ctx.alike.size(), *(None,) * 5

@@ -130,7 +130,7 @@ class Sampled:
         """As the tensor whose shape they take; whole if there is none."""
         warn_layout(op.node.where)
         shape = op.node.output_shapes[0]
-        return [op.given[0].tight() if op.given else Spread.whole(shape)]
+        return [op.given[0].tight() if op.given else op.here.fresh(shape)]
 
     def lower(self, op: Operation) -> Local:
         """This rank's box of them."""
@@ -297,22 +297,30 @@ class Recurrent(Seeded):
         return at is not None and node.args[at] > 0.0 and bool(node.args[at + 1])
 
 
-@rule("empty_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+@rule(
+    "empty", "empty_like", "full", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "ones",
+    "zeros",
+)  # fmt: skip
 class Fresh:
-    """New tensors: in tiles where they have the shape of the tensor that they are made from."""
+    """New tensors: in tiles where they have the shape of the tensor that they are made from, by samples where
+    they have as many rows.
+    """
 
     def _follows(self, op: Operation) -> bool:
-        return op.node.name != "new_tensor" and op.node.output_shapes[0] == op.node.shapes[0]
+        of = op.node.shapes[:1]
+        return op.node.name != "new_tensor" and of == (op.node.output_shapes[0],)
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As that tensor, or whole: they are the same everywhere."""
-        follows = self._follows(op)
-        return [op.given[0].tight() if follows else Spread.whole(op.node.output_shapes[0])]
+        if self._follows(op):
+            return [op.given[0].tight()]
+        shape = op.node.output_shapes[0]
+        return [Spread.whole(shape) if op.node.name == "new_tensor" else op.here.fresh(shape)]
 
     def lower(self, op: Operation) -> Local:
         """As many elements as are held."""
         node, wants = op.node, _nothing_but_type(op)
-        if not self._follows(op) or node.name == "empty_like":
+        if op.made[0].is_whole or node.name == "empty_like":
             wants = (as_held(op.made[0]), *wants[1:]) if node.name == "empty_like" else wants
             return Local(wants, call(node))
         shape = op.made[0].local_shape(op.here.grid, op.here.rank)
@@ -320,7 +328,9 @@ class Fresh:
         def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             args, kwargs = node.arguments(operands)
             options = {k: v for k, v in kwargs.items() if k not in {"size", "fill_value"}}
-            fill = [_option(args, kwargs, 2, "fill_value", 0.0)] if node.name == "new_full" else []
-            return getattr(operands[0], node.name)(shape, *fill, **options)
+            at = 2 if operands else 1
+            full = node.name.endswith("full")
+            fill = [_option(args, kwargs, at, "fill_value", 0.0)] if full else []
+            return getattr(operands[0] if operands else torch, node.name)(shape, *fill, **options)
 
         return Local(wants, run)

@@ -172,7 +172,9 @@ class Assign:
         entries = _normal(
             list(index) if isinstance(index, tuple) else [index], node.shapes[0], node.shapes
         )
-        plain = entries is not None and all(e is None or isinstance(e, (Rows, int)) for e in entries)
+        plain = entries is not None and all(
+            e is None or isinstance(e, (Rows, int)) for e in entries
+        )
         return entries if plain and isinstance(node.args[0], Slot) else None
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
@@ -185,7 +187,11 @@ class Assign:
         made, value = given, op.given[1]
         for dim, position, entry in _matched(entries, len(value.shape)):
             cut = None if position is None else value.cuts[position]
-            if cut is not None and isinstance(entry, Rows) and value.shape[position or 0] == entry.count:
+            if (
+                cut is not None
+                and isinstance(entry, Rows)
+                and value.shape[position or 0] == entry.count
+            ):
                 inner = [entry.start + bound * entry.step for bound in cut.bounds[1:-1]]
                 made = made.with_cut(dim, Cut.at(cut.axes, (0, *inner, given.shape[dim])))
         return [made]

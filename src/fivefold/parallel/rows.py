@@ -1,0 +1,242 @@
+"""Whether the samples of a batch depend on each other in a net, where replicas run it as it is.
+
+A replica that calls the net on its own samples computes what one process computes only if no sample looks at
+another, batch norm apart. Where the net can be recorded, that is found out by the rules that divide images:
+
+    recorded for the whole batch, samples divided ──► an exchange or a sum over replicas?     they meet
+    recorded for a replica's samples              ──► other calls, another number in a call?  they meet
+
+    for i in range(3): x = x - x.mean(0)        a sum over replicas
+    x / x.shape[0]                              another number
+    if x.shape[0] > 4: ...                      other calls
+
+Nets whose samples meet are computed from the recording, over all replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel.agreement import Agreement
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.graph.tape import Node, Tape
+from fivefold.parallel.intercept import Share, quietly
+from fivefold.parallel.tiles.costs import Costs
+from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.tiles.program import Compute, Program, exchange_of
+from fivefold.parallel.trees import map_tensors
+
+__all__ = ["Rows"]
+
+_BY_SHAPE = frozenset({
+    "view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "zeros", "ones", "empty", "full",
+    "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "split", "narrow", "as_strided",
+})  # fmt: skip
+"""calls among whose numbers are sizes, which show in the shape of their result"""
+
+
+class Rows:
+    """Judges the net of a mesh with replicas and no other axis."""
+
+    def __init__(self, net: Any, mesh: Mesh) -> None:
+        self.tiles = TiledNet(net, mesh, Costs())
+        """the net over all replicas, for when samples meet"""
+        self._agreement = Agreement(mesh)
+        self._told = False
+
+    def meet(self, call: Callable[..., Any], inputs: Any, share: Share) -> bool:
+        """Whether samples depend on each other in a step; if so, `tiles` computes it. Collective.
+
+        A net that cannot be recorded is taken for one whose samples do not, which is told.
+        """
+        found = self._judged(call, inputs, share)
+        token = hash((share.total, share.step, share.bounds, found is not None)) & (2**62 - 1)
+        if not self._agreement.same(token):
+            said = [
+                (f"{share.total} samples, shares {share.bounds}, step {share.step}", "the batch"),
+                (
+                    "apart" if found is None else f"meeting in {found}",
+                    "whether samples depend on each other",
+                ),
+            ]
+            self._agreement.check(said, "a step")
+        return found is not None
+
+    def check_apart(self, call: Callable[..., Any], inputs: Any, share: Share) -> None:
+        """Raise `UsageError` where samples meet outside of a step, in which ranks do not wait for others."""
+        found = self._judged(call, inputs, share)
+        if found is not None:
+            raise UsageError(
+                f"samples depend on each other in {found}, so what the net returns for this rank's samples is not "
+                "what it returns for them in the whole batch: use model.step or model.evaluate, call "
+                'model.module on whole batches, or vouch for them with parallel.rows = "apart"'
+            )
+
+    def _judged(self, call: Callable[..., Any], inputs: Any, share: Share) -> str | None:
+        """Where samples meet; None if they do not, or it cannot be told."""
+        share = _without_empty(share)
+        inputs = _resized(inputs, share.rows)
+        try:
+            with quietly():
+                program = self.tiles.program_for(call, inputs, share)
+        except UsageError as problem:
+            self._tell(problem)
+            return None
+        if program.meeting is None:
+            with quietly():
+                program.meeting = self._meeting(program, call, inputs, share)
+            self._tell_unknown(program)
+        return program.meeting or None
+
+    def _tell_unknown(self, program: Program) -> None:
+        for node in program.gathered if program.meeting else ():
+            warnings.warn(
+                f"it is not known whether samples depend on each other in {node.where}, so every rank gathers the "
+                'whole batch there, which is exact and slow: if they do not, parallel.rows = "apart" in the plan '
+                "says so",
+                stacklevel=5,
+            )
+
+    def _tell(self, problem: UsageError) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "whether the samples of a batch depend on each other in the net was not checked, as it cannot be "
+                f"recorded: {problem}. If they do, what replicas compute differs from one process; if they do not, "
+                'parallel.rows = "apart" in the plan says so',
+                stacklevel=4,
+            )
+
+    def _meeting(
+        self, program: Program, call: Callable[..., Any], inputs: Any, share: Share
+    ) -> str:
+        """Where samples meet, in words; empty if nowhere."""
+        joined = _joined(program)
+        if joined:
+            return joined
+        sizes = {b - a for a, b in itertools.pairwise(share.bounds)} - {0}
+        for rows in sorted(sizes):
+            rank = next(
+                r for r, (a, b) in enumerate(itertools.pairwise(share.bounds)) if b - a == rows
+            )
+            try:
+                alone = self.tiles.recorded(call, _resized(inputs, rows))
+            except UsageError as problem:
+                return f"a way that it cannot go with {rows} samples ({problem})"
+            different = _different(program, alone, self.tiles, rank)
+            if different:
+                return different
+        return ""
+
+
+def _without_empty(share: Share) -> Share:
+    """A share of a batch of which every replica has something: what holds there holds for fewer samples too."""
+    sizes = [b - a for a, b in itertools.pairwise(share.bounds)]
+    if min(sizes) > 0:
+        return share
+    most, own = max(sizes), share.bounds.index(share.origin)
+    bounds = tuple(most * replica for replica in range(len(sizes) + 1))
+    return dataclasses.replace(
+        share, rows=most, origin=bounds[min(own, len(sizes) - 1)], total=bounds[-1], bounds=bounds
+    )
+
+
+def _joined(program: Program) -> str:
+    """The first step in which replicas exchange something, but for the statistics of norms."""
+    for step in program.steps:
+        if isinstance(step, Compute) and step.local.collective not in (None, "batch norm"):
+            if not _is_norm(step.node):
+                return step.node.where
+        moved = exchange_of(step)
+        if moved is not None:
+            reader = next(
+                s.node for s in program.steps
+                if isinstance(s, Compute) and any(
+                    isinstance(r, Value) and r.index == getattr(step, "target", -1) for r in s.operands
+                )
+            ) if not isinstance(step, Compute) else step.node  # fmt: skip
+            return reader.where
+    tape = program.tape
+    for target, ref in tape.effects.written:
+        if isinstance(ref, Value) and not program.spreads[ref.index].is_whole:
+            return f"what is written to {getattr(target, 'name', 'a tensor')}"
+    for one in tape.effects.sets:
+        if one.registered and any(
+            isinstance(r, Value) and not program.spreads[r.index].is_whole for r in one.refs()
+        ):
+            return f"the buffer {one.path}"
+    return ""
+
+
+def _is_norm(node: Node) -> bool:
+    return node.name in {"batch_norm", "instance_norm"} or node.name.startswith(
+        ("BatchNorm", "InstanceNorm")
+    )
+
+
+def _resized(inputs: Any, rows: int) -> Any:
+    """Inputs of so many samples."""
+    return map_tensors(
+        lambda leaf: leaf if leaf.shape[0] == rows else leaf.new_empty((rows, *leaf.shape[1:])),
+        inputs,
+    )
+
+
+def _different(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str:
+    """Where a replica that runs the net as it is does something else than the program; empty if nowhere."""
+    whole = program.tape
+    for one, other in itertools.zip_longest(whole.nodes, alone.nodes):
+        if one is None or other is None:
+            return (one or other).where
+        if one.name != other.name or one.function is not other.function or one.scope != other.scope:
+            if not _same_kind(one, other):
+                return other.where
+        shapes = [program.spreads[i].local_shape(tiles.grid, rank) for i in one.outputs]
+        if shapes != [tuple(shape) for shape in other.output_shapes]:
+            return other.where
+        if not _same_arguments(one, other):
+            return other.where
+    return ""
+
+
+def _same_kind(one: Node, other: Node) -> bool:
+    """Whether both call the same; functions of ours are made anew by every recording."""
+    return (one.name, one.scope, type(one.function)) == (
+        other.name,
+        other.scope,
+        type(other.function),
+    )
+
+
+def _same_arguments(one: Node, other: Node) -> bool:
+    flat, tree = tree_flatten((one.args, one.kwargs))
+    others, structure = tree_flatten((other.args, other.kwargs))
+    if str(tree) != str(structure):
+        return False
+    sized = one.name in _BY_SHAPE
+    if one.name in {"full", "new_full"} and _fill(one) != _fill(other):
+        return False
+    return all(_same(a, b, sized) for a, b in zip(flat, others, strict=True))
+
+
+def _fill(node: Node) -> Any:
+    """What a tensor is filled with."""
+    names = ("size", "fill_value") if node.name == "full" else ("input", "size", "fill_value")
+    return node.bound(names).get("fill_value")
+
+
+def _same(one: Any, other: Any, sized: bool) -> bool:
+    if sized and type(one) is int and type(other) is int:
+        return True  # it shows in the shape
+    if isinstance(one, Tensor) or callable(one):
+        return one is other
+    return type(one) is type(other) and bool(one == other)
