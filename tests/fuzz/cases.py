@@ -46,11 +46,16 @@ _SCHEDULES = (
 )
 
 
-def random_case(seed: int) -> Case:
-    """A case from a seed. It may not be valid in one process: whoever asks has to see."""
+def random_case(seed: int, only: dict[str, int] | None = None) -> Case:
+    """A case from a seed, of any layout or of one `only`.
+
+    It may not be valid in one process: whoever asks has to see.
+    """
     rng = random.Random(seed)
     kind = rng.choices(["image", "volume", "vector", "tokens", "ids"], [45, 4, 22, 20, 9])[0]
-    layout = _layout(rng, kind)
+    if only and not only.keys() <= {"data", "pipe"}:
+        kind = "volume" if "depth" in only else "image"
+    layout = _layout(rng, kind) if only is None else dict(only)
     net = draw_net(rng, kind)
     case: Case = {
         "seed": seed,
@@ -83,15 +88,21 @@ def _plan(rng: random.Random, layout: dict[str, int]) -> dict[str, Any]:
         plan["pipeline.schedule"] = schedule
         if schedule == "interleaved" or (schedule == "zero-bubble" and rng.random() < 0.3):
             plan["pipeline.stages_per_rank"] = 2
+        if rng.random() < 0.15:
+            first = rng.choice(["blocks.1", "blocks.1, blocks.2", "measured"])
+            plan["pipeline.cut"] = first
         if schedule != "layer" and rng.random() < 0.7:
             fit = [2, 4] if schedule in _PAIRED else [1, 2, 3, 4]
             plan["pipeline.micro_batches"] = rng.choice(fit)
     if ("pipe" in layout or tiles) and rng.random() < 0.4:
         plan["memory.recompute"] = rng.choice(["auto", "all", 2])
     if "data" in layout and rng.random() < 0.3:
-        plan["memory.shard"] = rng.choice(["optimizer", "parameters"])
+        each = ["optimizer", "parameters"] if "pipe" not in layout or rng.random() < 0.1 else []
+        plan["memory.shard"] = rng.choice(each or ["optimizer"])
     if tiles:
         plan["tiles.fuse"] = rng.choice(["never", "never", "1", "2", "4"])
+    if rng.random() < 0.05:
+        plan["numerics.memory_format"] = "channels_last"
     if rng.random() < 0.3:
         plan["numerics.seed"] = rng.randrange(1, 100)
     return plan
@@ -142,6 +153,8 @@ def _steps(rng: random.Random, case: Case) -> list[dict[str, Any]]:
                 step["events"] = [dict(rng.choice(pool))]
             if rng.random() < 0.1:
                 step["evaluate"] = 0
+            if rng.random() < 0.08:
+                step["clip"] = 0.1
             if rng.random() < 0.1:
                 step["zero"] = False
                 steps[-1]["update"] = False
@@ -173,7 +186,8 @@ def _loss(rng: random.Random, case: Case) -> dict[str, Any]:
     used = [name for _, name, _ in drawing.paths(case["net"])]
     if "balanced" in used and rng.random() < 0.7:
         return {"name": "auxiliary"}
-    name = rng.choice(fit if rng.random() < 0.65 else own)
+    at_once = micro_batches(case, 8) is None
+    name = rng.choice(fit if rng.random() < (0.6 if at_once else 0.85) else own)
     told: dict[str, Any] = {"name": name}
     if case["net"].get("returns", "tensor") != "tensor" and name in losses.TORCH:
         told["picked"] = True
@@ -286,7 +300,7 @@ def tags(case: Case) -> list[str]:
     for step in case["steps"]:
         for event in step.get("events", ()):
             found.add(f"event.{event['do']}")
-        found |= {f"step.{k}" for k in ("evaluate", "zero") if step.get(k) is not None}
+        found |= {f"step.{k}" for k in ("evaluate", "zero", "clip") if step.get(k) is not None}
     first = case["batches"][0]
     if any(b["rows"] != first["rows"] for b in case["batches"]):
         found.add("rows.change")

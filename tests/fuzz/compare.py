@@ -76,7 +76,7 @@ def _ending(number: int, rank: Any) -> str:
 def _of_raised(
     told: Sequence[Record], raised: Sequence[Record], fakes: list[str], lines: list[str]
 ) -> Outcome:
-    first = next((rank for rank in raised if rank["ended"] == "raised"), raised[0])
+    first = min(raised, key=lambda rank: (rank["kind"] == "CommError", rank["ended"] == "refused"))
     text = f"{first['kind']}: {(first['text'].strip() or '?').splitlines()[0]}"
     texts = {rank["text"] for rank in raised}
     alike = len(raised) == len(told) and len(texts) == 1 and "\n" not in first["text"].strip()

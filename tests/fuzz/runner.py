@@ -35,6 +35,13 @@ class Runner:
         truth = truth or checked(self.judge, case)
         return judged(case, truth, self.ranks.run(case, fault))
 
+    def tried(self, case: Case) -> Outcome | None:
+        """The outcome of a case; None for one that is not valid."""
+        try:
+            return self.run(case)
+        except Rejected:
+            return None
+
     def close(self) -> None:
         self.judge.close()
         self.ranks.close()

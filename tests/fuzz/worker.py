@@ -74,7 +74,10 @@ class _Under:
         example = data.inputs_of(case, 0) if needed else None
         self.model = model = ff.parallelize(net, mesh, example=example, loss=loss)
         self.own = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
-        self.optimizer = torch.optim.SGD([*model.parameters(), *self.own.values()], **OPTIMIZER)
+        # A rank whose stage has no parameters has nothing to optimise, which torch's optimisers refuse.
+        spare = [nn.Parameter(torch.zeros(1))]
+        held = [*model.parameters(), *self.own.values()]
+        self.optimizer = torch.optim.SGD(held or spare, **OPTIMIZER)
         model.train()
         for number, step in enumerate(case["steps"]):
             self.told["steps"].append(self._step(number, step))
@@ -98,6 +101,8 @@ class _Under:
         loss = self.model.step(*self.model.shard(inputs, targets))
         outputs = [piece for each in seen for piece in self._pieces(each, rows)]
         gradients = self._whole({n: p.grad for n, p in self._parameters().items()})
+        if step.get("clip"):
+            ff.clip_grad_norm_(self.model, step["clip"])
         if step.get("update", True):
             self.optimizer.step()
         return {

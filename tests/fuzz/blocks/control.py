@@ -47,7 +47,7 @@ class Branch(Block):
 
     def __init__(self, shape: Shape, on: str) -> None:
         super().__init__(shape)
-        self.on, self.gain = on, nn.Parameter(torch.tensor(1.1))
+        self.on, self.gain = on, nn.Parameter(torch.tensor([1.1]))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.on == "shape":
@@ -95,7 +95,7 @@ class Chance(Block):
     def __init__(self, shape: Shape, by: str) -> None:
         super().__init__(shape)
         self.by = by
-        self.gain = nn.Parameter(torch.tensor(1.2))
+        self.gain = nn.Parameter(torch.tensor([1.2]))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

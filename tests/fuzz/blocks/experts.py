@@ -74,7 +74,7 @@ class Sometimes(Block):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.runs = 0
-        self.even, self.odd = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+        self.even, self.odd = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:

@@ -328,6 +328,22 @@ class Spread(Block):
 
 
 @register
+class Spectral(Block):
+    """Scales the lowest frequencies (a Fourier neural operator)."""
+
+    kinds = ("image",)
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.scale = nn.Parameter(torch.randn(shape.channels, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.fft.rfft2(x)
+        low = F.pad(y[:, :, :2, :2] * self.scale, (0, y.shape[3] - 2, 0, y.shape[2] - 2))
+        return x + torch.fft.irfft2(low, s=x.shape[2:])
+
+
+@register
 class ConvRecurrent(Block):
     """A gated cell over a few time steps, its state made in forward (ConvLSTM)."""
 

@@ -23,7 +23,7 @@ class Written(Block):
     def __init__(self, shape: Shape, way: str) -> None:
         super().__init__(shape)
         self.shape, self.way = shape, way
-        self.gain = nn.Parameter(torch.tensor(1.2))
+        self.gain = nn.Parameter(torch.tensor([1.2]))
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, f"_{self.way}")(x * self.gain)

@@ -215,7 +215,7 @@ class StochasticDepth(Block):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.keep = 0.6
-        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.gain = nn.Parameter(torch.tensor([0.7]))
 
     def forward(self, x: Tensor) -> Tensor:
         branch = x.tanh() * self.gain

@@ -24,7 +24,7 @@ class Meeting(Block):
     def __init__(self, shape: Shape, how: str) -> None:
         super().__init__(shape)
         self.how = how
-        self.gain = nn.Parameter(torch.tensor(0.8))
+        self.gain = nn.Parameter(torch.tensor([0.8]))
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, f"_{self.how}")(x * self.gain)
@@ -89,7 +89,7 @@ class Apart(Block):
     def __init__(self, shape: Shape, how: str) -> None:
         super().__init__(shape)
         self.how = how
-        self.gain = nn.Parameter(torch.tensor(0.8))
+        self.gain = nn.Parameter(torch.tensor([0.8]))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.gain

@@ -129,10 +129,20 @@ class Layerwise(_Outer):
 
     def __init__(self, shape: Shape, inner: list[Any]) -> None:
         super().__init__(shape, inner)
-        self.shares = nn.ParameterList([nn.Parameter(torch.tensor(1.0)) for _ in self.inner])
+        self.shares = nn.ParameterList([nn.Parameter(torch.tensor([1.0])) for _ in self.inner])
 
     def forward(self, x: Tensor) -> Tensor:
         seen = [x]
         for share, module in zip(self.shares, self.inner, strict=True):
             seen.append(module(sum(seen) * share))
         return torch.stack(seen).mean(0)
+
+
+@register
+class Direct(_Outer):
+    """Calls `forward` of a module itself, past its hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inner:
+            x = module.forward(x)
+        return x

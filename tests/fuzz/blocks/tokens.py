@@ -169,6 +169,33 @@ class Recurrent(Block):
 
 
 @register
+class Packed(Block):
+    """Sequences of different lengths, packed: lengths are read from the numbers, or told by the row."""
+
+    kinds = ("tokens",)
+
+    def __init__(self, shape: Shape, by: str) -> None:
+        super().__init__(shape)
+        self.inner, self.by = nn.GRU(shape.channels, shape.channels, batch_first=True), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.shape[1]
+        if self.by == "numbers":
+            lengths = (x.detach()[..., 0] > 0).sum(1).clamp(min=1)
+        else:
+            lengths = torch.full((x.shape[0],), t - 1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], True, total_length=t)
+        return x + y
+
+    @classmethod
+    def draw(cls, rng: random.Random, shape: Shape, same: bool) -> dict[str, Any]:
+        return {"by": rng.choice(["numbers", "rows"])}
+
+
+@register
 class TokenConv(Block):
     """A convolution along the tokens; causal ones are padded on the left."""
 

@@ -20,6 +20,7 @@ as the other side, so hooks, closures and caches are real ones; nothing is copie
     zero, update   whether gradients are cleared before,   evaluate  number of a batch that is run in eval
                    and the optimiser steps after it                  mode before it, or null
     micro_batches  lists of samples, or null for all at once
+    clip           the most that the norm of the net's gradients may be, or null
 
 Micro-batches run forward in order, their outputs are put back in the order of the batch, and there is one
 loss and one backward: batch norm sees a micro-batch at a time, a hook of a parameter the whole gradient once.
@@ -281,6 +282,8 @@ class Run:
             with masks.entered():  # until the end of backward: what is checkpointed runs again
                 outputs, loss = self._trained(inputs, targets, step.get("micro_batches"), masks)
         gradients = {name: _copy(p.grad) for name, p in self._parameters().items()}
+        if step.get("clip"):
+            nn.utils.clip_grad_norm_(self.net.parameters(), step["clip"])
         if step.get("update", True):
             self.optimizer.step()
         state = self._told.get("state")
