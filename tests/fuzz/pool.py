@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -100,7 +101,8 @@ class Ranks:
         self._groups += 1
         path = Path(self._folder.name) / f"store-{self._groups}"
         for line in self._lines[:size]:
-            line.send((case, fault, size, str(path)))
+            with contextlib.suppress(BrokenPipeError):  # one that has died is seen when it is asked
+                line.send((case, fault, size, str(path)))
         found = self._collected(size)
         if any(isinstance(told, Ended) for told in found):
             self.stop()

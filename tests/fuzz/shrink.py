@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -33,34 +34,45 @@ def shrunk(
     case: Case, outcome: Outcome, run: Callable[[Case], Outcome | None], budget_s: float = 90.0
 ) -> tuple[Case, Outcome]:
     """The smallest case found, and its outcome. `run` gives None for a case that is not valid."""
-    until, wanted = time.monotonic() + budget_s, cause(outcome)
-    smaller = True
-    while smaller and time.monotonic() < until:
-        smaller = False
-        for candidate in _candidates(case):
-            if time.monotonic() > until:
-                break
-            found = _tried(candidate, run)
-            if found is not None and cause(found) == wanted:
-                case, outcome, smaller = candidate, found, True
-                break
+    until, wanted, tried = time.monotonic() + budget_s, cause(outcome), set[str]()
+
+    def same(candidate: Case) -> Outcome | None:
+        """The outcome of a candidate that is new, valid and of the same kind."""
+        told = json.dumps(candidate, sort_keys=True)
+        if told in tried or time.monotonic() > until:
+            return None
+        tried.add(told)
+        try:
+            complete(candidate)
+        except Exception:  # noqa: BLE001 - it is not valid, for whatever reason
+            return None
+        found = run(candidate)
+        return found if found is not None and cause(found) == wanted else None
+
+    idle = 0
+    while idle < len(_CHANGES):
+        for change in _CHANGES:
+            case, outcome, changed = _applied(change, case, outcome, same)
+            idle = 0 if changed else idle + 1
     return case, outcome
 
 
-def _tried(case: Case, run: Callable[[Case], Outcome | None]) -> Outcome | None:
-    try:
-        complete(case)
-    except Exception:  # noqa: BLE001 - it is not valid, for whatever reason
-        return None
-    return run(case)
-
-
-def _candidates(case: Case) -> Iterator[Case]:
-    """Cases that are smaller by one thing, what saves most first."""
-    for change in (_steps, _layout, _blocks, _settings, _events, _surroundings, _sizes):
+def _applied(
+    change: Callable[[Case], Iterator[Case]],
+    case: Case,
+    outcome: Outcome,
+    same: Callable[[Case], Outcome | None],
+) -> tuple[Case, Outcome, bool]:
+    """One kind of change, as often as it helps."""
+    changed, again = False, True
+    while again:
+        again = False
         for candidate in change(case):
-            if candidate != case:
-                yield candidate
+            found = None if candidate == case else same(candidate)
+            if found is not None:
+                case, outcome, changed, again = candidate, found, True, True
+                break
+    return case, outcome, changed
 
 
 def _changed(case: Case, **values: Any) -> Case:
@@ -152,7 +164,15 @@ def _sizes(case: Case) -> Iterator[Case]:
 
 
 def _blocks(case: Case) -> Iterator[Case]:
-    """Without a block; with what is within a block in its place."""
+    """With one block alone; without a block; with what is within a block in its place."""
+    if len(case["net"]["blocks"]) > 2:
+        for number in range(len(case["net"]["blocks"])):
+            alone = case
+            for other in reversed(range(len(case["net"]["blocks"]))):
+                alone = (
+                    alone if other == number else _without(alone, f"blocks.{other}", unwrap=False)
+                )
+            yield alone
     for path in sorted(_paths(case["net"]["blocks"], "blocks"), key=lambda p: p.count(".")):
         yield _without(case, path, unwrap=False)
         if _found(case["net"], path)[1].get("inner"):
@@ -206,3 +226,7 @@ def _moved(event: dict[str, Any], path: str, unwrapped: int) -> dict[str, Any] |
         return event
     new = f"{prefix}.{int(own) + unwrapped - 1}"
     return {**event, "at": f"{new}.{rest}" if rest else new}
+
+
+_CHANGES = (_steps, _layout, _blocks, _settings, _events, _surroundings, _sizes)
+"""what saves most first"""
