@@ -218,7 +218,8 @@ def name_of(case: Case, outcome: Outcome) -> str:
     loss = [case["loss"]["name"]] if case["loss"]["name"] != "mse" else []
     io = [case["net"].get(k, p) for k, p in (("takes", "one"), ("returns", "tensor"))]
     io = [each for each, plain in zip(io, ("one", "tensor"), strict=True) if each != plain]
-    axes = [f"{axis}{n}" for axis, n in case["layout"].items()] or ["alone"]
+    kinds = [axis if axis in ("data", "pipe") else "tiles" for axis in case["layout"]]
+    axes = list(dict.fromkeys(kinds)) or ["alone"]
     words = [outcome.kind, *blocks[:4], *loss, *io, *dict.fromkeys(extra), *axes]
     if schedule := case["plan"].get("pipeline.schedule"):
         words.append(schedule)

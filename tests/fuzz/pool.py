@@ -43,7 +43,8 @@ def _serve(line: Connection, rank: int) -> None:
 
     assert fivefold.comm.BACKEND
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for stream in (1, 2):  # what nets and torch print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     while True:
         try:
             case, fault, size, path = line.recv()

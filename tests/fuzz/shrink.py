@@ -95,6 +95,8 @@ def _layout(case: Case) -> Iterator[Case]:
         if axis == "pipe":
             plan = {k: v for k, v in plan.items() if not k.startswith("pipeline")}
         yield _changed(case, layout=rest, plan=plan)
+        if axis in ("width", "depth") and "height" not in layout:
+            yield _changed(case, layout={**rest, "height": size})
         if size > 2:
             yield _changed(case, layout={**layout, axis: 2})
 
@@ -150,9 +152,9 @@ def _sizes(case: Case) -> Iterator[Case]:
     for number in range(1, len(batches)):
         steps = [{**s, "batch": 0 if s["batch"] == number else s["batch"]} for s in case["steps"]]
         yield _changed(case, steps=steps)
-    rows = max(one["rows"] for one in batches)
-    for fewer in (2, 3, 4, rows - 1):
-        if fewer < rows:
+    rows, least_rows = max(one["rows"] for one in batches), 2 * case["layout"].get("data", 1)
+    for fewer in sorted({least_rows, 2, 4, rows - 1}):
+        if least_rows <= fewer < rows:
             yield _changed(case, batches=[{**b, "rows": min(b["rows"], fewer)} for b in batches])
     for least in (4, 6):
         if any(n > least for one in batches for n in one["size"]):
