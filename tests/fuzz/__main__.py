@@ -43,7 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="run the case of a file, or of a seed, and tell all about it",
     )
-    add("--fault", default="", help="break something on purpose: a function of fuzz.faults")
+    add(
+        "--fault",
+        default="",
+        help="break something on purpose: a function of fuzz.faults, or module:function",
+    )
     add("--json", metavar="REPORT", help="write the report to a file")
     return parser
 
@@ -57,7 +61,14 @@ def _campaign(told: argparse.Namespace) -> int:
         pairs = [pair.split("=") for pair in told.layout.split(",") if pair]
         layout = {axis: int(size) for axis, size in pairs}
     wanted = Wanted(
-        told.seed, told.cases, told.minutes, tuple(told.only), layout, told.shrink, told.jobs
+        told.seed,
+        told.cases,
+        told.minutes,
+        tuple(told.only),
+        layout,
+        told.shrink,
+        told.jobs,
+        told.fault,
     )
     campaign = Campaign(wanted, tell=lambda line: print(line, flush=True))
     campaign.run()

@@ -41,6 +41,8 @@ class Wanted:
     shrink: int = 20
     """how many bad cases are made small"""
     jobs: int = 1
+    fault: str = ""
+    """what is broken on purpose, as `worker.run` takes it"""
 
 
 class Source:
@@ -144,9 +146,9 @@ class Campaign:
     def _consume(self, source: Source, until: float) -> None:
         with Runner() as runner:
             for case, truth in source:
-                outcome = runner.run(case, truth)
+                outcome = runner.run(case, truth, self.wanted.fault)
                 if outcome.kind in ("hang", "crash", "traceback", "wrong"):
-                    again = runner.run(case, truth)
+                    again = runner.run(case, truth, self.wanted.fault)
                     if again.kind != outcome.kind:
                         outcome = Outcome(
                             outcome.kind, f"{outcome.text} (then {again.kind})", outcome.details
@@ -179,6 +181,8 @@ class Campaign:
             kind = f"{cause(one['outcome'])} {sorted(one['case']['layout'])}"
             ranked.append((kinds[kind], number, one))
             kinds[kind] += 1
+        if self.wanted.fault:
+            return
         chosen = sorted(ranked, key=lambda each: each[:2])[: self.wanted.shrink]
         with Runner(limit_s=8.0) as runner:
             for number, (_, _, one) in enumerate(chosen):
@@ -213,7 +217,12 @@ class Campaign:
 
 def name_of(case: Case, outcome: Outcome) -> str:
     """A name that says what the case is about."""
-    blocks = list(dict.fromkeys(name for _, name, _ in paths(case["net"])))
+    blocks = list(
+        dict.fromkeys(
+            ".".join([name, *(v for v in args.values() if isinstance(v, str))])
+            for _, name, args in paths(case["net"])
+        )
+    )
     extra = [e["do"] for step in case["steps"] for e in step.get("events", ())]
     loss = [case["loss"]["name"]] if case["loss"]["name"] != "mse" else []
     io = [case["net"].get(k, p) for k, p in (("takes", "one"), ("returns", "tensor"))]

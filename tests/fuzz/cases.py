@@ -131,6 +131,7 @@ def _extras(rng: random.Random, net: dict[str, Any]) -> dict[str, Any]:
             "scale": rng.choice([0.5, 2.0]),
             "flag": rng.random() < 0.5,
             "mode": rng.choice(["none", "sin"]),
+            "extra": rng.choice([None, None, 0.3]),
         }
         return {"extras": extras}
     return {"order": rng.sample(["a", "b", "c"], 3)} if takes == "bag" else {}

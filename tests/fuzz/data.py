@@ -44,8 +44,14 @@ def _arranged(takes: str, tensor: Any, told: dict[str, Any], rows: int, draw: An
     if takes == "nested":
         return {"batch": {"x": tensor(), "more": [tensor()]}}
     if takes == "mixed":
-        extras = {"scale": 0.5, "flag": False, "mode": "none", **told.get("extras", {})}
-        return {"x": tensor(), **extras, "extra": None}
+        extras = {
+            "scale": 0.5,
+            "flag": False,
+            "mode": "none",
+            "extra": None,
+            **told.get("extras", {}),
+        }
+        return {"x": tensor(), **extras}
     if takes == "bag":
         made = {"a": tensor(), "b": tensor(), "c": tensor()}
         names = told.get("order", ["a", "b", "c"])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from fuzz.blocks import images, norms, structure, tokens
+from fuzz.blocks import images, known, norms, structure, tokens
 from fuzz.grammar import BLOCKS, IMAGES, Shape, build_block, tag_of
 from fuzz.nets import RETURNS, TAKES
 
@@ -15,10 +15,10 @@ __all__ = ["draw_net", "paths"]
 _ORDINARY = {
     name
     for name, cls in BLOCKS.items()
-    if cls.__module__ in {m.__name__ for m in (images, norms, structure, tokens)}
+    if cls.__module__ in {m.__name__ for m in (images, known, norms, structure, tokens)}
 }
 _RARE = {"transposed", "adaptive_pool", "upsample", "pixel_shuffle", "windows", "quantised"}
-_KEEPS = {"conv", "transposed", "pool", "dense"}
+_KEEPS = {"conv", "transposed", "pool", "dense", "bottleneck"}
 """those that keep the shape when asked to"""
 _OUTER = {
     tag_of(cls)

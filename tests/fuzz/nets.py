@@ -97,11 +97,13 @@ class Net(nn.Module):
             return y * share.view(-1, *[1] * (y.dim() - 1))
         return self.start(args[0] if args else kwargs["x"])
 
-    def mixed(self, x: Tensor, scale: float, flag: bool, mode: str, extra: None = None) -> Tensor:
+    def mixed(
+        self, x: Tensor, scale: float, flag: bool, mode: str, extra: float | None = None
+    ) -> Tensor:
         """Tensors with a float, a bool, a string and None among them."""
         y = self.start(x) * scale
         y = y.tanh() if flag else y
-        return (y.sin() if mode == "sin" else y) if extra is None else y * 0.0
+        return (y.sin() if mode == "sin" else y) if extra is None else y + extra
 
     def start(self, x: Tensor) -> Tensor:
         return x if self.embedding is None else self.embedding(x)

@@ -105,8 +105,8 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):  # one that has died is seen when it is asked
                 line.send((case, fault, size, str(path)))
         found = self._collected(size)
-        if any(isinstance(told, Ended) for told in found):
-            self.stop()
+        if any(isinstance(told, Ended) or told["ended"] == "raised" for told in found):
+            self.stop()  # nobody knows what an exception has left behind
         path.unlink(missing_ok=True)
         return found
 

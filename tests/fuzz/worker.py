@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import random
 import traceback
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,20 +33,15 @@ __all__ = ["run"]
 def run(case: Case, fault: str = "") -> dict[str, Any]:
     """Everything about a case on this rank; whatever is raised is part of it.
 
-    `ended` is "done", "refused" or "raised". `fault` names a function of `fuzz.faults`, which breaks
-    something for as long as the case takes.
+    `ended` is "done", "refused" or "raised". `fault` names a function of `fuzz.faults`, or another as
+    module:function, that returns a context in which something is broken.
     """
     told: dict[str, Any] = {"ended": "done", "steps": [], "evaluated": [], "outside": None}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         under = _Under(case, told)
         try:
-            if fault:
-                from fuzz import faults
-
-                with getattr(faults, fault)():
-                    under.run()
-            else:
+            with _fault(fault):
                 under.run()
         except Exception as problem:  # noqa: BLE001 - it is what is looked for
             refused = isinstance(problem, FivefoldError) and not isinstance(problem, CommError)
@@ -53,6 +51,13 @@ def run(case: Case, fault: str = "") -> dict[str, Any]:
         told["fakes"] = [] if under.net is None else list(_fakes(under.net))
     told["warnings"] = sorted({str(w.message) for w in heard})
     return told
+
+
+def _fault(name: str) -> AbstractContextManager[Any]:
+    if not name:
+        return contextlib.nullcontext()
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(module or "fuzz.faults"), function)()
 
 
 class _Under:

@@ -7,6 +7,7 @@ from fuzz.blocks import (
     hooks,
     images,
     in_place,
+    known,
     memories,
     norms,
     options,
@@ -18,6 +19,6 @@ from fuzz.blocks import (
 )
 
 __all__ = [
-    "buffers", "control", "experts", "hooks", "images", "in_place", "memories", "norms", "options", "regions",
-    "rows", "structure", "tokens", "weights",
+    "buffers", "control", "experts", "hooks", "images", "in_place", "known", "memories", "norms", "options",
+    "regions", "rows", "structure", "tokens", "weights",
 ]  # fmt: skip

@@ -59,10 +59,10 @@ class Autocast(Block):
         given = x.detach().float()
         with torch.autocast("cpu", torch.bfloat16):
             y = mix(given, weight.float(), None, self.shape)
-            if self.how == "inner_off":
-                with torch.autocast("cpu", enabled=False):
-                    y = y.float() + mix(given, weight.float(), None, self.shape)
-        apart = y.to(x.dtype) - mix(x.detach(), weight, None, self.shape)
+            with torch.autocast("cpu", enabled=self.how == "on"):
+                z = mix(given, weight.float(), None, self.shape)
+        exact = mix(x.detach(), weight, None, self.shape)
+        apart = (y.to(x.dtype) - exact) + 2.0 * (z.to(x.dtype) - exact)
         return x + (10.0 * apart).tanh()
 
     @classmethod

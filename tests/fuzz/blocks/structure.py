@@ -51,6 +51,8 @@ class UsedTwice(_Outer):
 class NamedTwice(_Outer):
     """One module under two names, both used, or one only."""
 
+    often = 0.5
+
     def __init__(self, shape: Shape, inner: list[Any], both: bool = False) -> None:
         super().__init__(shape, inner)
         self.alias = self.inner
@@ -68,6 +70,8 @@ class NamedTwice(_Outer):
 @register
 class Listed(_Outer):
     """The same modules in a list and in a dict, called in a loop that forward writes."""
+
+    often = 0.4
 
     def __init__(self, shape: Shape, inner: list[Any]) -> None:
         super().__init__(shape, inner)
