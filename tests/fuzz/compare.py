@@ -232,6 +232,8 @@ def _words(got: Any, truth: Any, error: float) -> str:
 def _brief(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
+    if value.numel() == 1:
+        return f"{value.item()} of shape {tuple(value.shape)}"
     kind = "zeros" if value.numel() and not value.any() else "a tensor"
     kind = "NaN" if value.is_floating_point() and value.isnan().any() else kind
     return f"{kind} of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"

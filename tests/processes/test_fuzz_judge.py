@@ -147,7 +147,7 @@ def test_what_runs_again_draws_the_same_masks() -> None:
     net, x = Twice(), torch.ones(6, 8, requires_grad=True)
     masks = one_process.Masks(net, seed=5, step=0)
     with masks.entered():
-        masks.begin(range(6), 6)
+        masks.begin(range(6))
         net(x).sum().backward()
     first, again = net.seen
     assert torch.equal(first, again)
@@ -160,11 +160,26 @@ def test_micro_batches_draw_by_the_numbers_of_their_samples() -> None:
     net = nn.Sequential(nn.Dropout(0.5))
     masks = one_process.Masks(net, seed=5, step=1)
     with masks.entered():
-        masks.begin(range(6), 6)
+        masks.begin(range(6))
         whole = net(torch.ones(6, 3))
-        masks.begin([1, 4], 6)
+        masks.begin([1, 4])
         some = net(torch.ones(2, 3))
     assert torch.equal(some, whole[[1, 4]])
+
+
+def test_a_micro_batch_that_runs_again_draws_its_own_masks() -> None:
+    net, x = Twice(), torch.ones(6, 8, requires_grad=True)
+    masks = one_process.Masks(net, seed=5, step=0)
+    with masks.entered():
+        made = []
+        for samples in ([0, 1], [2, 3, 4, 5]):
+            masks.begin(samples)
+            made.append(net(x[samples]))
+        torch.cat(made).sum().backward()
+    first, second, *again = net.seen
+    assert {tuple(t.shape) for t in again} == {(2, 8), (4, 8)}
+    for one in again:
+        assert torch.equal(one, first if len(one) == 2 else second)
 
 
 def test_leaves_have_the_same_names_on_both_sides() -> None:

@@ -82,14 +82,12 @@ class Masks:
         self._names = {id(module): name for name, module in net.named_modules()}
         self._seed, self._step = seed, step
         self._calls: Counter[str] = Counter()
-        self._drawn: dict[bytes, tuple[str, int]] = {}
-        self.samples = np.zeros(0, dtype=np.int64)
-        """which samples of the batch run"""
-        self.total = 0
+        self._drawn: dict[bytes, tuple[str, int, np.ndarray[Any, Any]]] = {}
+        self._samples = np.zeros(0, dtype=np.int64)
 
-    def begin(self, samples: Sequence[int], total: int) -> None:
-        """A forward of some samples begins; calls are counted anew."""
-        self.samples, self.total = np.asarray(samples, dtype=np.int64), total
+    def begin(self, samples: Sequence[int]) -> None:
+        """A forward of some samples of the batch begins; calls are counted anew."""
+        self._samples = np.asarray(samples, dtype=np.int64)
         self._calls.clear()
 
     def _module(self) -> str:
@@ -108,14 +106,15 @@ class Masks:
         again = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         if not again or state not in self._drawn:
             module = self._module()
-            self._drawn[state] = module, self._calls[module]
+            self._drawn[state] = module, self._calls[module], self._samples
             self._calls[module] += 1
-        rows, count = len(self.samples), math.prod(shape)
+        module, call, samples = self._drawn[state]
+        rows, count = len(samples), math.prod(shape)
         index = np.arange(count, dtype=np.int64)
         if not common and shape and shape[0] % rows == 0 and shape[0] >= rows:
             each = count // rows
-            index = (self.samples[:, None] * each + np.arange(each)[None]).reshape(-1)
-        return uniform(index, self._seed, self._step, *self._drawn[state]).view(*shape)
+            index = (samples[:, None] * each + np.arange(each)[None]).reshape(-1)
+        return uniform(index, self._seed, self._step, module, call).view(*shape)
 
     def _dropped(self, x: Tensor, p: float, inplace: bool, dims: int | None, alpha: bool) -> Tensor:
         shape = [*x.shape] if dims is None else [*x.shape[:dims], *[1] * (x.dim() - dims)]
@@ -321,7 +320,7 @@ class Run:
         made: list[Any] = []
         for samples in micro_batches or [list(range(rows))]:
             if masks is not None:
-                masks.begin(samples, rows)
+                masks.begin(samples)
             some = inputs if micro_batches is None else _samples_of(inputs, samples, rows)
             made.append(self._call(some))
         if micro_batches is not None:
