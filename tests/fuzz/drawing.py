@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from fuzz.blocks import images, known, norms, structure, tokens
+from fuzz.blocks import images, known, norms, pictures, structure, tokens
 from fuzz.grammar import BLOCKS, IMAGES, Shape, build_block, tag_of
 from fuzz.nets import RETURNS, TAKES
 
@@ -15,7 +15,7 @@ __all__ = ["draw_net", "paths"]
 _ORDINARY = {
     name
     for name, cls in BLOCKS.items()
-    if cls.__module__ in {m.__name__ for m in (images, known, norms, structure, tokens)}
+    if cls.__module__ in {m.__name__ for m in (images, known, norms, pictures, structure, tokens)}
 }
 _RARE = {"transposed", "adaptive_pool", "upsample", "pixel_shuffle", "windows", "quantised"}
 _KEEPS = {"conv", "transposed", "pool", "dense", "bottleneck"}
@@ -71,7 +71,7 @@ def _turned(rng: random.Random, blocks: list[Any], shape: Shape) -> Shape:
 def _drawn(rng: random.Random, shape: Shape, feature: bool, depth: int, same: bool = False) -> Any:
     fit = [
         name
-        for name, cls in BLOCKS.items()
+        for name, cls in sorted(BLOCKS.items())
         if shape.kind in cls.kinds
         and cls.often > 0
         and (name in _ORDINARY) != feature

@@ -11,6 +11,7 @@ from fuzz.blocks import (
     memories,
     norms,
     options,
+    pictures,
     regions,
     rows,
     structure,
@@ -20,5 +21,5 @@ from fuzz.blocks import (
 
 __all__ = [
     "buffers", "control", "experts", "hooks", "images", "in_place", "known", "memories", "norms", "options",
-    "regions", "rows", "structure", "tokens", "weights",
+    "pictures", "regions", "rows", "structure", "tokens", "weights",
 ]  # fmt: skip

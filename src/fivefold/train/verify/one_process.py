@@ -56,6 +56,12 @@ from torch import Tensor, nn
 __all__ = ["Masks", "Run", "flat", "main", "uniform"]
 
 _ALPHA_DROPPED = -1.7580993408473766  # -1.0507... x 1.6732..., what SELU saturates to
+_DROPOUTS = {
+    "dropout": (True, None, False), "dropout1d": (True, 2, False), "dropout2d": (True, 2, False),
+    "dropout3d": (True, 2, False), "alpha_dropout": (False, None, True),
+    "feature_alpha_dropout": (False, 2, True),
+}  # fmt: skip
+"""functions of torch's -> whether they train by default, dims of the mask (the rest broadcast), alpha"""
 
 
 def uniform(index: np.ndarray[Any, Any], seed: int, step: int, module: str, call: int) -> Tensor:
@@ -119,17 +125,12 @@ class Masks:
     def _dropped(self, x: Tensor, p: float, inplace: bool, dims: int | None, alpha: bool) -> Tensor:
         shape = [*x.shape] if dims is None else [*x.shape[:dims], *[1] * (x.dim() - dims)]
         kept = (self._draw(shape, isinstance(x, nn.Parameter)) >= p).to(x.dtype)
-        if not alpha:
-            factor = kept / (1.0 - p) if p < 1.0 else kept * 0.0
-            return x.mul_(factor) if inplace else x * factor
-        if p == 1.0:
-            return x.mul_(0.0) if inplace else x * 0.0
-        a = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * _ALPHA_DROPPED**2))
-        factor, shift = (
-            kept * a,
-            (1.0 - kept) * (a * _ALPHA_DROPPED) - a * p * _ALPHA_DROPPED,
-        )
-        return x.mul_(factor).add_(shift) if inplace else x * factor + shift
+        factor, shift = kept / (1.0 - p) if p < 1.0 else kept * 0.0, None
+        if alpha and p < 1.0:
+            a = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * _ALPHA_DROPPED**2))
+            factor, shift = kept * a, (1.0 - kept - p) * (a * _ALPHA_DROPPED)
+        made = x.mul_(factor) if inplace else x * factor
+        return made if shift is None else made.add_(shift) if inplace else made + shift
 
     def _dropout(
         self, plain: Callable[..., Tensor], default: bool, dims: int | None, alpha: bool
@@ -153,18 +154,9 @@ class Masks:
         def bernoulli(noise: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
             return noise.copy_(self._draw(noise.shape, common=False) < p)
 
-        functions = {
-            "dropout": self._dropout(F.dropout, True, None, False),
-            "dropout1d": self._dropout(F.dropout1d, True, 2, False),
-            "dropout2d": self._dropout(F.dropout2d, True, 2, False),
-            "dropout3d": self._dropout(F.dropout3d, True, 2, False),
-            "alpha_dropout": self._dropout(F.alpha_dropout, False, None, True),
-            "feature_alpha_dropout": self._dropout(F.feature_alpha_dropout, False, 2, True),
-        }
-        before = {name: getattr(F, name) for name in functions}
-        plain = Tensor.bernoulli_
-        for name, function in functions.items():
-            setattr(F, name, function)
+        before, plain = {name: getattr(F, name) for name in _DROPOUTS}, Tensor.bernoulli_
+        for name, (default, dims, alpha) in _DROPOUTS.items():
+            setattr(F, name, self._dropout(before[name], default, dims, alpha))
         setattr(Tensor, "bernoulli_", bernoulli)  # noqa: B010 - of another signature, as types go
         try:
             yield
@@ -321,13 +313,10 @@ class Run:
         for samples in micro_batches or [list(range(rows))]:
             if masks is not None:
                 masks.begin(samples)
-            some = inputs if micro_batches is None else _samples_of(inputs, samples, rows)
-            made.append(self._call(some))
-        if micro_batches is not None:
-            joined = _Joined(micro_batches)
-            outputs = made[0] if len(made) == 1 else _mapped(joined, *made)
-        else:
-            outputs = made[0]
+            take = functools.partial(_some, samples=samples, rows=rows)
+            made.append(self._call(inputs if micro_batches is None else _mapped(take, inputs)))
+        joined = _Joined(micro_batches or ())
+        outputs = made[0] if len(made) == 1 else _mapped(joined, *made)
         told = {path: _copy(leaf) for path, leaf in flat(outputs).items()}
         loss = self.loss(outputs, targets)
         loss.backward()
@@ -342,15 +331,10 @@ class Run:
         return {path: _copy(leaf) for path, leaf in flat(outputs).items()}
 
 
-def _samples_of(tree: Any, samples: Sequence[int], rows: int) -> Any:
-    """Some samples of inputs: rows of tensors; the rest is not by sample."""
-
-    def some(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows:
-            return leaf[list(samples)]
-        return leaf
-
-    return _mapped(some, tree)
+def _some(leaf: Any, samples: list[int], rows: int) -> Any:
+    """Some samples of an input; what is no tensor of `rows` samples is the same for all."""
+    by_sample = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows
+    return leaf[samples] if by_sample else leaf
 
 
 class _Joined:
