@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="TAG", help="only cases with this tag")
     add("--layout", default=None, help="only this layout, such as data=2,pipe=2")
     add("--jobs", type=int, default=1, help="how many cases at once")
+    add("--sweep", action="store_true", help="instead of random cases, every feature alone")
     add("--shrink", type=int, default=20, help="how many bad cases to make small")
     add(
         "--replay",
@@ -61,14 +62,15 @@ def _campaign(told: argparse.Namespace) -> int:
         pairs = [pair.split("=") for pair in told.layout.split(",") if pair]
         layout = {axis: int(size) for axis, size in pairs}
     wanted = Wanted(
-        told.seed,
-        told.cases,
-        told.minutes,
-        tuple(told.only),
-        layout,
-        told.shrink,
-        told.jobs,
-        told.fault,
+        seed=told.seed,
+        cases=1_000_000 if told.sweep else told.cases,
+        minutes=told.minutes,
+        only=tuple(told.only),
+        layout=layout,
+        shrink=0 if told.sweep else told.shrink,
+        jobs=told.jobs,
+        sweep=told.sweep,
+        fault=told.fault,
     )
     campaign = Campaign(wanted, tell=lambda line: print(line, flush=True))
     campaign.run()

@@ -21,10 +21,13 @@ from fuzz.drawing import paths
 from fuzz.judge import Judge, Rejected
 from fuzz.runner import Runner, checked
 from fuzz.shrink import cause, shrunk
+from fuzz.sweep import sweep
 
 __all__ = ["FOUND", "Campaign", "Source", "Wanted", "name_of", "save"]
 
 FOUND = Path(__file__).parent / "found"
+_PLAIN = {"conv", "dense", "conv.bias", "input.image", "input.tokens", "input.vector", "input.volume",
+          "loss.mse", "returns.tensor", "takes.one"}  # fmt: skip
 
 
 @dataclass
@@ -41,6 +44,8 @@ class Wanted:
     shrink: int = 20
     """how many bad cases are made small"""
     jobs: int = 1
+    sweep: bool = False
+    """instead of random cases, every feature alone"""
     fault: str = ""
     """what is broken on purpose, as `worker.run` takes it"""
 
@@ -84,6 +89,11 @@ class Source:
                 return
 
     def _drawn(self) -> Iterator[Case]:
+        if self._wanted.sweep:
+            layout = self._wanted.layout
+            every = sweep() if layout is None else sweep((layout,))
+            yield from (c for c in every if all(tag in tags(c) for tag in self._wanted.only))
+            return
         for number in itertools.count():
             if self._stop.is_set():
                 return
@@ -119,6 +129,8 @@ class Campaign:
     by_layout: dict[str, Counter[str]] = field(default_factory=dict[str, Counter[str]])
     bad: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     refused: Counter[str] = field(default_factory=Counter[str])
+    alone: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    """of a sweep: features -> layout -> outcome"""
     rejected: int = 0
     seconds: float = 0.0
     _lock: Any = field(default_factory=threading.Lock)
@@ -163,6 +175,10 @@ class Campaign:
         for tag in tags(case):
             self.by_tag.setdefault(tag, Counter())[outcome.kind] += 1
         self.by_layout.setdefault(label(case), Counter())[outcome.kind] += 1
+        if self.wanted.sweep:
+            told = {t for t in tags(case) if t not in _PLAIN} - {"input.image"} or {"nothing else"}
+            row = self.alone.setdefault(", ".join(sorted(told)), {})
+            row[label(case)] = f"{outcome.kind}: {outcome.text}" if outcome.text else outcome.kind
         if outcome.kind == "refused":
             self.refused[_general(re.sub(r"'[^']*'", "'...'", outcome.text))] += 1
         if outcome.bad:
@@ -199,6 +215,7 @@ class Campaign:
             "rejected": self.rejected,
             "seconds": round(self.seconds, 1),
             "outcomes": {o: self.outcomes[o] for o in OUTCOMES},
+            "alone": self.alone,
             "by_layout": {k: dict(v) for k, v in sorted(self.by_layout.items())},
             "by_tag": {k: dict(v) for k, v in sorted(self.by_tag.items())},
             "refused": dict(self.refused.most_common()),

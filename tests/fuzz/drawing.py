@@ -10,7 +10,7 @@ from fuzz.blocks import images, known, norms, pictures, structure, tokens
 from fuzz.grammar import BLOCKS, IMAGES, Shape, build_block, tag_of
 from fuzz.nets import RETURNS, TAKES
 
-__all__ = ["draw_net", "paths"]
+__all__ = ["draw_net", "is_outer", "paths"]
 
 _ORDINARY = {
     name
@@ -88,6 +88,11 @@ def _drawn(rng: random.Random, shape: Shape, feature: bool, depth: int, same: bo
             _drawn(rng, shape, inner_feature and not i, depth + 1, same=True) for i in range(count)
         ]
     return [name, args]
+
+
+def is_outer(name: str) -> bool:
+    """Whether a block has others within."""
+    return name in _OUTER
 
 
 def paths(net: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
