@@ -7,12 +7,14 @@
 #                  `make test TORCH_INDEX=` on a login node prepares .venv for the GPU nodes.
 #   PIP_FLAGS      further arguments for pip, such as --index-url of a site's mirror
 #   PYTEST_FLAGS   further arguments for pytest, such as "-k plan -x"
+#   FUZZ_FLAGS     further arguments of the fuzzer, such as "--seed 3" or "--layout pipe=2"
 #   JOBS           test processes at once, two more than cores: many a test waits
 
 PYTHON ?= python3
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+FUZZ_FLAGS ?=
 JOBS ?= 4
 
 BIN := .venv/bin
@@ -21,7 +23,7 @@ NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 INSTALL := $(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check format docs native sanitize torch-distributed clean
+.PHONY: help demo test fuzz soak check format docs native sanitize torch-distributed clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -32,6 +34,9 @@ demo: .venv/.run  ## train ResNet-20 on handwritten digits in two processes
 test: .venv/.develop  ## run the test suite, the code in README and docs included
 	@# Files in the order of their names: the longest have few tests, and sorting by number puts them last.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+fuzz: .venv/.develop  ## random nets under random layouts against one process: 2,000 cases, an hour or so
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 2000 $(FUZZ_FLAGS)
 
 soak: .venv/.develop  ## the slow tests: all cases of costly ones, nodes lost at random, for an hour or so
 	$(BIN)/python -m pytest -m slow tests $(PYTEST_FLAGS)

@@ -1,0 +1,106 @@
+"""`python -m fuzz`: random nets under random layouts, against one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a campaign, or one case again. 1 if anything is wrong, a traceback, a crash or a hang; else 0."""
+    told = _parser().parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    return _replayed(told) if told.replay else _campaign(told)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the campaign: case i has the seed SEED * 1000000 + i",
+    )
+    add("--cases", type=int, default=200, help="how many valid cases")
+    add("--minutes", type=float, default=0.0, help="stop earlier, after so many minutes")
+    add("--only", action="append", default=[], metavar="TAG", help="only cases with this tag")
+    add("--layout", default=None, help="only this layout, such as data=2,pipe=2")
+    add("--jobs", type=int, default=1, help="how many cases at once")
+    add("--sweep", action="store_true", help="instead of random cases, every feature alone")
+    add("--shrink", type=int, default=20, help="how many bad cases to make small")
+    add(
+        "--replay",
+        metavar="FILE",
+        help="run the case of a file, or of a seed, and tell all about it",
+    )
+    add(
+        "--fault",
+        default="",
+        help="break something on purpose: a function of fuzz.faults, or module:function",
+    )
+    add("--json", metavar="REPORT", help="write the report to a file")
+    return parser
+
+
+def _campaign(told: argparse.Namespace) -> int:
+    from fuzz.campaign import Campaign, Wanted
+    from fuzz.table import table
+
+    layout = None
+    if told.layout is not None:
+        pairs = [pair.split("=") for pair in told.layout.split(",") if pair]
+        layout = {axis: int(size) for axis, size in pairs}
+    wanted = Wanted(
+        seed=told.seed,
+        cases=1_000_000 if told.sweep else told.cases,
+        minutes=told.minutes,
+        only=tuple(told.only),
+        layout=layout,
+        shrink=0 if told.sweep else told.shrink,
+        jobs=told.jobs,
+        sweep=told.sweep,
+        fault=told.fault,
+    )
+    campaign = Campaign(wanted, tell=lambda line: print(line, flush=True))
+    campaign.run()
+    report = campaign.report()
+    if told.json:
+        Path(told.json).write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+    return 1 if campaign.bad else 0
+
+
+def _replayed(told: argparse.Namespace) -> int:
+    from fuzz.cases import label, random_case
+    from fuzz.judge import Rejected
+    from fuzz.runner import Runner
+
+    file = Path(told.replay)
+    case = json.loads(file.read_text()) if file.exists() else random_case(int(told.replay))
+    case.pop("found", None)
+    with Runner() as runner:
+        try:
+            outcome = runner.run(case, fault=told.fault)
+        except Rejected as why:
+            print(f"not valid in one process: {why}")
+            return 1
+    print(json.dumps(case, indent=1))
+    print(f"{label(case)}: {outcome.kind}: {outcome.text}")
+    for line in outcome.details:
+        print(f"  {line}")
+    return 1 if outcome.bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

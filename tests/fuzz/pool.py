@@ -1,0 +1,150 @@
+"""Ranks as processes that stay: they run one case after the other, each in a group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuzz.cases import Case, ranks_of
+
+__all__ = ["Ended", "Ranks"]
+
+TESTS = str(Path(__file__).resolve().parents[1])
+LIMIT_S, GRACE_S = 20.0, 4.0
+_context = multiprocessing.get_context("forkserver")
+
+
+@dataclass
+class Ended:
+    """How a rank ended that told nothing: "crash" with a signal or code, or "hang"."""
+
+    how: str
+    text: str
+
+
+def _serve(line: Connection, rank: int) -> None:
+    import gc
+
+    import torch.distributed as dist
+
+    import fivefold.comm
+    from fuzz import worker
+
+    assert fivefold.comm.BACKEND
+    torch.set_num_threads(1)
+    for stream in (1, 2):  # what nets and torch print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    while True:
+        try:
+            case, fault, size, path = line.recv()
+        except EOFError:
+            return
+        dist.init_process_group(
+            case["backend"],
+            store=dist.FileStore(path, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=4 * LIMIT_S),
+        )
+        told = worker.run(case, fault)
+        stream = io.BytesIO()
+        torch.save(told, stream)
+        line.send_bytes(stream.getvalue())
+        time.sleep(0.01)  # gloo's threads give back their tensors
+        dist.destroy_process_group()
+        del told
+        gc.collect()
+
+
+class Ranks:
+    """As many processes as cases need; all of them are replaced after a crash or a hang, or many cases."""
+
+    def __init__(self, limit_s: float = LIMIT_S, cases: int = 150) -> None:
+        self.limit_s = limit_s
+        self._most, self._count, self._groups = cases, 0, 0
+        self._processes: list[Any] = []
+        self._lines: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            dict.fromkeys(
+                [TESTS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            )
+        )
+        _context.set_forkserver_preload(["fuzz.warm"])
+
+    def _grow(self, size: int) -> None:
+        for rank in range(len(self._processes), size):
+            here, there = _context.Pipe()
+            process = _context.Process(target=_serve, args=(there, rank), daemon=True)
+            process.start()
+            there.close()
+            self._lines.append(here)
+            self._processes.append(process)
+
+    def run(self, case: Case, fault: str = "") -> list[dict[str, Any] | Ended]:
+        """What every rank of the case tells, by rank."""
+        size = ranks_of(case)
+        if self._count >= self._most:
+            self.stop()
+        self._count += 1
+        self._grow(size)
+        self._groups += 1
+        path = Path(self._folder.name) / f"store-{self._groups}"
+        for line in self._lines[:size]:
+            with contextlib.suppress(BrokenPipeError):  # one that has died is seen when it is asked
+                line.send((case, fault, size, str(path)))
+        found = self._collected(size)
+        if any(isinstance(told, Ended) or told["ended"] == "raised" for told in found):
+            self.stop()  # nobody knows what an exception has left behind
+        path.unlink(missing_ok=True)
+        return found
+
+    def _collected(self, size: int) -> list[dict[str, Any] | Ended]:
+        found: list[Any] = [None] * size
+        until = time.monotonic() + self.limit_s
+        open_lines = {self._lines[rank]: rank for rank in range(size)}
+        while open_lines and (left := until - time.monotonic()) > 0:
+            for line in wait(list(open_lines), left):
+                rank = open_lines.pop(line)  # type: ignore[index]
+                found[rank] = self._received(rank)
+                if isinstance(found[rank], Ended) or found[rank]["ended"] != "done":
+                    until = min(
+                        until, time.monotonic() + GRACE_S
+                    )  # the others follow, or wait for it
+        for rank in open_lines.values():
+            found[rank] = Ended("hang", "does not answer")
+        return found
+
+    def _received(self, rank: int) -> Any:
+        try:
+            return torch.load(io.BytesIO(self._lines[rank].recv_bytes()), weights_only=True)
+        except EOFError:
+            self._processes[rank].join(2)
+            return Ended("crash", f"exit code {self._processes[rank].exitcode}")
+
+    def stop(self) -> None:
+        """End all processes; the next case starts others."""
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+            process.close()
+        self._lines, self._processes, self._count = [], [], 0
+
+    def close(self) -> None:
+        """End for good."""
+        self.stop()
+        self._folder.cleanup()

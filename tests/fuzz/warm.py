@@ -1,0 +1,18 @@
+"""What every rank needs, imported once in the process that they are forked from."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fivefold.parallel  # noqa: F401
+import fuzz.worker  # noqa: F401
+
+__all__: list[str] = []
+
+torch.set_num_threads(1)
+with FakeTensorMode():  # what its first use imports
+    torch.nn.functional.conv2d(torch.empty(1, 2, 5, 5), torch.empty(2, 2, 3, 3)).sum()
