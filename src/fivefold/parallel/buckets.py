@@ -9,8 +9,8 @@ rank used it, and in the last bucket the loss. Flags and loss thus cost no messa
 parameters that the loss does not use need no look at the autograd graph: their gradients stay None, as in
 one process.
 
-What is sent is `.grad` as it stands, divided by the number of ranks: an average, which leaves alone what
-earlier steps left there (all ranks hold the same). A share of a loss is therefore scaled up before backward.
+What earlier steps have left in `.grad` is set aside in the meantime: all ranks hold it alike, and it must not
+be added twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.trace import Tag
 
-__all__ = ["Bucket", "packed"]
+__all__ = ["Bucket", "packed", "put_back", "set_aside"]
 
 FIRST_BYTES = 1 << 20
 """The first bucket is small, so that communication begins early"""
@@ -53,8 +53,12 @@ class Bucket:
         self.missing = set(range(len(sizes)))
 
     @torch.no_grad()
-    def launch(self, group: dist.ProcessGroup, *, average: bool = True) -> None:
-        """Send what has come. Parameters that are still missing count as unused on this rank."""
+    def launch(
+        self, group: dist.ProcessGroup, *, average: bool = False, counted: bool = True
+    ) -> None:
+        """Send what has come. Parameters that are still missing count as unused on this rank, and all of them
+        do unless what it computed is `counted`.
+        """
         grads = [parameter.grad for parameter in self.parameters]
         dense = [g for g in grads if g is not None and not g.is_sparse]
         if len(dense) == len(grads):
@@ -64,6 +68,7 @@ class Bucket:
                 view.zero_() if grad is None else view.copy_(
                     grad.to_dense() if grad.is_sparse else grad
                 )
+        self.missing = self.missing if counted else set(range(len(self.parameters)))
         self._used.fill_(1)
         for number in self.missing:
             self._used[number] = 0
@@ -73,8 +78,11 @@ class Bucket:
         self.pending = comm.start_all_reduce(sent, group, Tag.GRADIENTS)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the sums and write them to the parameters that any rank used."""
+    def finish(self, *, keep: bool = False) -> None:
+        """Wait for the sums and write them to the parameters that any rank used.
+
+        Others are left without a gradient, unless they `keep` what they have.
+        """
         assert self.pending is not None
         self.pending.wait()
         self.pending = None
@@ -86,9 +94,32 @@ class Bucket:
             for parameter, view, used in zip(
                 self.parameters, self._views, self._used.tolist(), strict=True
             ):
-                if used or parameter.grad is not None:
+                if used or (keep and parameter.grad is not None):
                     _put(parameter, view)
+                elif not keep:
+                    parameter.grad = None
         self.missing = set(range(len(self.parameters)))
+
+
+def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients that parameters have; they are left without."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return before
+
+
+@torch.no_grad()
+def put_back(parameters: Sequence[nn.Parameter], before: Sequence[Tensor | None]) -> None:
+    """Add what was set aside to the gradients that parameters have now."""
+    for parameter, old in zip(parameters, before, strict=True):
+        new = parameter.grad
+        if old is None:
+            continue
+        if new is None:
+            parameter.grad = old
+        else:
+            parameter.grad = old + new if old.is_sparse else old.add_(new)
 
 
 def packed(

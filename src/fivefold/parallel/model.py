@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fivefold.parallel.batches import Batches
 from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
@@ -97,6 +99,7 @@ class ParallelModel(nn.Module):
         self.seed = mesh.plan.numerics.seed
         self._mesh = mesh
         self._group = mesh.group("data")
+        self._hooks = ParameterHooks(net) if mesh.size > 1 else None
         self._loss = None if loss is None else SharedLoss(loss, self._group, mesh.device)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
@@ -167,6 +170,12 @@ class ParallelModel(nn.Module):
             inputs = self._stages.stand_in()
         share = self._share(inputs)
         self.steps += 1
+        with nullcontext() if self._hooks is None else self._hooks.once():
+            return self._stepped(inputs, targets, share, scaler)
+
+    def _stepped(self, inputs: Any, targets: Any, share: Share, scaler: Any) -> Tensor:
+        """A step, but for the hooks of parameters."""
+        assert self._loss is not None
         if self._stages is not None:
             return self._step_in_stages(self._stages, inputs, targets, share, scaler)
         if self._tiles is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fivefold import comm
 from fivefold.errors import UsageError
-from fivefold.parallel.buckets import Bucket, packed
+from fivefold.parallel.buckets import Bucket, packed, put_back, set_aside
 from fivefold.trace import Tag
 
 __all__ = ["Alone", "Bucketed", "Reducer", "reducer_for", "without_effect"]
@@ -84,7 +84,9 @@ class Bucketed:
         self.buckets: list[Bucket] = []
         self._next = 0
         """number of the bucket to be sent next: all ranks send in this order"""
-        self._finishes = False
+        self._steps = self._bare = False
+        """whether a step's backward runs, or one outside of steps, whose gradients are averaged"""
+        self._counted = True
         self._tell([*net.parameters(), *net.buffers()])
 
     def begin(self) -> None:
@@ -103,21 +105,23 @@ class Bucketed:
     def backward(
         self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
     ) -> Tensor:
-        """Differentiate `scaled` of the sum of shares, all of it averaged again by the buckets."""
+        """Differentiate `scaled` of the share; the sum of shares travels with the last bucket."""
         last = self.buckets[-1].loss
-        value = share.detach() * self._group.size()
+        value = share.detach()
         travels = last.dtype == value.dtype and last.device == value.device
         last.copy_(value) if travels else last.zero_()
-        self._finishes = True
+        before = set_aside(self._trained)
+        self._steps, self._counted = True, counted
         try:
             with without_effect(() if counted else self._trained):
-                scaled(share * self._group.size()).backward()
+                scaled(share).backward()
             self._finish()
         finally:
-            self._finishes = False
+            self._steps = False
+            put_back(self._trained, before)
         if travels:
             return last[0].clone()
-        return comm.all_reduce(value, self._group, Tag.LOSS) / self._group.size()
+        return comm.all_reduce(value.clone(), self._group, Tag.LOSS)
 
     @torch.no_grad()
     def _tell(self, tensors: Sequence[Tensor]) -> None:
@@ -148,25 +152,28 @@ class Bucketed:
                 "a parameter got its gradient twice in one backward pass: it is used in several parts that "
                 "are checkpointed with use_reentrant=True; use_reentrant=False works"
             )
-        if not self._finishes:  # a bare loss.backward(), outside `step`
-            self._finishes = True
+        if not (self._steps or self._bare):  # a bare loss.backward(), outside `step`
+            self._bare = True
             engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             engine.queue_callback(self._finish_bare)
         bucket.missing.remove(number)
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self.buckets[self._next].launch(self._group)
+            self._launch(self.buckets[self._next])
             self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(self._group, average=self._bare, counted=self._counted or self._bare)
 
     def _finish(self) -> None:
         for bucket in self.buckets[self._next :]:
-            bucket.launch(self._group)
+            self._launch(bucket)
         for bucket in self.buckets:
-            bucket.finish()
+            bucket.finish(keep=self._bare)
         self._next = 0
 
     def _finish_bare(self) -> None:
-        self._finishes = False
         self._finish()
+        self._bare = False
 
 
 def _arrived(reducer: weakref.ref[Bucketed], bucket: int, number: int, _parameter: Tensor) -> None:

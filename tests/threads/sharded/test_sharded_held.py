@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, part_of
 from fivefold.parallel import ParallelModel, parallelize, units
-from fivefold.plan import Layout, Pipeline, Plan
+from fivefold.plan import Layout, Parallel, Pipeline, Plan
 from ranks import run_ranks
 from sharding import BOTH, Dropped, X, Y, on, plan_of, small
 

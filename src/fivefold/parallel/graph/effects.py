@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.reach import ABSENT, Change, Container, Items, named
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value
+from fivefold.parallel.trees import leaves
 
 __all__ = ["Effects", "Set", "apply", "noted"]
 
@@ -56,6 +57,13 @@ class Set:
     def refs(self) -> Iterator[Ref]:
         """What it holds of what is computed."""
         return _refs_in(self.value)
+
+    @property
+    def there(self) -> bool:
+        """Whether the container holds tensors there already, as many as will be."""
+        keys = self.container.keys()
+        value = self.container.values()[keys.index(self.key)] if self.key in keys else None
+        return len(leaves(value)) == len(list(self.refs()))
 
     @property
     def plain(self) -> bool:

@@ -10,7 +10,7 @@ import collections
 import enum
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -36,14 +36,16 @@ class Fingerprint:
     """of all lines, 62 bits"""
 
 
-def fingerprint(tape: Tape) -> Fingerprint:
-    """The fingerprint of a recording; of numbers, those of tensors that are no parameters and no buffers."""
+def fingerprint(tape: Tape, computed: Collection[str] = ()) -> Fingerprint:
+    """The fingerprint of a recording; of numbers, those of tensors that are no parameters and no buffers, and
+    were not `computed` by a forward.
+    """
     lines = [
         (f"inputs {[(tape.shapes[i], str(tape.dtypes[i])) for i in tape.inputs]}", "the inputs"),
         *((_line(node), node.where) for node in tape.nodes),
         (f"returns {_told(tape.outputs)}", "what the net returns"),
         *_effects(tape.effects),
-        *_held(tape),
+        *_held(tape, computed),
     ]
     text = "\n".join(line for line, _ in lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
@@ -80,11 +82,11 @@ def _effects(effects: Effects) -> Iterable[tuple[str, str]]:
         yield f"sets {one.path} = {_told(one.value)}", f"{one.path}, which the forward sets"
 
 
-def _held(tape: Tape) -> Iterable[tuple[str, str]]:
+def _held(tape: Tape, computed: Collection[str]) -> Iterable[tuple[str, str]]:
     """The numbers of tensors that modules hold as plain attributes."""
     used = {r.name for node in tape.nodes for r in node.operands if isinstance(r, State)}
     for name in sorted(used):
-        if name.startswith("."):
+        if name.startswith(".") and name[1:] not in computed:
             yield f"{name} = {_numbers(tape.places[name].now())}", f"the tensor {name[1:]}"
 
 

@@ -17,7 +17,7 @@ __all__ = ["asks_in_place", "base_name", "is_in_place", "is_own", "plain", "with
 
 def _own_name(function: Any) -> str:
     name = getattr(function, "__name__", None) or str(function)
-    if name == "__get__":  # a property: torch.Tensor.T.__get__
+    if name in {"__get__", "__set__"}:  # a property: torch.Tensor.T.__get__
         return (resolve_name(function) or name).split(".")[-2]
     return name
 

@@ -499,7 +499,8 @@ class Reach:
                 if held.container.keys() == held.keys:
                     continue
             before = dict(zip(held.keys, held.placed, strict=True))
-            found.append(Change(held.container, held.container.keys(), now, before))
+            if not _derived(held, now):
+                found.append(Change(held.container, held.container.keys(), now, before))
         return found
 
     def restore(self) -> None:
@@ -599,6 +600,15 @@ def _untouched(one: Any, other: Any, depth: int = 0) -> bool:
         return True
     inner = _members(one), _members(other)
     return None not in inner and _untouched(*inner, depth + 1)
+
+
+def _derived(held: Held, now: Sequence[Any]) -> bool:
+    """Whether only what a recurrent layer of torch's keeps of its own parameters has changed."""
+    keys = held.container.keys()
+    if keys != held.keys or "_flat_weight_refs" not in keys:
+        return False
+    pairs = zip(keys, held.placed, now, strict=True)
+    return all(_untouched(a, b) for key, a, b in pairs if not str(key).startswith("_flat_weight"))
 
 
 def _members(value: Any) -> dict[str, Any] | None:

@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from fivefold.errors import FivefoldError, UsageError
@@ -40,7 +39,7 @@ from fivefold.parallel.graph.recorder import WHOLE_MODULES, Recorder
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.writes import Writes
-from fivefold.parallel.trees import leaves, map_tensors
+from fivefold.parallel.trees import flatten, leaves, map_tensors
 
 __all__ = ["record"]
 
@@ -72,7 +71,7 @@ def record(
     """
     _check_hooks(net)
     device = device or next((p.device for p in net.parameters()), torch.device("cpu"))
-    objects = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, Tensor)]
+    objects = [leaf for leaf in flatten(inputs)[0] if not isinstance(leaf, Tensor)]
     reach = Reach(
         net, [(f"object {number} of the inputs", leaf) for number, leaf in enumerate(objects)]
     )

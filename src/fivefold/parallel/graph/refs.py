@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+
+from fivefold.parallel.trees import flatten, unflatten
 
 __all__ = ["Constant", "Ref", "Slot", "State", "Value", "map_refs", "refs_of"]
 
@@ -47,12 +48,14 @@ class Slot:
 
 def refs_of(tree: Any) -> list[Ref]:
     """The refs in a tree."""
-    flat, _ = tree_flatten(tree, is_leaf=lambda leaf: isinstance(leaf, (Value, State, Constant)))
-    return [leaf for leaf in flat if isinstance(leaf, (Value, State, Constant))]
+    return [leaf for leaf in flatten(tree, _is_ref)[0] if _is_ref(leaf)]
+
+
+def _is_ref(leaf: Any) -> bool:
+    return isinstance(leaf, (Value, State, Constant))
 
 
 def map_refs(new: Callable[[Ref], Ref], tree: Any) -> Any:
     """A tree with other refs in the place of those it has."""
-    return tree_map(
-        lambda leaf: new(leaf) if isinstance(leaf, (Value, State, Constant)) else leaf, tree
-    )
+    flat, structure = flatten(tree, _is_ref)
+    return unflatten((new(leaf) if _is_ref(leaf) else leaf for leaf in flat), structure)

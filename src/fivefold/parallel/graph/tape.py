@@ -125,6 +125,16 @@ class Tape:
     carried: list[Found] = field(default_factory=list[Found])
     """where the last inputs are found: what an earlier forward has left, in parts"""
 
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The inputs but for those that are carried."""
+        return self.inputs[: len(self.inputs) - len(self.carried)]
+
+    @property
+    def left_before(self) -> list[tuple[int, Found]]:
+        """The inputs that are carried, and where they are found."""
+        return list(zip(self.inputs[len(self.given) :], self.carried, strict=True))
+
     @functools.cached_property
     def named(self) -> frozenset[str]:
         """Names of the tensors that nodes read."""

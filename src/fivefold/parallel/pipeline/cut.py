@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from fivefold.errors import PlanError, UsageError, suggest
-from fivefold.parallel.graph.refs import State, Value
+from fivefold.parallel.graph.refs import State, Value, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.tiles.costs import Costs
 
@@ -138,9 +137,18 @@ def uses_of(tape: Tape) -> list[frozenset[str]]:
             for ref in one.refs():
                 if isinstance(ref, Value):
                     makes.setdefault(ref.index, set()).add(one.path)
+    # What is left in an attribute is on the rank that reads it in the next forward.
+    carried = {index: found.path for index, found in tape.left_before}
+    for one in tape.effects.sets if carried else ():
+        for ref in one.refs():
+            if isinstance(ref, Value) and one.path in carried.values():
+                makes.setdefault(ref.index, set()).add(f".{one.path}")
     none = frozenset[str]()
     return [
-        states_of(node).union(*(makes.get(index, none) for index in node.outputs))
+        states_of(node).union(
+            *(makes.get(index, none) for index in node.outputs),
+            (f".{carried[r.index]}" for r in node.operands if isinstance(r, Value) and r.index in carried),
+        )
         for node in tape.nodes
     ]
 
@@ -197,8 +205,7 @@ def _crossing_bytes(tape: Tape) -> np.ndarray:
     for number, node in enumerate(tape.nodes):
         made |= dict.fromkeys(node.outputs, number)
         last |= dict.fromkeys((r.index for r in node.operands if isinstance(r, Value)), number)
-    flat, _ = tree_flatten(tape.outputs, is_leaf=lambda leaf: isinstance(leaf, Value))
-    last |= {leaf.index: len(tape.nodes) for leaf in flat if isinstance(leaf, Value)}
+    last |= {r.index: len(tape.nodes) for r in refs_of(tape.outputs) if isinstance(r, Value)}
     change = np.zeros(len(tape.nodes) + 2)
     for value, number in last.items():
         size = math.prod(tape.shapes[value]) * tape.dtypes[value].itemsize

@@ -38,9 +38,13 @@ class Deferred:
         self, step: Compute, run: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor]
     ) -> Any:
         """Compute a step; a `Defer` for `carry_out`."""
-        weights = [t for t in operands if isinstance(t, nn.Parameter) and t.requires_grad]
+        if not (operands and step.node.name.startswith(_DEFERRED)):
+            return run(operands)
+        trained = [t for t in operands[1:] if t.requires_grad]
+        weights = [t for t in trained if isinstance(t, nn.Parameter)]
         waits = operands[0].requires_grad and not isinstance(operands[0], nn.Parameter)
-        if not (weights and waits and step.node.name.startswith(_DEFERRED)):
+        # A weight that is computed has a graph of its own, which backward has to go on into.
+        if not (weights and waits and len(weights) == len(trained)):
             return run(operands)
         return _InputOnly.apply(operands[0], self, run, operands, weights)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.parallel.buckets import Bucket, packed
+from fivefold.parallel.buckets import Bucket, packed, put_back, set_aside
 
 __all__ = ["StageGradients"]
 
@@ -41,9 +41,7 @@ class StageGradients:
         trained = [p for p in self._parameters if p.requires_grad]
         if [id(p) for p in trained] != [id(p) for p in self._trained]:
             self._follow(trained)
-        self._before = [p.grad for p in trained]
-        for parameter in trained:
-            parameter.grad = None
+        self._before = set_aside(trained)
         self._next, self._complete = 0, False
 
     @contextmanager
@@ -60,7 +58,7 @@ class StageGradients:
         self._complete = True
         for bucket in self.buckets[self._next :]:
             bucket.missing = {n for n, p in enumerate(bucket.parameters) if p.grad is None}
-            bucket.launch(self._group, average=False)
+            bucket.launch(self._group)
         self._next = len(self.buckets)
 
     @torch.no_grad()
@@ -69,9 +67,7 @@ class StageGradients:
         assert self._complete, "the schedule has a sum for every stage"
         for bucket in self.buckets:
             bucket.finish()
-        for parameter, before in zip(self._trained, self._before, strict=True):
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        put_back(self._trained, self._before)
         self._before = []
 
     def _follow(self, trained: list[nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, owned
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.pipeline.batch import Batch, Schedules, some_rows
@@ -244,8 +245,17 @@ class PipelinedNet:
     def _feeds(self, batch: Batch, micros: list[range]) -> list[Feed]:
         """What every micro-batch is computed from. Collective."""
         parts = [some_rows(batch.inputs, rows) for rows in micros]
-        every = self.tiles.prepare(batch.call, parts, batch.share, between=self.tiles.leave_plain)
+        every = self.tiles.prepare(batch.call, parts, batch.share, between=self._leave_ahead)
         return [self._feed(ready) for ready in every]
+
+    def _leave_ahead(self, ready: Prepared) -> None:
+        self.tiles.leave_ahead(ready)
+        for number, stage in enumerate(self._stages(ready.program)):
+            for one in ready.program.tape.effects.sets:
+                if one.registered and any(
+                    isinstance(r, Value) and r.index in stage.leaves for r in one.refs()
+                ):
+                    self.owner.setdefault(one.path, number)
 
     def _feed(self, ready: Prepared) -> Feed:
         recompute = ready.moment.recompute

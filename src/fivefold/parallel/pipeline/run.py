@@ -202,8 +202,8 @@ class Step:
         with span(Phase.FORWARD):
             keep = {value.index for value in stage.gives} | stage.leaves
             made = carry_out(
-                ready.program, dict(taken), stage.span, keep,
-                state=ready.state, moment=moment, defer=deferred,
+                ready.program, taken | stage.carried_now(), stage.span, keep,
+                state=self.net.state(ready), moment=moment, defer=deferred,
             )  # fmt: skip
             self.net.leave(ready, {i: made[i] for i in stage.leaves}, stages=True)
         given = [made[value.index] for value in stage.gives]
@@ -222,7 +222,7 @@ class Step:
         feed = self.feed(action.micro)
         stage = feed.stages[action.stage]
         flight = self._flights.pop(_key(action))
-        states = () if self._counts(action) else feed.ready.state.values()
+        states = () if self._counts(action) else self.net.state(feed.ready).values()
         last = self.gradients[action.stage].last() if action in self._last else nullcontext()
         with self._backwards(), without_effect(states), last:
             if flight.loss is not None:

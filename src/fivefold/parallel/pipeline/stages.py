@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.errors import UsageError
+from fivefold.parallel.graph.reach import Found
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of, uses_of
@@ -47,6 +48,12 @@ class Stage:
     """names of the parameters and buffers that it uses"""
     leaves: frozenset[int]
     """values that it makes and the net leaves in buffers and attributes"""
+    carried: tuple[tuple[int, Found], ...] = ()
+    """values that it reads and an earlier forward has left, and where"""
+
+    def carried_now(self) -> dict[int, Tensor]:
+        """What an earlier forward has left for it."""
+        return {index: found.now() for index, found in self.carried}
 
 
 def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
@@ -54,14 +61,21 @@ def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
     tape = program.tape
     bounds = cut.bounds(tape)
     done = {step.node: n for n, step in enumerate(program.steps) if isinstance(step, Compute)}
-    steps = [0, *(done[tape.nodes[bound - 1]] + 1 for bound in bounds[1:])]
+    # A stage may have nothing to do: in evaluation, say, where its layers pass on what they get.
+    steps = [done[tape.nodes[bound - 1]] + 1 if bound else 0 for bound in bounds]
     values = _values(program, grid, rank)
     at = [[v for v, made, last in values if made < step <= last] for step in steps]
     uses, behind = uses_of(tape), left(program)
     found: list[Stage] = []
     for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
         makes = {index for node in tape.nodes[first:stop] for index in node.outputs}
-        makes |= {*tape.inputs} if stage == 0 else set()
+        makes |= {*tape.given} if stage == 0 else set()
+        reads = {
+            ref.index
+            for node in tape.nodes[first:stop]
+            for ref in node.operands
+            if isinstance(ref, Value)
+        }
         found.append(
             Stage(
                 range(*steps[stage : stage + 2]),
@@ -69,6 +83,7 @@ def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
                 tuple(at[stage + 1]),
                 frozenset(itertools.chain.from_iterable(uses[first:stop])),
                 frozenset(behind & makes),
+                tuple((index, found) for index, found in tape.left_before if index in reads),
             )
         )
     return found
@@ -80,7 +95,7 @@ def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int
     What was exchanged is a value of its own. What the net returns is read behind the last step.
     """
     tape, trained = program.tape, _trained(program.tape)
-    last = {**dict.fromkeys(left(program) & {*tape.inputs}, 0), **program.last_use}
+    last = {**dict.fromkeys(left(program) & {*tape.given}, 0), **program.last_use}
     last |= dict.fromkeys(returned(program), len(program.steps))
     found: list[tuple[Crossing, int, int]] = []
     origin: dict[int, int] = {}  # of what was moved
@@ -90,7 +105,7 @@ def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int
             value = Crossing(index, shape, tape.dtypes[like], like in trained)
             found.append((value, made, last[index]))
 
-    for index in tape.inputs:
+    for index in tape.given:
         add(index, program.spreads[index].local_shape(grid, rank), index, -1)
     for number, step in enumerate(program.steps):
         if isinstance(step, Compute):

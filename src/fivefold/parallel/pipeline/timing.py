@@ -96,10 +96,10 @@ def timed(
     with fake_mesh(plain, rank, device) as mesh, _unchanged(net):
         tiles = TiledNet(net, mesh, costs or Costs(), apart=True)
         ready = _prepared(tiles, example, mesh)
-        runs = [_run(ready, kept) for _ in range(repeats + 1)]
+        runs = [_run(tiles, ready, kept) for _ in range(repeats + 1)]
         found = np.median(np.array(runs[1:]), axis=0)
         if kept:
-            whole = [_at_once(ready) for _ in range(repeats + 1)]
+            whole = [_at_once(tiles, ready) for _ in range(repeats + 1)]
             found *= np.median(np.array(whole[1:]), axis=0) / np.maximum(found.sum(axis=0), 1e-9)
     return Timed(ready.program, found[:, 0], found[:, 1])
 
@@ -128,9 +128,9 @@ def _prepared(tiles: TiledNet, example: Any, mesh: Mesh) -> Prepared:
     return tiles.prepare(call_with, [map_tensors(part, example)], share)[0]
 
 
-def _run(ready: Prepared, kept: bool) -> list[tuple[float, float]]:
+def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, float]]:
     """Seconds of forward and backward of every step."""
-    program, state = ready.program, ready.state
+    program, state = ready.program, tiles.state(ready)
     found = [(0.0, 0.0)] * len(program.steps)
     values = dict(zip(program.tape.inputs, ready.inputs, strict=True))
     waiting: list[_Made] = []
@@ -154,9 +154,9 @@ def _run(ready: Prepared, kept: bool) -> list[tuple[float, float]]:
     return found
 
 
-def _at_once(ready: Prepared) -> tuple[float, float]:
+def _at_once(tiles: TiledNet, ready: Prepared) -> tuple[float, float]:
     """Seconds of forward and of backward of the whole net, in front of each of which others had the cache."""
-    program, state = ready.program, ready.state
+    program, state = ready.program, tiles.state(ready)
     others = torch.ones(_CACHE_BYTES // 4)
     others.add_(1)
     begin = _now(ready.inputs)

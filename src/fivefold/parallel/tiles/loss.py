@@ -12,7 +12,6 @@ import warnings
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fivefold.errors import UsageError
 from fivefold.mesh import part_of
@@ -23,7 +22,7 @@ from fivefold.parallel.tiles.net import Outputs, Samples, TiledNet
 from fivefold.parallel.tiles.rule import everything, want_of
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.torch_losses import Loss
-from fivefold.parallel.trees import leaves
+from fivefold.parallel.trees import flatten, leaves, unflatten
 
 __all__ = ["TileLoss", "whole_images"]
 
@@ -38,7 +37,7 @@ class TileLoss:
 
     def in_tiles(self, targets: Any) -> bool:
         """Whether the targets are tiles of theirs, so that their weight has to be summed over tiles too."""
-        return any(_is_tile(leaf) for leaf in tree_flatten(targets)[0] if isinstance(leaf, Tensor))
+        return any(_is_tile(leaf) for leaf in flatten(targets)[0] if isinstance(leaf, Tensor))
 
     def share(self, outputs: Outputs, targets: Any, weight: Any, share: Share) -> Tensor:
         """This rank's share; the shares of all ranks add up to the loss."""
@@ -99,8 +98,8 @@ class TileLoss:
 
     def _gathered(self, outputs: Outputs, *, everyone: bool) -> Any:
         """Whole outputs: of this replica's samples, or of everyone's."""
-        flat, tree = tree_flatten(outputs.parts)
-        spreads = tree_flatten(outputs.spreads, is_leaf=lambda leaf: isinstance(leaf, Spread))[0]
+        flat, tree = flatten(outputs.parts)
+        spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]
         data = self._tiles.grid.data
         if any(isinstance(s, Spread) and any(a != data for a in s.axes) for s in spreads):
             self._warn()
@@ -110,7 +109,7 @@ class TileLoss:
             self._whole(leaf, spread, outputs, everyone) if isinstance(spread, Spread) else leaf
             for leaf, spread in zip(flat, spreads, strict=True)
         ]
-        return tree_unflatten(whole, tree)
+        return unflatten(whole, tree)
 
     def _whole(self, leaf: Tensor, spread: Spread, outputs: Outputs, everyone: bool) -> Tensor:
         grid, samples = self._tiles.grid, outputs.samples
@@ -146,7 +145,7 @@ def whole_images(tiles: TiledNet, tree: Any, everyone: Samples | None = None) ->
 
     With `everyone`, what has this replica's of these samples is put together with that of all replicas.
     """
-    flat, structure = tree_flatten(tree)
+    flat, structure = flatten(tree)
 
     def gather(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -164,7 +163,7 @@ def whole_images(tiles: TiledNet, tree: Any, everyone: Samples | None = None) ->
         plan = Exchange.of(spread, everything(spread.shape), tiles.grid, tiles.here.rank)
         return leaf if plan.is_identity else exchange(leaf.contiguous(), plan, tiles.lines)
 
-    return tree_unflatten([gather(leaf) for leaf in flat], structure)
+    return unflatten([gather(leaf) for leaf in flat], structure)
 
 
 def _global(leaf: Tensor, rows: int | None = None) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
@@ -25,6 +24,7 @@ from fivefold.parallel.agreement import Agreement
 from fivefold.parallel.graph.effects import apply
 from fivefold.parallel.graph.fingerprint import Fingerprint, difference, fingerprint
 from fivefold.parallel.graph.guards import settings
+from fivefold.parallel.graph.numbers import known
 from fivefold.parallel.graph.reach import is_plain
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
@@ -37,7 +37,7 @@ from fivefold.parallel.tiles.program import Program, cheapest_thinnest, planned
 from fivefold.parallel.tiles.rule import Here, Moment, Piece, as_held, everything
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.trees import call_with, leaves, map_tensors
+from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
 __all__ = ["Outputs", "Prepared", "Samples", "TiledNet", "grid_of"]
@@ -96,8 +96,6 @@ class Prepared:
     program: Program
     inputs: tuple[Tensor, ...]
     """this rank's parts, as the plan has them"""
-    state: Mapping[str, Tensor]
-    """the net's tensors that the program names"""
     moment: Moment
     share: Share
     samples: Samples
@@ -168,6 +166,8 @@ class TiledNet:
         self._known: dict[Any, list[_Known]] = {}
         self._left: dict[int, tuple[Tensor, Spread]] = {}
         """what a forward has left in attributes, of which this rank has a part"""
+        self._computed: set[str] = set()
+        """where a forward has left something computed, of which other ranks may have nothing"""
         self._step = 0
         """number of the step that is prepared"""
         self._anew = 0
@@ -269,7 +269,7 @@ class TiledNet:
     def run(self, call: Callable[..., Any], inputs: Any, share: Share) -> Outputs:
         """Compute this rank's part of what `call(net, inputs)` returns. Collective over the mesh."""
         (ready,) = self.prepare(call, [inputs], share)
-        made = execute(ready.program, ready.inputs, ready.state, ready.moment)
+        made = execute(ready.program, ready.inputs, self.state(ready), ready.moment)
         self.leave(ready, made)
         return self.finish(ready, made)
 
@@ -346,11 +346,11 @@ class TiledNet:
             here=here,
         )
         given = (*(leaf for leaf, _ in located), *carried)
-        return Prepared(program, given, self._state(program), moment, share, samples)
+        return Prepared(program, given, moment, share, samples)
 
-    def _state(self, program: Program) -> Mapping[str, Tensor]:
-        """The tensors that a program names. Of buffers that it changes in the end, what they are now."""
-        tape = program.tape
+    def state(self, ready: Prepared) -> Mapping[str, Tensor]:
+        """The net's tensors that a program names. Of buffers that it changes in the end, what they are now."""
+        tape = ready.program.tape
         changed = {
             r.name for r, _ in tape.effects.written if isinstance(r, State)
         } - tape.statistics
@@ -384,13 +384,13 @@ class TiledNet:
 
         With `whole`, images too, on the first tile rank; nothing on the others. Collective over the grid.
         """
-        flat, tree = tree_flatten(outputs.parts)
-        spreads = tree_flatten(outputs.spreads, is_leaf=lambda leaf: isinstance(leaf, Spread))[0]
+        flat, tree = flatten(outputs.parts)
+        spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]
         own = [
             self._own(leaf, spread, outputs.ready, whole) if isinstance(spread, Spread) else leaf
             for leaf, spread in zip(flat, spreads, strict=True)
         ]
-        return tree_unflatten(own, tree)
+        return unflatten(own, tree)
 
     def _own(self, leaf: Tensor, spread: Spread, ready: Prepared, whole: bool) -> Tensor:
         samples, grid = ready.samples, self.grid
@@ -443,10 +443,26 @@ class TiledNet:
                         tensor.data.copy_(whole(ref))
         apply(sets, own, whole)
 
-    def leave_plain(self, ready: Prepared) -> None:
-        """Leave behind what is no tensor's: before the stages of a micro-batch run, of which each has some."""
-        plain = [one for one in ready.program.tape.effects.sets if one.plain]
-        apply(plain, _no_tensor, _no_tensor)
+    def leave_ahead(self, ready: Prepared) -> None:
+        """Leave behind what is no tensor's, and for tensors something of their shape where there is nothing yet.
+
+        Before the stages of a micro-batch run: each rank has some of them, and all have to record alike.
+        """
+        tape = ready.program.tape
+
+        def blank(ref: Ref) -> Tensor:
+            if not isinstance(ref, Value):
+                return tape.places[ref.name].now() if isinstance(ref, State) else ref.tensor
+            own = known(ref, tape.nodes, lambda name: tape.places[name].now(), tape.statistics)
+            if own is not None:  # all ranks can have it
+                return own()
+            shape, spread = tape.shapes[ref.index], ready.program.spreads[ref.index].tight()
+            made = torch.empty(shape, dtype=tape.dtypes[ref.index], device="meta")
+            if not spread.is_whole:
+                self._left[id(made)] = (made, spread)
+            return made
+
+        apply([one for one in tape.effects.sets if one.plain or not one.there], blank, blank)
 
     def _kept(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
         """Something that is left in an attribute, of which the next forward is told how it lies."""
@@ -495,20 +511,20 @@ class TiledNet:
         """The program for such inputs and the net as it is: found, or recorded and planned."""
         around = (here.fewest >= self.grid.tiles, *settings(self._device))
         key, objects = _key(inputs, spreads, around)
-        known, reason = self._known.setdefault(key, []), ""
-        for one in () if self._volatile else known:
+        kept, reason = self._known.setdefault(key, []), ""
+        for one in () if self._volatile else kept:
             assert one.program.tape.guards is not None
             reason = one.program.tape.guards.broken() or ""
             if not reason:
                 self._anew = 0
-                known.remove(one)
-                known.insert(0, one)
+                kept.remove(one)
+                kept.insert(0, one)
                 return self._looked_at(one, call, inputs, spreads, here)
         begin = time.perf_counter()
         tape = self._recorded(call, inputs, spreads)
         program = self._planned(tape, call, inputs, spreads, here)
-        known.insert(0, _Known(program, self._mark(program), 1, self._step, objects))
-        del known[_KEPT:]
+        kept.insert(0, _Known(program, self._mark(program), 1, self._step, objects))
+        del kept[_KEPT:]
         self._tell_anew(reason, time.perf_counter() - begin)
         return program
 
@@ -518,7 +534,8 @@ class TiledNet:
         spreads = [*spreads, *(self._left[id(found.tensor)][1] for found in tape.carried)]
         thinnest = self._thinnest(tape, call, inputs, spreads, here)
         program = planned(tape, spreads, here, self._options, thinnest)
-        program.mark = fingerprint(tape)
+        program.mark = fingerprint(tape, self._computed)
+        self._computed |= {one.path for one in tape.effects.sets if not one.plain}
         return program
 
     def _thinnest(
@@ -550,7 +567,7 @@ class TiledNet:
         if known.uses not in _LOOKED_AT and known.uses % _RARELY:
             return known.program
         tape = self._recorded(call, inputs, spreads)
-        apart = difference(known.mark, fingerprint(tape))
+        apart = difference(known.mark, fingerprint(tape, self._computed))
         if apart is None:
             return known.program
         self._volatile = True
@@ -604,11 +621,11 @@ class TiledNet:
 
 def _key(inputs: Any, spreads: Sequence[Spread], around: Any) -> tuple[Any, list[Any]]:
     """What a program is made for, besides the net; and the objects in it that have to stay."""
-    flat, structure = tree_flatten(inputs)
+    flat, structure = flatten(inputs)
     others = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
     told = tuple((type(leaf), leaf if is_plain(leaf) else id(leaf)) for leaf in others)
     tensors = tuple((leaf.dtype, leaf.requires_grad) for leaf in flat if isinstance(leaf, Tensor))
-    return (tuple(spreads), tensors, str(structure), told, around), others
+    return (tuple(spreads), tensors, str(structure.spec), told, around), others
 
 
 def _place(samples: Samples, row: int) -> int:
@@ -635,10 +652,6 @@ def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dis
             else:
                 found[axes, False] = mesh.group(*names)
     return found
-
-
-def _no_tensor(ref: Ref) -> Tensor:
-    raise AssertionError(ref)
 
 
 def _one_row(leaf: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from fivefold.parallel.tiles.exchange import Want
 from fivefold.parallel.tiles.in_place import changes_its_operand
-from fivefold.parallel.tiles.rule import Local, Operation, Wants, call, rule
+from fivefold.parallel.tiles.rule import Local, Operation, Wants, as_held, call, rule
 from fivefold.parallel.tiles.spread import Spread
 
-__all__ = ["POINTWISE", "Pointwise", "broadcast", "broadcast_wants"]
+__all__ = ["POINTWISE", "Converted", "Pointwise", "broadcast", "broadcast_wants"]
 
 POINTWISE = (
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "alias", "angle", "arccos", "arccosh",
@@ -33,8 +33,8 @@ POINTWISE = (
     "special_erfinv", "special_exp2", "special_expit", "special_expm1", "special_gammaln", "special_i0",
     "special_i0e", "special_i1", "special_i1e", "special_log1p", "special_log_ndtr", "special_logit",
     "special_ndtr", "special_ndtri", "special_psi", "special_round", "special_sinc", "special_xlog1py",
-    "special_xlogy", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to",
-    "true_divide", "trunc", "type", "type_as", "where", "xlogy", "zero", "zeros_like",
+    "special_xlogy", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "true_divide",
+    "trunc", "type", "where", "xlogy", "zero", "zeros_like",
 )  # fmt: skip
 
 
@@ -81,3 +81,17 @@ class Pointwise:
         """Every operand where the result is."""
         wants = tuple(broadcast_wants(shape, op.made[0]) for shape in op.node.shapes)
         return Local(wants, call(op.node), in_place=changes_its_operand(op.node))
+
+
+@rule("to", "type_as")
+class Converted:
+    """Another dtype or device; of a second operand only these count."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """As the operand."""
+        return [op.given[0].tight()]
+
+    def lower(self, op: Operation) -> Local:
+        """The same call on the parts."""
+        others = tuple(as_held(spread) for spread in op.given[1:])
+        return Local((as_held(op.made[0]), *others), call(op.node))
