@@ -346,7 +346,8 @@ class ParallelModel(nn.Module):
             tiles, share = self._tiles, self._share(inputs)
             return tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
         if self._rows is not None:
-            self._rows.check_apart(_call_both, inputs, self._share_alone(inputs))
+            alone = self._share_alone(inputs)
+            self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
             self._reducer[0].begin()
@@ -406,7 +407,8 @@ class ParallelModel(nn.Module):
         if tiles is not None:
             outputs = forward(lambda: tiles.run(call_with, inputs, share))
             return tiles.own(outputs, whole=True), first
-        return forward(lambda: self._or_stand_in(inputs, share.rows, call_with)), first
+        with exact(self._watched, dataclasses.replace(share, draws=False)) as mode, mode:
+            return forward(lambda: self._or_stand_in(inputs, share.rows, call_with)), first
 
     def _or_stand_in(self, inputs: Any, rows: int, call: Callable[..., Any]) -> Any:
         """What the net returns for some samples; for none, it runs on a stand-in: others wait for it."""

@@ -71,9 +71,14 @@ class Rows:
             self._agreement.check(said, "a step")
         return found is not None
 
-    def check_apart(self, call: Callable[..., Any], inputs: Any, share: Share) -> None:
-        """Raise `UsageError` where samples meet outside of a step, in which ranks do not wait for others."""
-        found = self._judged(call, inputs, share)
+    def check_apart(
+        self, call: Callable[..., Any], inputs: Any, share: Share, *, norms: bool
+    ) -> None:
+        """Raise `UsageError` where samples meet outside of a step, in which ranks do not wait for others.
+
+        `norms`: batch norm may use the statistics of the batch, which are exchanged.
+        """
+        found = self._judged(call, inputs, share, norms=norms)
         if found is not None:
             raise UsageError(
                 f"samples depend on each other in {found}, so what the net returns for this rank's samples is not "
@@ -81,8 +86,10 @@ class Rows:
                 'model.module on whole batches, or vouch for them with parallel.rows = "apart"'
             )
 
-    def _judged(self, call: Callable[..., Any], inputs: Any, share: Share) -> str | None:
-        """Where samples meet; None if they do not, or it cannot be told."""
+    def _judged(
+        self, call: Callable[..., Any], inputs: Any, share: Share, *, norms: bool = True
+    ) -> str | None:
+        """Where samples meet; None if they do not, or it cannot be told. `norms` may join them."""
         share = _without_empty(share)
         inputs = _resized(inputs, share.rows)
         try:
@@ -95,7 +102,7 @@ class Rows:
             with quietly():
                 program.meeting = self._meeting(program, call, inputs, share)
             self._tell_unknown(program)
-        return program.meeting or None
+        return program.meeting or (None if norms else _statistics(program))
 
     def _tell_unknown(self, program: Program) -> None:
         for node in program.gathered if program.meeting else ():
@@ -175,6 +182,18 @@ def _joined(program: Program) -> str:
         ):
             return f"the buffer {one.path}"
     return ""
+
+
+def _statistics(program: Program) -> str | None:
+    """The first norm that uses the statistics of the batch."""
+    return next(
+        (
+            step.node.where
+            for step in program.steps
+            if isinstance(step, Compute) and step.local.collective and _is_norm(step.node)
+        ),
+        None,
+    )
 
 
 def _is_norm(node: Node) -> bool:

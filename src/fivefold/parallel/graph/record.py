@@ -28,14 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.parallel.graph.effects import Effects, noted
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.hooks import hooked
 from fivefold.parallel.graph.reach import Found, Reach, gathers
-from fivefold.parallel.graph.recorder import WHOLE_MODULES, Recorder
+from fivefold.parallel.graph.recorder import WHOLE_MODULES, Look, Recorder
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.writes import Writes
@@ -100,9 +100,11 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
         try:
             named, carried = _stood_in(reach, places, writes, device, parts)
             given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
-            recorder = Recorder(named, given, writes, device, lambda n: places[n].now())
+            look = Look(lambda n: places[n].now(), reach.changes)
+            recorder = Recorder(named, given, writes, device, look)
             with _ours_apart(net), _no_cache(), torch.inference_mode(False), writes, recorder:
                 returned = _run(recorder, net, call, stand_ins)
+            recorder.check_counted()
             changes = reach.changes()
             sets = noted(changes, recorder.ref, writes.own)
             tape = _tape(recorder, returned, Effects(recorder.written(), sets))
@@ -256,6 +258,8 @@ _recording = threading.local()
 _lock = threading.Lock()
 _watchers = 0
 _plain_apply: Any = Function.__dict__["apply"]
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+_plain_checkpoint: Any = getattr(torch.utils.checkpoint, _CHECKPOINT)
 
 
 def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,11 +267,23 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     recorder: Recorder | None = getattr(_recording, "recorder", None)
     if recorder is None or cls.__module__.startswith("fivefold."):
         return apply(*args, **kwargs)
-    if (
-        cls is CheckpointFunction
-    ):  # (function, preserve_rng_state, *inputs): memory is the plan's business
-        return args[0](*args[2:])
+    if cls is CheckpointFunction:  # (function, preserve_rng_state, *inputs)
+        # As torch has it, gradients flow only if they flow into an input.
+        grad = any(leaf.requires_grad for leaf in args[2:] if isinstance(leaf, Tensor))
+        with recorder.again(), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            return args[0](*args[2:])
     return recorder.opaque(apply, f"{cls.__name__}.apply", args)
+
+
+def _watched_checkpoint(*args: Any, **kwargs: Any) -> Generator[None]:
+    """What `checkpoint` does around a function: memory is the plan's business."""
+    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    if recorder is None:
+        yield from _plain_checkpoint(*args, **kwargs)
+        return
+    chosen = kwargs.get("context_fn", args[2] if len(args) > 2 else noop_context_fn)
+    with recorder.again(known=chosen is noop_context_fn):
+        yield
 
 
 @contextmanager
@@ -277,6 +293,7 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
     with _lock:
         _watchers += 1
         Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign]
+        setattr(torch.utils.checkpoint, _CHECKPOINT, _watched_checkpoint)
     _recording.recorder = recorder
     try:
         yield
@@ -286,6 +303,7 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
             _watchers -= 1
             if not _watchers:
                 Function.apply = _plain_apply  # type: ignore[method-assign]
+                setattr(torch.utils.checkpoint, _CHECKPOINT, _plain_checkpoint)
 
 
 # ---- what is not the user's

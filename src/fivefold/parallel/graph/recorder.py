@@ -11,7 +11,8 @@ value, and so does everything that shares its memory:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,8 +30,9 @@ from fivefold.parallel.graph.functional import Functional, assigned, renumbered
 from fivefold.parallel.graph.guards import Looked
 from fivefold.parallel.graph.names import asks_in_place, base_name
 from fivefold.parallel.graph.numbers import Check, Unknown, assumed, known
+from fivefold.parallel.graph.reach import Change, Items, is_plain, named
 from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
-from fivefold.parallel.graph.tape import Autocast, Node
+from fivefold.parallel.graph.tape import Autocast, Node, depends
 from fivefold.parallel.graph.writes import Writes, user_line
 from fivefold.parallel.intercept import draws_mask
 
@@ -61,6 +63,7 @@ _REFUSED = {
     "retain_grad": "asks to keep the gradient of a tensor within the net (retain_grad)",
     "grad_fn": "looks at the graph of autograd (grad_fn)",
 }
+_CHECKPOINTED = "checkpoints (torch.utils.checkpoint)"
 _NUMBERS = (
     "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to compute cannot "
     "be planned. Let it depend on shapes or options, or use torch.where"
@@ -82,6 +85,16 @@ class _View:
 
 
 @dataclass(frozen=True)
+class Look:
+    """At what is not of the recording."""
+
+    real: Callable[[str], Tensor]
+    """a parameter or buffer by its name"""
+    changes: Callable[[], Sequence[Change]]
+    """what the forward has changed of what it can reach"""
+
+
+@dataclass(frozen=True)
 class Hook:
     """A hook that the forward has registered on a value."""
 
@@ -99,7 +112,7 @@ class Recorder(TorchFunctionMode):
         inputs: stand-ins of the inputs.
         writes: the mode below.
         device: where the net computes.
-        look: a real parameter or buffer by its name.
+        look: at the net.
     """
 
     def __init__(
@@ -108,7 +121,7 @@ class Recorder(TorchFunctionMode):
         inputs: Sequence[Tensor],
         writes: Writes,
         device: torch.device,
-        look: Callable[[str], Tensor],
+        look: Look,
     ) -> None:
         super().__init__()
         self.nodes: list[Node] = []
@@ -136,6 +149,11 @@ class Recorder(TorchFunctionMode):
         self._calls: Counter[tuple[str, str]] = Counter()
         self._draws: Counter[str] = Counter()
         self._silent = False
+        self._again = self._again_known = 0
+        self._counted: Counter[str] = Counter()
+        """how often running statistics are updated"""
+        self._twice: set[str] = set()
+        """those that are updated in a part which one process runs twice"""
         self._around = self._autocast()
         self.named = [(tensor, self._bind(tensor, ref)) for tensor, ref in named]
         self.inputs = tuple(self._new(tensor) for tensor in inputs)
@@ -221,7 +239,8 @@ class Recorder(TorchFunctionMode):
         ref, shape = self.ref(x), tuple(x.shape)
         if module.training and getattr(module, "track_running_stats", False):
             scope = self.scopes[-1]
-            self.statistics |= {f"{scope}.{n}".lstrip(".") for n, _ in module.named_buffers()}
+            for buffer, _ in module.named_buffers():
+                self._count(f"{scope}.{buffer}".lstrip("."))
         self._emit(module, kind.__name__, ((Slot(0),), {}), [ref], [shape], [self._new(result)])
         return result
 
@@ -251,7 +270,7 @@ class Recorder(TorchFunctionMode):
     def _number(self, func: Any, name: str, args: Any, kwargs: Any, problem: Exception) -> Any:
         """What a call returns that takes numbers out of tensors."""
         placed, given, refs = self._placed(args, kwargs)
-        sources = [known(ref, self.nodes, self._look, self.statistics) for ref in refs]
+        sources = [known(ref, self.nodes, self._look.real, self.statistics) for ref in refs]
 
         def apply(*tensors: Tensor) -> Any:
             own = tree_map(
@@ -388,6 +407,7 @@ class Recorder(TorchFunctionMode):
                 grad=torch.is_grad_enabled() if grad is None else grad,
                 autocast=None if autocast == self._around else autocast,
                 line=user_line(),
+                again=self._again > 0 and torch.is_grad_enabled(),
             )
         )
         self._calls[scope, name] += 1
@@ -412,7 +432,78 @@ class Recorder(TorchFunctionMode):
                     "forward: give it buffers of its own"
                 )
             if isinstance(ref, State):
-                self.statistics.add(ref.name)
+                self._count(ref.name)
+
+    def _count(self, name: str) -> None:
+        """A norm updates running statistics."""
+        self.statistics.add(name)
+        self._counted[name] += 1
+        if self._again and torch.is_grad_enabled():
+            self._twice.add(name)
+            if self._again > 1 or not self._again_known:
+                self.refuse(f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times")
+
+    def check_counted(self) -> None:
+        """Refuse statistics whose updates one process would make in another order."""
+        for name in sorted(self._twice):
+            if self._counted[name] > 1:
+                self.refuse(f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own")
+
+    @contextmanager
+    def again(self, *, known: bool = True) -> Generator[None]:
+        """The block is checkpointed: one process runs it again in backward. Refuses what it would do twice.
+
+        `known`: all of it is run again.
+        """
+        before = self._done() if torch.is_grad_enabled() else None
+        self._again += 1
+        self._again_known = known
+        try:
+            yield
+        finally:
+            self._again -= 1
+        if before is None:
+            return
+        states, changed = self._done()
+        for state, old in zip(states, before[0], strict=False):
+            if state != old:
+                self._refuse_twice(state[0])
+        for key, (change, values) in changed.items():
+            old = before[1][key][1] if key in before[1] else change.before
+            for name, value in values.items():
+                if value is not old.get(name) and not self._once(change, old.get(name), value):
+                    self._refuse_twice(named(change.container, name))
+            if values.keys() != old.keys() and not isinstance(change.container, Items):
+                self._refuse_twice(change.container.path)
+
+    def _done(self) -> tuple[list[tuple[str, int]], dict[int, tuple[Change, dict[Any, Any]]]]:
+        """What the forward has done so far besides computing."""
+        states = [
+            (ref.name, self._states[self._writes.storage(tensor)])
+            for tensor, ref in self.named
+            if isinstance(ref, State)
+        ]
+        changes = {
+            id(change.container): (change, dict(zip(change.keys, change.values, strict=True)))
+            for change in self._look.changes()
+        }
+        return states, changes
+
+    def _once(self, change: Change, before: Any, now: Any) -> bool:
+        """Whether something that is set once is the same when it is set again by the same forward."""
+        if before is None:
+            return True
+        if not isinstance(change.container, Items):
+            return False
+        if isinstance(before, Tensor) and isinstance(now, Tensor):
+            return not depends(self.ref(now), self.ref(before), self.nodes)
+        return is_plain(before) and is_plain(now) and before == now
+
+    def _refuse_twice(self, what: str) -> NoReturn:
+        self.refuse(
+            f"{_CHECKPOINTED} a part that changes {what!r}, which one process does twice: keep that out of it, or "
+            "let memory.recompute save the memory"
+        )
 
     # ---- noting calls that change operands
 

@@ -23,7 +23,7 @@ from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.reach import Found
 from fivefold.parallel.graph.refs import Ref, Slot, State, Value
 
-__all__ = ["Autocast", "Node", "Tape"]
+__all__ = ["Autocast", "Node", "Tape", "depends"]
 
 Autocast = tuple[bool, torch.dtype]
 """whether it is on, and the dtype that it casts to"""
@@ -60,6 +60,8 @@ class Node:
     """where the net itself has switched it; None: as around the net"""
     line: str = ""
     """of the user's code that called: `file.py:12`"""
+    again: bool = False
+    """whether the net checkpoints it: one process runs it again in backward, and counts its statistics twice"""
 
     def arguments(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call `function` with, given the operands."""
@@ -149,3 +151,12 @@ class Tape:
             if isinstance(ref, Value) and ref.index in self.dtypes
             else 4
         )
+
+
+def depends(ref: Ref, on: Ref, nodes: Sequence[Node]) -> bool:
+    """Whether a value is computed from another one."""
+    found = {ref}
+    for node in reversed(nodes):
+        if any(Value(index) in found for index in node.outputs):
+            found.update(node.operands)
+    return on in found

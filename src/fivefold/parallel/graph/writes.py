@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 __all__ = ["Writes", "storage_of", "user_frame", "user_line"]
 
 _PACKAGES = (
+    contextlib.__file__,
     str(Path(__file__).parents[1]) + "/",
     str(Path(torch.__file__).parent) + "/",
 )
@@ -87,7 +89,7 @@ def user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "called_here" and code.co_filename.startswith(_PACKAGES[0]):
+        if code.co_name == "called_here" and code.co_filename.startswith(_PACKAGES[1]):
             return None
         if not code.co_filename.startswith(_PACKAGES):
             return frame

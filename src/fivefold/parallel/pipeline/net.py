@@ -31,7 +31,7 @@ from fivefold.parallel.pipeline.held import everywhere, released
 from fivefold.parallel.pipeline.run import Feed, Step
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.shards import StageShards
-from fivefold.parallel.pipeline.stages import Stage, check_owners, divided, owners
+from fivefold.parallel.pipeline.stages import Stage, check_owners, check_writers, divided, owners
 from fivefold.parallel.pipeline.statistics import Notes, check_effects, check_norms
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
@@ -72,6 +72,8 @@ class PipelinedNet:
         self.schedule = self.schedules.usual
         tape = self._tape()
         self.cut = self._cut(tape) if cut is None else cut
+        self._writers: dict[str, int] = {}
+        """where a forward leaves something -> the stage that does"""
         self._divided: dict[int, tuple[Program, list[Stage]]] = {}
         self.owner = owners(net, tape, self.cut)
         """parameter or buffer -> its stage"""
@@ -147,6 +149,7 @@ class PipelinedNet:
         if id(program) not in self._divided:
             found = divided(program, self.cut, self.tiles.grid, self.tiles.here.rank)
             check_owners(found, self.owner)
+            check_writers(found, self._writers)
             self._divided[id(program)] = (program, found)  # kept, so that the id stays its
         return self._divided[id(program)][1]
 
@@ -252,10 +255,10 @@ class PipelinedNet:
         self.tiles.leave_ahead(ready)
         for number, stage in enumerate(self._stages(ready.program)):
             for one in ready.program.tape.effects.sets:
-                if one.registered and any(
-                    isinstance(r, Value) and r.index in stage.leaves for r in one.refs()
-                ):
-                    self.owner.setdefault(one.path, number)
+                if any(isinstance(r, Value) and r.index in stage.leaves for r in one.refs()):
+                    self._writers.setdefault(one.path, number)
+                    if one.registered:
+                        self.owner.setdefault(one.path, number)
 
     def _feed(self, ready: Prepared) -> Feed:
         recompute = ready.moment.recompute

@@ -23,7 +23,7 @@ from fivefold.parallel.tiles.program import Compute, Program
 from fivefold.parallel.tiles.run import left, returned
 from fivefold.parallel.tiles.spread import Grid
 
-__all__ = ["Crossing", "Stage", "check_owners", "divided", "owners"]
+__all__ = ["Crossing", "Stage", "check_owners", "check_writers", "divided", "owners"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Stage:
     """values that it makes and the net leaves in buffers and attributes"""
     carried: tuple[tuple[int, Found], ...] = ()
     """values that it reads and an earlier forward has left, and where"""
+    attributes: frozenset[str] = frozenset()
+    """where the attributes are that it reads"""
 
     def carried_now(self) -> dict[int, Tensor]:
         """What an earlier forward has left for it."""
@@ -76,6 +78,13 @@ def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
             for ref in node.operands
             if isinstance(ref, Value)
         }
+        carried = tuple((index, place) for index, place in tape.left_before if index in reads)
+        plain = (
+            tape.places[ref.name].path
+            for node in tape.nodes[first:stop]
+            for ref in node.operands
+            if isinstance(ref, State) and ref.name.startswith(".")
+        )
         found.append(
             Stage(
                 range(*steps[stage : stage + 2]),
@@ -83,7 +92,8 @@ def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
                 tuple(at[stage + 1]),
                 frozenset(itertools.chain.from_iterable(uses[first:stop])),
                 frozenset(behind & makes),
-                tuple((index, found) for index, found in tape.left_before if index in reads),
+                carried,
+                frozenset(itertools.chain(plain, (place.path for _, place in carried))),
             )
         )
     return found
@@ -144,6 +154,21 @@ def check_owners(stages: list[Stage], owner: Mapping[str, int]) -> None:
                 f"for this shape of input stage {number} uses {', '.join(strange[:3])}, which stage "
                 f"{owner[strange[0]]} holds: give `example` the shapes that are trained"
             )
+
+
+def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:
+    """Raises `UsageError` if some stage reads an attribute that the forward leaves on another one."""
+    for number, stage in enumerate(stages):
+        for path in sorted(stage.attributes):
+            writer = next(
+                (w for left, w in writers.items() if path == left or path.startswith((f"{left}[", f"{left}."))),
+                number,
+            )
+            if writer != number:
+                raise UsageError(
+                    f"stage {number} of the pipeline reads {path!r}, which the net leaves on stage {writer}: no rank "
+                    "has both. Let pipeline.cut name the modules that begin stages, such that both fall into one"
+                )
 
 
 def _trained(tape: Tape) -> set[int]:

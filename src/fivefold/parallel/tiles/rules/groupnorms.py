@@ -181,9 +181,10 @@ class RmsNorm(_LastDims):
 
 
 def _instance_norm(
-    moment: Moment, x: Tensor, lies: Spread, owned: tuple[slice, ...] | None, a: dict[str, Any]
+    moment: Moment, x: Tensor, op: Operation, a: dict[str, Any]
 ) -> Tensor:
     """`F.instance_norm(**a)` of what a rank holds, statistics from the input; buffers of all samples."""
+    lies, owned = op.made[0], _owned(op, 2)
     n, channels = x.shape[:2]
     means, variances = a.get("running_mean"), a.get("running_var")
     found = [None if t is None else t.new_zeros(n * channels) for t in (means, variances)]
@@ -198,7 +199,8 @@ def _instance_norm(
     samples = moment.statistics(() if lies.cuts[0] is None else lies.cuts[0].axes)
     for buffer, new in zip((means, variances), found, strict=True):
         if buffer is not None and new is not None:
-            _track(buffer, new.view(n, channels), a["momentum"], samples, moment.rows > 0)
+            for _ in range(1 + op.node.again):
+                _track(buffer, new.view(n, channels), a["momentum"], samples, moment.rows > 0)
     return result
 
 
@@ -229,7 +231,7 @@ class InstanceNorm(_Instance):
 
     def lower(self, op: Operation) -> Local:
         """Statistics of all tiles, unless they are given."""
-        lies, owned, node = op.made[0], _owned(op, 2), op.node
+        lies, node = op.made[0], op.node
         names = _TORCH_INSTANCE_NORM if node.function is torch.instance_norm else _INSTANCE_NORM
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
@@ -238,7 +240,7 @@ class InstanceNorm(_Instance):
             a |= {**dict(zip(names, args, strict=False)), **kwargs}
             if not a.get("use_input_stats", True):
                 return node.function(*args, **kwargs)
-            return _instance_norm(moment, a["input"], lies, owned, a)
+            return _instance_norm(moment, a["input"], op, a)
 
         return Local((as_held(lies), *op.whole(1)), run, collective="statistics")
 
@@ -254,7 +256,7 @@ class InstanceNormModule(_Instance):
 
     def lower(self, op: Operation) -> Local:
         """As torch's own forward, with the statistics of all tiles."""
-        lies, owned = op.made[0], _owned(op, 2)
+        lies = op.made[0]
         module: Any = op.node.function
         assert isinstance(module, nn.modules.instancenorm._InstanceNorm)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
@@ -267,6 +269,6 @@ class InstanceNormModule(_Instance):
                 "weight": module.weight, "bias": module.bias,
                 "momentum": 0.0 if module.momentum is None else module.momentum, "eps": module.eps,
             }  # fmt: skip
-            return _instance_norm(moment, x, lies, owned, a)
+            return _instance_norm(moment, x, op, a)
 
         return Local((as_held(lies),), run, collective="statistics")

@@ -38,15 +38,16 @@ def _tracked(
     spread: Spread,
     slices: tuple[slice, ...] | None,
     batches: Tensor | None,
+    again: bool,
     **options: Any,
 ) -> Tensor:
-    """Normalise, and update running statistics, or note what is due to them."""
+    """Normalise, and update running statistics, or note what is due to them: twice if `again`."""
     running_mean, running_var = options["running_mean"], options["running_var"]
     if not moment.updates and running_mean is not None:
         # Computed again: as before, so that as much is saved, but the statistics have been counted.
         copies = {"running_mean": running_mean.clone(), "running_var": running_var.clone()}
         return _normalised(moment, x, spread, slices, **{**options, **copies, "momentum": 0.0})
-    if running_mean is None or moment.note is None:
+    if running_mean is None or (moment.note is None and not again):
         momentum = options["momentum"]
         if batches is not None:
             batches.add_(1)
@@ -57,7 +58,9 @@ def _tracked(
         "running_var": torch.zeros_like(running_var),
     }
     y = _normalised(moment, x, spread, slices, **{**options, **own, "momentum": 1.0})
-    moment.note(Statistics(running_mean, running_var, batches, options["momentum"], *own.values()))
+    due = Statistics(running_mean, running_var, batches, options["momentum"], *own.values())
+    for _ in range(1 + again):
+        due.apply() if moment.note is None else moment.note(due)
     return y
 
 
@@ -107,7 +110,7 @@ class BatchNorm(_Norm):
             a |= {"eps": 1e-5, **dict(zip(_BATCH_NORM, args, strict=False)), **kwargs}
             if not a.pop("training"):
                 return F.batch_norm(**a, training=False)
-            return _tracked(moment, a.pop("input"), spread, slices, None, **a)
+            return _tracked(moment, a.pop("input"), spread, slices, None, op.node.again, **a)
 
         return self.on_parts(op, run)
 
@@ -128,11 +131,11 @@ class BatchNormModule(_Norm):
             if not module.training and tracked:
                 return module(x)
             keep = module.training and tracked
-            at_once = moment.updates and moment.note is None
+            at_once = moment.updates and moment.note is None and not op.node.again
             if module.training and at_once and _alone(moment, spread, slices):
                 return module(x)
             return _tracked(
-                moment, x, spread, slices, module.num_batches_tracked if keep else None,
+                moment, x, spread, slices, module.num_batches_tracked if keep else None, op.node.again,
                 running_mean=module.running_mean if keep else None,
                 running_var=module.running_var if keep else None,
                 weight=module.weight, bias=module.bias, momentum=module.momentum, eps=module.eps,
