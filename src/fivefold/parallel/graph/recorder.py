@@ -220,12 +220,19 @@ class Recorder(TorchFunctionMode):
         """A call whose inside is not looked at: an autograd function of the user's."""
         given = _tensors(args)
         graded = {id(leaf) for leaf in given if leaf.requires_grad}
+        before = set(self._states)
         self._writes.changed.clear()
+        self._writes.read.clear()
         self._silent = True
         try:
             result = apply(*args)
         finally:
             self._silent = False
+        if self._writes.read & (before - {self._writes.storage(leaf) for leaf in given}):
+            self.refuse(
+                f"uses a tensor in {name} that is not among its arguments, so that its gradient cannot be followed: "
+                "pass it as an argument of the autograd function"
+            )
         self._follow(apply, name, args, {}, given, result, graded)
         return result
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 __all__ = ["Writes", "storage_of", "user_frame", "user_line"]
 
@@ -40,6 +40,8 @@ class Writes(TorchDispatchMode):
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.changed: set[int] = set()
         """storages that were written to since this was last emptied"""
+        self.read: set[int] = set()
+        """storages that were read since this was last emptied"""
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """What is computed with instead of a real tensor: always the same."""
@@ -72,6 +74,7 @@ class Writes(TorchDispatchMode):
         kwargs, schema = kwargs or {}, func._schema  # noqa: SLF001
         if "lift" not in schema.name:  # which makes a constant of a real tensor
             args, kwargs = tree_map_only(Tensor, self.stand_in, (args, kwargs))
+        self.read.update(storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if schema.is_mutable:
             self._note(schema, args, kwargs)
         return func(*args, **kwargs)

@@ -15,6 +15,10 @@ from fivefold.parallel.tiles.spread import Spread
 
 __all__ = ["BatchNorm", "BatchNormModule", "owned_slices"]
 
+_TORCH_BATCH_NORM = (
+    "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
+    "cudnn_enabled",
+)  # fmt: skip
 _BATCH_NORM = (
     "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps",
 )  # fmt: skip
@@ -90,9 +94,9 @@ class _Norm:
         cuts = op.given[0].cuts
         return None if len(cuts) > 1 and cuts[1] is not None else [op.given[0].tight()]
 
-    def on_parts(self, op: Operation, run: Any) -> Local:
-        """`run` on what ranks hold."""
-        collective = "batch norm" if op.made[0].axes else None
+    def on_parts(self, op: Operation, run: Any, *, trains: bool) -> Local:
+        """`run` on what ranks hold; `trains` if it uses the statistics of the batch."""
+        collective = "batch norm" if trains and op.made[0].axes else None
         return Local((as_held(op.made[0]), *op.whole(1)), run, collective=collective)
 
 
@@ -103,16 +107,18 @@ class BatchNorm(_Norm):
     def lower(self, op: Operation) -> Local:
         """Statistics over owned pixels, everything held normalised."""
         slices, spread = owned_slices(op), op.made[0]
+        names = _TORCH_BATCH_NORM if op.node.function is torch.batch_norm else _BATCH_NORM
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             args, kwargs = op.node.arguments(operands)
             a: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1}
-            a |= {"eps": 1e-5, **dict(zip(_BATCH_NORM, args, strict=False)), **kwargs}
+            a |= {"eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+            a.pop("cudnn_enabled", None)
             if not a.pop("training"):
                 return F.batch_norm(**a, training=False)
             return _tracked(moment, a.pop("input"), spread, slices, None, op.node.again, **a)
 
-        return self.on_parts(op, run)
+        return self.on_parts(op, run, trains=bool(op.node.bound(names).get("training", False)))
 
 
 @rule("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
@@ -141,4 +147,4 @@ class BatchNormModule(_Norm):
                 weight=module.weight, bias=module.bias, momentum=module.momentum, eps=module.eps,
             )  # fmt: skip
 
-        return self.on_parts(op, run)
+        return self.on_parts(op, run, trains=module.training or module.running_mean is None)
