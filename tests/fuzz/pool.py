@@ -76,11 +76,9 @@ class Ranks:
         self._processes: list[Any] = []
         self._lines: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            dict.fromkeys(
-                [TESTS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-            )
-        )
+        self._path = os.environ.get("PYTHONPATH")
+        folders = [TESTS, *filter(None, (self._path or "").split(os.pathsep))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
         _context.set_forkserver_preload(["fuzz.warm"])
 
     def _grow(self, size: int) -> None:
@@ -148,3 +146,7 @@ class Ranks:
         """End for good."""
         self.stop()
         self._folder.cleanup()
+        if self._path is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = self._path
