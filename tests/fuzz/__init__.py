@@ -5,7 +5,9 @@
     worker, pool                           the case under its layout, in processes that stay
     judge                                  the case in one process, by fivefold/train/verify/one_process.py
     compare                                exact, refused, told, wrong
-    shrink, campaign, __main__             minimal cases, many cases, the command
+    shrink, campaign, sweep, __main__      minimal cases, many cases, every feature alone, the command
+    faults, choose                         what is broken on purpose; the fixed cases of the test suite
+    found/                                 every case that was ever found: they stay tests
 
 Run it with `make fuzz`, or `PYTHONPATH=tests python -m fuzz --help`.
 """

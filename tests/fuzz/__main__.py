@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     told = _parser().parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     import torch
 
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ _LAYOUTS = (
     ({"pipe": 2, "width": 2}, 3), ({"pipe": 2, "height": 2}, 3), ({}, 2),
 )  # fmt: skip
 _SOLID = (({"depth": 2}, 3), ({"depth": 2, "width": 2}, 2), ({"data": 2, "depth": 2}, 1))
+_NOTABLE = ("affine", "bias", "track_running_stats")
+"""options that are on unless a case says otherwise"""
 _PAIRED = ("gems", "gems-overlap", "chimera")
 _SCHEDULES = (
     "layer",
@@ -288,12 +290,8 @@ def label(case: Case) -> str:
 
 def tags(case: Case) -> list[str]:
     """All features of a case by name: blocks, options of theirs, events, losses, settings."""
-    net, found = case["net"], set[str]()
-    for _, name, args in drawing.paths(net):
-        found.add(name)
-        for key, value in args.items():
-            if isinstance(value, str | bool) and value is not False:
-                found.add(f"{name}.{value if isinstance(value, str) else key}")
+    net = case["net"]
+    found = {tag for _, name, args in drawing.paths(net) for tag in _of_block(name, args)}
     found |= {f"takes.{net.get('takes', 'one')}", f"returns.{net.get('returns', 'tensor')}"}
     found |= {f"input.{net['input']['kind']}", f"loss.{case['loss']['name']}"}
     if net.get("head") and net["head"].get("tied"):
@@ -311,3 +309,14 @@ def tags(case: Case) -> list[str]:
         found.add("rows.few")
     found |= {f"{key}={value}" for key, value in case["plan"].items() if key != "numerics.seed"}
     return sorted(found)
+
+
+def _of_block(name: str, args: dict[str, Any]) -> Iterator[str]:
+    yield name
+    for key, value in args.items():
+        if isinstance(value, str):
+            yield f"{name}.{value}"
+        elif value is True:
+            yield f"{name}.{key}"
+        elif value is False and key in _NOTABLE:
+            yield f"{name}.no_{key}"

@@ -51,7 +51,8 @@ def judged(case: Case, truth: Record, ranks: Sequence[Any]) -> Outcome:
     if any(rank.how == "crash" for rank in ended):
         return Outcome("crash", next(r.text for r in ended if r.how == "crash"), lines)
     if ended:
-        return Outcome("hang", raised[0]["text"].split("\n")[0] if raised else "", lines)
+        text = raised[0]["text"].split("\n")[0] if raised else ended[0].text[:200]
+        return Outcome("hang", text, lines)
     fakes = [path for rank in told for path in rank["fakes"]]
     if raised:
         return _of_raised(told, raised, fakes, lines)

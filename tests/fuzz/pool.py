@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
+import re
+import signal
 import tempfile
 import time
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ class Ended:
     text: str
 
 
-def _serve(line: Connection, rank: int) -> None:
+def _serve(line: Connection, rank: int, stacks: str) -> None:
     import gc
 
     import torch.distributed as dist
@@ -43,6 +46,8 @@ def _serve(line: Connection, rank: int) -> None:
 
     assert fivefold.comm.BACKEND
     torch.set_num_threads(1)
+    told_stacks = Path(stacks).open("w")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR1, told_stacks, all_threads=False)
     for stream in (1, 2):  # what nets and torch print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     while True:
@@ -76,21 +81,33 @@ class Ranks:
         self._processes: list[Any] = []
         self._lines: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            dict.fromkeys(
-                [TESTS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-            )
-        )
+        self._path = os.environ.get("PYTHONPATH")
+        folders = [TESTS, *filter(None, (self._path or "").split(os.pathsep))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
         _context.set_forkserver_preload(["fuzz.warm"])
 
     def _grow(self, size: int) -> None:
         for rank in range(len(self._processes), size):
             here, there = _context.Pipe()
-            process = _context.Process(target=_serve, args=(there, rank), daemon=True)
+            process = _context.Process(
+                target=_serve, args=(there, rank, self._stacks(rank)), daemon=True
+            )
             process.start()
             there.close()
             self._lines.append(here)
             self._processes.append(process)
+
+    def _stacks(self, rank: int) -> str:
+        return str(Path(self._folder.name) / f"stacks-{rank}")
+
+    def _where(self, rank: int) -> str:
+        """What a rank that hangs is doing: the innermost calls of ours and of the net."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        lines = Path(self._stacks(rank)).read_text().splitlines()
+        calls = re.findall(r'([^/"]+)", line (\d+) in (\w+)', "\n".join(lines[1:9]))
+        return ", called by ".join(f"{name} ({file}:{line})" for file, line, name in calls)
 
     def run(self, case: Case, fault: str = "") -> list[dict[str, Any] | Ended]:
         """What every rank of the case tells, by rank."""
@@ -123,7 +140,7 @@ class Ranks:
                         until, time.monotonic() + GRACE_S
                     )  # the others follow, or wait for it
         for rank in open_lines.values():
-            found[rank] = Ended("hang", "does not answer")
+            found[rank] = Ended("hang", self._where(rank))
         return found
 
     def _received(self, rank: int) -> Any:
@@ -148,3 +165,7 @@ class Ranks:
         """End for good."""
         self.stop()
         self._folder.cleanup()
+        if self._path is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = self._path
