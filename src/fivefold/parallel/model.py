@@ -100,7 +100,7 @@ class ParallelModel(nn.Module):
         self._mesh = mesh
         self._group = mesh.group("data")
         self._hooks = ParameterHooks(net) if mesh.size > 1 else None
-        self._loss = None if loss is None else SharedLoss(loss, self._group, mesh.device)
+        self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
         joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not tiled
@@ -245,13 +245,14 @@ class ParallelModel(nn.Module):
                 raise UsageError("this rank holds a last stage, so step needs the targets")
             weight = loss.begin(targets, self._everyone if tile_loss.in_tiles(targets) else None)
 
-        def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
+        def own(rows: range, ready: Prepared, outputs: Outputs) -> tuple[Tensor, Tensor | None]:
             if self.on_outputs is not None:
                 self.on_outputs(stages.tiles.own(outputs))
-            return tile_loss.share(outputs, some_rows(targets, rows), weight, ready.share)
+            return tile_loss.of_micro_batch(outputs, some_rows(targets, rows), weight, ready.share)
 
         scaled = _as_it_is if scaler is None else scaler.scale
-        total = stages.step(Batch(call_with, inputs, share), own, scaled)
+        batch = Batch(call_with, inputs, share)
+        total = stages.step(batch, own, scaled, divided=loss.split is None and loss.shares)
         if scaler is not None:
             scaler.scale(total)  # it begins with its first use, which may be on other ranks only
             stages.agree_on_overflow()

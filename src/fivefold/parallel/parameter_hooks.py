@@ -79,7 +79,9 @@ class ParameterHooks:
         first = self._first.get(name, parameter)
         owners = [parameter] if first is parameter else [first, parameter]
         on_gradient = [pair for p in owners if (pair := _taken_off(p, "_backward_hooks"))]
-        afterwards = [pair for p in owners if (pair := _taken_off(p, "_post_accumulate_grad_hooks"))]
+        afterwards = [
+            pair for p in owners if (pair := _taken_off(p, "_post_accumulate_grad_hooks"))
+        ]
         if not (on_gradient or afterwards):
             return None
         before, parameter.grad = parameter.grad, None
@@ -88,7 +90,9 @@ class ParameterHooks:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     afterwards = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    only = len(afterwards) == 1 and _is_ours(next(iter(afterwards.values()))) if afterwards else True
+    only = (
+        len(afterwards) == 1 and _is_ours(next(iter(afterwards.values()))) if afterwards else True
+    )
     return bool(parameter._backward_hooks) or not only  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -119,7 +123,9 @@ def _apply(one: _Taken) -> None:
                 gradient = _changed(hook, gradient)
     with torch.no_grad():
         if gradient is not None and one.before is not None:
-            gradient = one.before.add_(gradient) if not one.before.is_sparse else one.before + gradient
+            gradient = (
+                one.before.add_(gradient) if not one.before.is_sparse else one.before + gradient
+            )
     parameter.grad = one.before if gradient is None else gradient
     if gradient is not None:
         for _, hooks in one.afterwards:

@@ -448,13 +448,17 @@ class Recorder(TorchFunctionMode):
         if self._again and torch.is_grad_enabled():
             self._twice.add(name)
             if self._again > 1 or not self._again_known:
-                self.refuse(f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times")
+                self.refuse(
+                    f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times"
+                )
 
     def check_counted(self) -> None:
         """Refuse statistics whose updates one process would make in another order."""
         for name in sorted(self._twice):
             if self._counted[name] > 1:
-                self.refuse(f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own")
+                self.refuse(
+                    f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own"
+                )
 
     @contextmanager
     def again(self, *, known: bool = True) -> Generator[None]:

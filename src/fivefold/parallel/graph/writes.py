@@ -74,7 +74,9 @@ class Writes(TorchDispatchMode):
         kwargs, schema = kwargs or {}, func._schema  # noqa: SLF001
         if "lift" not in schema.name:  # which makes a constant of a real tensor
             args, kwargs = tree_map_only(Tensor, self.stand_in, (args, kwargs))
-        self.read.update(storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.read.update(
+            storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        )
         if schema.is_mutable:
             self._note(schema, args, kwargs)
         return func(*args, **kwargs)

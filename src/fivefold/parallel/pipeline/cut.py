@@ -147,7 +147,11 @@ def uses_of(tape: Tape) -> list[frozenset[str]]:
     return [
         states_of(node).union(
             *(makes.get(index, none) for index in node.outputs),
-            (f".{carried[r.index]}" for r in node.operands if isinstance(r, Value) and r.index in carried),
+            (
+                f".{carried[r.index]}"
+                for r in node.operands
+                if isinstance(r, Value) and r.index in carried
+            ),
         )
         for node in tape.nodes
     ]

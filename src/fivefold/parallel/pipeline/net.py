@@ -164,13 +164,16 @@ class PipelinedNet:
     def step(
         self,
         batch: Batch,
-        loss: Callable[[range, Prepared, Outputs], Tensor],
+        loss: Callable[[range, Prepared, Outputs], tuple[Tensor, Tensor | None]],
         scaled: Callable[[Tensor], Tensor],
+        *,
+        divided: bool = False,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are complete on return.
 
-        `loss` gives the share of some of this rank's samples, from what the net returns for them. Returns
-        the sum of all shares, float64.
+        `loss` gives the share of some of this rank's samples, from what the net returns for them. With `divided`
+        it gives a numerator over the number of samples, and this rank's part of the denominator, which is known
+        when all is done. Returns the sum of all shares, float64.
         """
         for gradients in self.gradients.values():
             gradients.begin()
@@ -179,19 +182,25 @@ class PipelinedNet:
         schedule = self._schedule(batch.share)
         micros = self._micro_batches(batch, schedule.micro_batches)
 
+        told = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+
         def share(micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
-            return loss(micros[micro], ready, self.tiles.finish(ready, made))
+            own, denominator = loss(micros[micro], ready, self.tiles.finish(ready, made))
+            if denominator is not None:
+                told[1] += denominator
+            return own
 
         step = self._run(schedule, batch, micros, share, scaled)
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         if step.total is not None:
-            total += step.total
-        summed = comm.start_all_reduce(total, self._mesh.group(*AXES), Tag.LOSS)
+            told[0] += step.total
+        summed = comm.start_all_reduce(told, self._mesh.group(*AXES), Tag.LOSS)
+        scale = batch.share.total / summed.wait()[1] if divided else None
         for gradients in self.gradients.values():
-            gradients.finish()
+            gradients.finish(scale)
         for notes in self._notes.values():
             notes.apply(self._opposite)
-        return summed.wait()
+        total = summed.wait()[0]
+        return total if scale is None else total * scale
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Outputs:
@@ -333,11 +342,17 @@ def pipelined(
             "stages for the shapes of a global batch; tensors on the meta device will do"
         )
     stages = PipelinedNet(net, mesh, example)
-    if loss is not None and stages.schedule.micro_batches > 1 and split_loss(loss) is None:
+    if (
+        loss is not None
+        and stages.schedule.micro_batches > 1
+        and split_loss(loss) is None
+        and not hasattr(loss, "share")
+    ):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UsageError(
             f"the loss {name} cannot be taken apart into shares of micro-batches: use a loss of torch's on "
-            'one tensor, or pipeline.schedule = "layer", which takes the batch at once'
+            "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or choose "
+            'pipeline.schedule = "layer", which takes the batch at once'
         )
     return stages
 

@@ -161,7 +161,11 @@ def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:
     for number, stage in enumerate(stages):
         for path in sorted(stage.attributes):
             writer = next(
-                (w for left, w in writers.items() if path == left or path.startswith((f"{left}[", f"{left}."))),
+                (
+                    w
+                    for left, w in writers.items()
+                    if path == left or path.startswith((f"{left}[", f"{left}."))
+                ),
                 number,
             )
             if writer != number:
