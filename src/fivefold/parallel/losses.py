@@ -135,7 +135,8 @@ class SharedLoss:
     def alike(self, outputs: Any, targets: Any) -> Tensor:
         """The loss of outputs and targets that all ranks have. Collective over replicas and tiles.
 
-        Raises `UsageError` if it depends on anything else that the forward has made: of that, a rank has a part.
+        Raises `UsageError` if it depends on anything else that the forward has made: of that, a rank
+        has a part.
         """
         since = _graph_time()
         found = self._called(self.loss, outputs, targets)
@@ -173,8 +174,8 @@ class SharedLoss:
         known = _functions_of(outputs)
         if _reaches(loss, known, since):
             raise UsageError(
-                "the loss depends on a tensor that the net has made and not returned, an attribute say, of which "
-                "every rank has its part only: return it from the net's forward"
+                "the loss depends on a tensor that the net has made and not returned, an attribute say, "
+                "of which every rank has its part only: return it from the net's forward"
             )
         self._check_leaves(loss, known)
 
@@ -187,9 +188,9 @@ class SharedLoss:
         for leaf in _leaves(loss, known):
             if id(leaf) not in ours and not isinstance(leaf, DTensor):
                 raise UsageError(
-                    f"the loss trains a tensor of shape {tuple(leaf.shape)} that is a parameter neither of the net "
-                    "nor of the loss, so its gradient would not be summed over ranks: let the loss be an nn.Module "
-                    "that holds it as a parameter"
+                    f"the loss trains a tensor of shape {tuple(leaf.shape)} that is a parameter neither "
+                    "of the net nor of the loss, so its gradient would not be summed over ranks: let the "
+                    "loss be an nn.Module that holds it as a parameter"
                 )
 
     def _check_equal(self, loss: Tensor, group: dist.ProcessGroup) -> None:
@@ -203,9 +204,10 @@ class SharedLoss:
         if apart.any():
             other = int(apart.nonzero()[0])
             raise UsageError(
-                f"ranks get different losses from the same outputs and targets: {float(every[0]):.6g} and "
-                f"{float(every[other]):.6g}. It depends on something else: numbers that the forward has left in an "
-                "attribute, of which each rank has its part, or random ones. Return them from the net's forward"
+                f"ranks get different losses from the same outputs and targets: {float(every[0]):.6g} "
+                f"and {float(every[other]):.6g}. It depends on something else: numbers that the forward "
+                "has left in an attribute, of which each rank has its part, or random ones. Return them "
+                "from the net's forward"
             )
 
     def warn(self) -> None:
@@ -223,8 +225,8 @@ class SharedLoss:
 
 
 _ELSEWHERE = (
-    "the loss cannot be computed here: {problem}. It reads parameters of the net that this rank does not hold "
-    '(a pipe axis, or memory.shard = "parameters"): let the forward return what it needs of them'
+    "the loss cannot be computed here: {problem}. It reads parameters of the net that this rank does "
+    'not hold (a pipe axis, or memory.shard = "parameters"): let the forward return what it needs of them'
 )
 
 

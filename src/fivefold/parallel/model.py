@@ -205,11 +205,12 @@ class ParallelModel(nn.Module):
     def _check_shards(self) -> None:
         if self._mesh.plan.memory.shard == "parameters":
             raise UsageError(
-                'samples depend on each other in the net, which memory.shard = "parameters" cannot compute over all '
-                'replicas: use "optimizer", or vouch for them with parallel.rows = "apart"'
+                'samples depend on each other in the net, which memory.shard = "parameters" cannot '
+                'compute over all replicas: use "optimizer", or vouch for them with parallel.rows = '
+                '"apart"'
             )
 
-    def _step_in_tiles(
+    def _step_in_tiles(  # noqa: PLR0917 - what step has found out
         self,
         tiles: TiledNet,
         loss: TileLoss,

@@ -1,6 +1,4 @@
-"""Nested batches and results: any pytree, dataclasses included, whose tensors have the samples on their leading
-dim.
-"""
+"""Nested batches and results: any pytree, dataclasses included, of tensors with samples first."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from torch.utils import _pytree as pytree
 from fivefold.errors import UsageError
 
 __all__ = [
-    "Structure", "call_with", "flatten", "leaves", "map_leaves", "map_tensors", "rows_of", "stand_in", "unflatten",
+    "Structure", "call_with", "flatten", "leaves", "map_leaves", "map_tensors", "rows_of", "stand_in",
+    "unflatten",
 ]  # fmt: skip
 
 

@@ -101,9 +101,10 @@ class StageGradients:
 @torch.no_grad()
 def scaled(parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
     """Multiply the gradients by a number, if there is one."""
-    grads = [p.grad for p in parameters if p.grad is not None] if scale is not None else []
-    for grad in grads:
-        grad.mul_(scale)
+    if scale is not None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
 
 def _arrived(

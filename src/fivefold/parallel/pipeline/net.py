@@ -171,9 +171,9 @@ class PipelinedNet:
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are complete on return.
 
-        `loss` gives the share of some of this rank's samples, from what the net returns for them. With `divided`
-        it gives a numerator over the number of samples, and this rank's part of the denominator, which is known
-        when all is done. Returns the sum of all shares, float64.
+        `loss` gives the share of some of this rank's samples, from what the net returns for them. With
+        `divided` it gives a numerator over the number of samples, and this rank's part of the denominator,
+        which is known when all is done. Returns the sum of all shares, float64.
         """
         for gradients in self.gradients.values():
             gradients.begin()

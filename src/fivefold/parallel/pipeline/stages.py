@@ -170,8 +170,9 @@ def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:
             )
             if writer != number:
                 raise UsageError(
-                    f"stage {number} of the pipeline reads {path!r}, which the net leaves on stage {writer}: no rank "
-                    "has both. Let pipeline.cut name the modules that begin stages, such that both fall into one"
+                    f"stage {number} of the pipeline reads {path!r}, which the net leaves on stage "
+                    f"{writer}: no rank has both. Let pipeline.cut name the modules that begin stages, "
+                    "such that both fall into one"
                 )
 
 

@@ -61,8 +61,8 @@ class TileLoss:
     ) -> tuple[Tensor, Tensor | None]:
         """This rank's share of what a micro-batch adds to the loss, and None.
 
-        Of a loss that shares itself the denominator is known when all micro-batches are done: a numerator over
-        the number of samples instead, and this rank's part of the denominator.
+        Of a loss that shares itself the denominator is known when all micro-batches are done: a numerator
+        over the number of samples instead, and this rank's part of the denominator.
         """
         if self._loss.split is not None or not self._loss.shares:
             return self.share(outputs, targets, weight, share), None
