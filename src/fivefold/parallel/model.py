@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +23,9 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel import bare
 from fivefold.parallel.batches import Batches
+from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
@@ -343,10 +346,13 @@ class ParallelModel(nn.Module):
                 )
             stages, share = self._stages, self._share(inputs)
             outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))
-            return stages.tiles.own(outputs)
+            return bare.refused(stages.tiles.own(outputs), "a pipe axis has no graph of the net")
         if self._tiles is not None:
             tiles, share = self._tiles, self._share(inputs)
-            return tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
+            outputs = tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
+            return bare.refused(
+                outputs, "each rank has its tile of the outputs, and the loss of all"
+            )
         if self._rows is not None:
             alone = self._share_alone(inputs)
             self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
@@ -354,9 +360,31 @@ class ParallelModel(nn.Module):
             share = dataclasses.replace(self._share(inputs), draws=False)
             self._reducer[0].begin()
             with exact(self._watched, share) as mode, mode:
-                return forward(lambda: self._or_stand_in(inputs, share.rows, _call_both))
+                outputs = forward(lambda: self._or_stand_in(inputs, share.rows, _call_both))
+            return self._averaged(outputs, share.rows, share.bounds)
         rows = rows_of(inputs, "inputs")
-        return forward(lambda: self._or_stand_in(inputs, rows, _call_both))
+        outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
+        return self._averaged(outputs, rows)
+
+    def _averaged(self, outputs: Any, rows: int, bounds: Sequence[int] | None = None) -> Any:
+        """Outputs of `rows` samples, ready for a bare `loss.backward()`; `bounds` are those of all shares."""
+        replicas, trains = self._group.size(), any(leaf.requires_grad for leaf in leaves(outputs))
+        if replicas == 1 or not trains:
+            return outputs
+        if self._hooks is not None and self._hooks:
+            return bare.refused(
+                outputs,
+                "hooks of parameters would see the gradients of this rank, not of the whole batch",
+            )
+        if bounds is not None and len({b - a for a, b in itertools.pairwise(bounds)}) == 1:
+            return outputs
+
+        @functools.cache
+        def weight() -> float:
+            counts = row_counts(rows, self._group, self._mesh.device)
+            return rows * replicas / sum(counts)
+
+        return bare.weighed(outputs, weight)
 
     @torch.no_grad()
     def evaluate(

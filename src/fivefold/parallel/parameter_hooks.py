@@ -64,6 +64,10 @@ class ParameterHooks:
                 for known, held in (*one.on_gradient, *one.afterwards):
                     known.update(held)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return any(True for _ in self._parameters())
+
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that may have hooks; most have one of ours, or none."""
         seen = set[int]()
