@@ -141,7 +141,7 @@ class _Step:
     def _prepare(self, inputs: Any, share: Share) -> list[Tensor]:
         """Make what stays from step to step: plans, and buckets, which are returned."""
         self._stages.prepare(Batch(call_with, inputs, share))
-        return [b.flat for g in self._stages.gradients.values() for b in g.buckets]
+        return [b.flat for g in self._stages.all_gradients() for b in g.buckets]
 
     def _run(
         self, inputs: Any, targets: Any, share: Share, scaled: Callable[[Tensor], Tensor]
