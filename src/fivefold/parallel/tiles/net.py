@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.agreement import Agreement
 from fivefold.parallel.graph.effects import apply
 from fivefold.parallel.graph.fingerprint import Fingerprint, difference, fingerprint
 from fivefold.parallel.graph.guards import settings
@@ -40,8 +39,9 @@ from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
-__all__ = ["Outputs", "Prepared", "Samples", "TiledNet", "grid_of"]
+__all__ = ["ALIKE", "Outputs", "Prepared", "Samples", "TiledNet", "grid_of"]
 
+ALIKE = "give all of them the same, and let the net draw the same random numbers on all"
 _KEPT = 8
 """programs that are kept for inputs of one shape"""
 _LOOKED_AT = (2, 3)
@@ -162,7 +162,7 @@ class TiledNet:
             costs = measured(self.lines.within, everyone, mesh.device) if auto else Costs()
         self.costs = costs
         self._options = Options(fuse, plan.tiles.strict, costs)
-        self._agreement = Agreement(mesh)
+        self._agreement = mesh.agreement
         self._known: dict[Any, list[_Known]] = {}
         self._left: dict[int, tuple[Tensor, Spread]] = {}
         """what a forward has left in attributes, of which this rank has a part"""
@@ -312,7 +312,10 @@ class TiledNet:
         self._agreement.check_problem(problem)
         about = [(f"{said}", "the batch: number of samples, number of the step, shares")]
         self._agreement.check(
-            [*about, *(line for mark in marks for line in mark.lines)], "what they do"
+            [*about, *(line for mark in marks for line in mark.lines)],
+            "what they do",
+            ALIKE,
+            most=1,
         )
 
     def _mark(self, program: Program) -> Fingerprint:
