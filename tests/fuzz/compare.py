@@ -281,7 +281,10 @@ def _states(case: Case, expected: Mapping[str, Any], ranks: Sequence[Record]) ->
 
 
 def _of_outputs(
-    expected: Mapping[str, Any], nudged: Mapping[str, Any], pieces: Sequence[Record], limits: _Limits
+    expected: Mapping[str, Any],
+    nudged: Mapping[str, Any],
+    pieces: Sequence[Record],
+    limits: _Limits,
 ) -> Iterator[str]:
     by_path: dict[str, list[Record]] = {}
     for piece in pieces:

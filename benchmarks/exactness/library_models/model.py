@@ -43,7 +43,7 @@ def image(
         x = torch.randn((count, channels, *size), generator=draw)
         return {name: x} if name else x, torch.randint(CLASSES, (count,), generator=draw)
 
-    return Model(make, batch, nn.CrossEntropyLoss() if plain else _classes, rows)
+    return Model(make, batch, nn.CrossEntropyLoss() if plain else Classes(), rows)
 
 
 def image_map(
@@ -62,7 +62,7 @@ def image_map(
         shape = (count, *(n // scale for n in size))
         return {name: x} if name else x, torch.randint(CLASSES, shape, generator=draw)
 
-    return Model(make, batch, nn.CrossEntropyLoss() if plain else _classes, rows)
+    return Model(make, batch, nn.CrossEntropyLoss() if plain else Classes(), rows)
 
 
 def volume_map(make: Callable[[], nn.Module], *size: int, rows: int = 4) -> Model:
@@ -91,21 +91,34 @@ def ids(
         shape = (count, 4 if decoder else length) if each else (count,)
         return inputs, torch.randint(words if each else CLASSES, shape, generator=draw)
 
-    return Model(make, batch, _words if each else _classes, rows, tiled=False)
+    return Model(make, batch, Words() if each else Classes(), rows, tiled=False)
 
 
-def _classes(outputs: Any, targets: Tensor) -> Tensor:
-    """Of nets that return several things in training: the main ones, and what comes beside them."""
-    main, *more = _logits(outputs)
-    loss = F.cross_entropy(main, targets)
-    for each in more:
-        loss = loss + AUXILIARY * F.cross_entropy(each, targets)
-    return loss
+class Classes:
+    """Cross entropy of nets that return more than a tensor: of the main output, and what comes beside it."""
+
+    def share(self, outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
+        """The sum over targets, and their number."""
+        main, *more = _logits(outputs)
+        loss = F.cross_entropy(main, targets, reduction="sum")
+        for each in more:
+            loss = loss + AUXILIARY * F.cross_entropy(each, targets, reduction="sum")
+        return loss, targets.numel()
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The mean over targets."""
+        numerator, denominator = self.share(outputs, targets)
+        return numerator / denominator
 
 
-def _words(outputs: Any, targets: Tensor) -> Tensor:
-    main = _logits(outputs)[0]
-    return F.cross_entropy(main.reshape(-1, main.shape[-1]), targets.reshape(-1))
+class Words(Classes):
+    """Of every word, as language models have it."""
+
+    def share(self, outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
+        """The sum over words, and their number."""
+        main = _logits(outputs)[0]
+        told = F.cross_entropy(main.flatten(0, 1), targets.flatten(), reduction="sum")
+        return told, targets.numel()
 
 
 def _logits(outputs: Any) -> list[Tensor]:

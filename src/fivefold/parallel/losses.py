@@ -27,7 +27,67 @@ from fivefold.parallel.torch_losses import split_loss
 from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.trace import Tag
 
-__all__ = ["SharedLoss"]
+__all__ = ["Ahead", "SharedLoss"]
+
+
+class Ahead:
+    """The denominator of a loss that shares itself, for a batch in micro-batches.
+
+    It is needed before the first backward, when there are outputs of one micro-batch only: so it is taken
+    from the targets of all `rows` samples of this rank, and outputs of zeros.
+    """
+
+    def __init__(self, loss: Callable[..., Any], targets: Any, rows: int) -> None:
+        self._share = getattr(loss, "share")  # noqa: B009 - of a loss of the user's
+        self._targets, self._rows = targets, rows
+        self.own: Tensor | None = None
+        """of all samples of this rank, foreseen"""
+        self.seen: Tensor | float = 0.0
+        """of its micro-batches so far"""
+        self._whole = torch.zeros(())
+
+    def whole(
+        self,
+        outputs: Any,
+        rows: int,
+        denominator: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> Tensor:
+        """The sum over all samples of all ranks; `denominator` is that of `rows` samples with `outputs`."""
+        if self.own is None:
+
+            def blank(leaf: Tensor) -> Tensor:
+                by_sample = leaf.dim() and leaf.shape[0] == rows
+                return leaf.new_zeros((self._rows, *leaf.shape[1:]) if by_sample else leaf.shape)
+
+            with torch.no_grad():
+                own = self._share(map_tensors(blank, outputs), self._targets)[1]
+            self.own = torch.as_tensor(own, device=device).detach().double()
+            self._whole = self.own.clone()
+            comm.all_reduce(self._whole, group, Tag.LOSS)
+        self.seen += torch.as_tensor(denominator, device=device).detach().double()
+        return self._whole
+
+    @staticmethod
+    def problem(
+        ahead: Ahead | None, ends: dist.ProcessGroup, device: torch.device
+    ) -> UsageError | None:
+        """What is wrong if micro-batches did not have the denominators that were foreseen.
+
+        Collective among the ranks of `ends`, of which some or one have computed the loss.
+        """
+        seen = torch.zeros((), dtype=torch.float64, device=device)
+        if ahead is not None and ahead.own is not None:
+            seen += ahead.seen
+        comm.all_reduce(seen, ends, Tag.LOSS)
+        if ahead is None or ahead.own is None or torch.allclose(seen, ahead.own, rtol=1e-9):
+            return None
+        return UsageError(
+            f"the denominators that the loss's share gave for micro-batches sum up to {seen.item():g}, "
+            f"not to the {ahead.own.item():g} of their targets at once: it must depend on targets alone, and "
+            'add up over samples; or set pipeline.schedule = "layer", which takes the batch at once'
+        )
 
 
 class SharedLoss:
@@ -62,11 +122,15 @@ class SharedLoss:
             else comm.start_all_reduce(weight, self._group if group is None else group, Tag.LOSS)
         )
 
+    def ahead(self, targets: Any, rows: int) -> Ahead | None:
+        """The denominator of micro-batches of these targets, of `rows` samples, if the loss shares itself."""
+        return Ahead(self.loss, targets, rows) if self.split is None and self.shares else None
+
     def share(
         self,
         outputs: Any,
         targets: Any,
-        weight: comm.Pending | None,
+        weight: comm.Pending | Ahead | None,
         rows: int,
         total: int,
         *,
@@ -74,15 +138,19 @@ class SharedLoss:
     ) -> Tensor:
         """This rank's share, differentiable; the shares of all ranks add up to the loss.
 
-        `weight` is what `begin` returned; `rows` of the `total` samples are here, with
+        `weight` is what `begin` or `ahead` returned; `rows` of the `total` samples are here, with
         `per_sample` terms each if not all of them are.
         """
         if self.split is not None:
+            assert not isinstance(weight, Ahead)
             summed = None if weight is None else weight.wait()
             return self.split.share(outputs, targets, summed, rows, total, per_sample=per_sample)
         custom = getattr(self.loss, "share", None)
         if custom is not None:
             numerator, denominator = custom(outputs, targets)
+            if isinstance(weight, Ahead):
+                found = weight.whole(outputs, rows, denominator, self._group, self._device)
+                return numerator / found.to(numerator.dtype)
             whole = torch.as_tensor(denominator, device=self._device).detach().double()
             comm.all_reduce(whole, self._group, Tag.LOSS)
             return numerator / whole.to(numerator.dtype)

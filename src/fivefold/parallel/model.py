@@ -22,10 +22,11 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.agreement import Agreement
 from fivefold.parallel.batches import Batches
 from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.intercept import Share, exact, watched_modules
-from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.losses import Ahead, SharedLoss
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.memory import predicted_in_stages
@@ -239,11 +240,13 @@ class ParallelModel(nn.Module):
         assert self._loss is not None
         loss, tile_loss = self._loss, self._tile_loss
         assert tile_loss is not None
-        weight = None
+        weight = ahead = None
         if stages.ends:
             if targets is None:
                 raise UsageError("this rank holds a last stage, so step needs the targets")
             weight = loss.begin(targets, self._everyone if tile_loss.in_tiles(targets) else None)
+            if stages.schedule.micro_batches > 1 and loss.shares:
+                weight = ahead = loss.ahead(whole_images(stages.tiles, targets), share.rows)
 
         def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
             if self.on_outputs is not None:
@@ -252,6 +255,9 @@ class ParallelModel(nn.Module):
 
         scaled = _as_it_is if scaler is None else scaler.scale
         total = stages.step(Batch(call_with, inputs, share), own, scaled)
+        if stages.schedule.micro_batches > 1 and loss.shares:
+            problem = Ahead.problem(ahead, self._mesh.group("pipe"), self._mesh.device)
+            Agreement(self._mesh).check_problem(problem)
         if scaler is not None:
             scaler.scale(total)  # it begins with its first use, which may be on other ranks only
             stages.agree_on_overflow()

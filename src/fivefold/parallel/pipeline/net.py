@@ -333,11 +333,13 @@ def pipelined(
             "stages for the shapes of a global batch; tensors on the meta device will do"
         )
     stages = PipelinedNet(net, mesh, example)
-    if loss is not None and stages.schedule.micro_batches > 1 and split_loss(loss) is None:
+    apart = loss is None or split_loss(loss) is not None or hasattr(loss, "share")
+    if stages.schedule.micro_batches > 1 and not apart:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UsageError(
             f"the loss {name} cannot be taken apart into shares of micro-batches: use a loss of torch's on "
-            'one tensor, or pipeline.schedule = "layer", which takes the batch at once'
+            "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or set "
+            'pipeline.schedule = "layer", which takes the batch at once'
         )
     return stages
 
