@@ -313,3 +313,39 @@ def test_outside_step_a_checkpointed_dropout_draws_twice_alike() -> None:
     kept = (y != 0).float().mul(2.0)  # d y / d (output of the linear layer)
     assert x.grad is not None
     assert torch.allclose(x.grad, kept @ model.module.body[0].weight)
+
+
+class Attends(nn.Module):
+    """Two ways to attend: with tokens first as torch's default has it, and with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(4, 2)
+        self.padded = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = x.transpose(0, 1)
+        x = x + self.first(there, there, there, need_weights=False)[0].transpose(0, 1)
+        y, weights = self.padded(x, x, x, key_padding_mask=x[..., 0] > 1.5)
+        return y.mean(1) * weights.square().sum((1, 2))[:, None]
+
+
+def test_attention_leaves_samples_to_themselves() -> None:
+    torch.manual_seed(3)
+    net, x, y = Attends(), torch.randn(5, 6, 4), torch.randn(5, 4)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+    plain.eval()
+
+    def check(mesh: Mesh) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        model.eval()
+        own = mesh.share(len(x))
+        torch.testing.assert_close(model(x[own.start : own.stop]), plain(x)[own.start : own.stop])
+
+    run_ranks(Layout(data=2), check)
