@@ -349,3 +349,17 @@ def test_attention_leaves_samples_to_themselves() -> None:
         torch.testing.assert_close(model(x[own.start : own.stop]), plain(x)[own.start : own.stop])
 
     run_ranks(Layout(data=2), check)
+
+
+@pytest.mark.parametrize("tracks", [False, True], ids=["its own", "tracked"])
+def test_instance_norm_in_evaluation_leaves_samples_to_themselves(tracks: bool) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, track_running_stats=tracks)
+    ).double()
+    plain = copy.deepcopy(net).eval()(X)
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(net), mesh).eval()
+        return model(model.shard(X)).detach()
+
+    assert torch.allclose(torch.cat(run_ranks(2, check)), plain, rtol=1e-13)
