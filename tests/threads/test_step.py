@@ -363,3 +363,28 @@ def test_instance_norm_in_evaluation_leaves_samples_to_themselves(tracks: bool) 
         return model(model.shard(X)).detach()
 
     assert torch.allclose(torch.cat(run_ranks(2, check)), plain, rtol=1e-13)
+
+
+class Missing:
+    """What stands for an optional package that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no package, no {name}")
+
+
+MISSING = Missing()
+
+
+class Optional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return MISSING.mean(x) if x.shape[1] > 2 else x.mean((2, 3))
+
+
+def test_what_stands_for_a_missing_package_is_not_touched() -> None:
+    net, y = nn.Sequential(nn.Conv2d(2, 2, 3), Optional()).double(), torch.zeros(7, 2).double()
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        return model.step(*model.shard(X, y))
+
+    assert torch.allclose(run_ranks(2, check)[0], nn.MSELoss()(net(X), y))
