@@ -389,3 +389,37 @@ def test_what_stands_for_a_missing_package_is_not_touched(monkeypatch: pytest.Mo
         return model.step(*model.shard(X, y))
 
     assert torch.allclose(run_ranks(2, check)[0], nn.MSELoss()(net(X), y))
+
+
+class Picks(nn.Module):
+    """What rows are asked for by their numbers: a class of each, and words that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, rows = self.layer(x), torch.arange(x.shape[0])
+        last = y[rows, (x > 0).sum(1) - 1]
+        there = torch.arange(6)[None, None, :]
+        pairs = y[rows[:, None, None], there] * y[rows.view(-1, 1, 1), there.flip(2)]
+        return torch.cat([last[:, None], pairs.sum(1)], 1)
+
+
+@pytest.mark.parametrize("samples", [7, 3])
+def test_rows_picked_by_their_numbers_stay_with_themselves(samples: int) -> None:
+    torch.manual_seed(2)
+    net, x, y = Picks(), torch.randn(samples, 6), torch.randn(samples, 7)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
