@@ -25,6 +25,7 @@ MODELS: dict[str, Model] = {
     "deeplabv3plus": _model("deeplabv3plus", decoder_channels=16),
     "dpt": _model(
         "dpt",
+        size=160,
         encoder="tu-test_vit",
         decoder_intermediate_channels=(16, 16, 16, 16),
         decoder_fusion_channels=16,

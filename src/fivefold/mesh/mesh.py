@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -79,14 +81,26 @@ class Mesh:
 
         The stages of two opposite chains meet there: position r of S with position S - 1 - r.
         """
+        last = self.layout.pipe - 1
+        return self._joined([{r, last - r} for r in range(last // 2 + 1)], axes)
+
+    def joint_group(self, positions: AbstractSet[int], *axes: str) -> dist.ProcessGroup:
+        """As `own_group`, but with the ranks at some positions on the `pipe` axis in one group."""
+        others = [{r} for r in range(self.layout.pipe) if r not in positions]
+        return self._joined([positions, *others], axes)
+
+    def _joined(
+        self, positions: Sequence[AbstractSet[int]], axes: tuple[str, ...]
+    ) -> dist.ProcessGroup:
         lines = self._lines(axes)
         stages = lines.view(self.layout.pipe, -1, lines.shape[-1])
-        pairs = [
-            sorted({*stages[r, line].tolist(), *stages[-1 - r, line].tolist()})
-            for r in range((self.layout.pipe + 1) // 2)
-            for line in range(stages.shape[1])
-        ]
-        return self._new_group(pairs)
+        return self._new_group(
+            [
+                sorted({rank for r in some for rank in stages[r, line].tolist()})
+                for some in positions
+                for line in range(stages.shape[1])
+            ]
+        )
 
     def own_replicas(self) -> DeviceMesh:
         """The ranks that hold the same parameters as this one, over groups of their own, for FSDP2.

@@ -71,8 +71,9 @@ class Agreement:
         whose = self._texts(about)
         other = next(rank for rank, text in enumerate(said) if text != said[0])
         raise UsageError(
-            f"ranks differ in {what}, at {whose[0] or whose[other]}: rank 0 has {said[0]}, rank {other} has "
-            f"{said[other]}. All ranks have to be given the same, and to draw the same random numbers in the net"
+            f"ranks differ in {what}, at {whose[0] or whose[other]}: rank 0 has {said[0]}, rank {other} "
+            f"has {said[other]}. All ranks have to be given the same, and to draw the same random "
+            "numbers in the net"
         )
 
     def _first_difference(self, lines: Sequence[str]) -> int | None:

@@ -76,9 +76,9 @@ class Batches:
             != bounds[self._group.rank() : self._group.rank() + 2]
         ):
             raise UsageError(
-                f"an input has samples {part.origin[0]} to {part.origin[0] + rows - 1} of {total}, but this "
-                f"rank's are {bounds[self._group.rank()]} to {bounds[self._group.rank() + 1] - 1}: take batches "
-                "as fivefold.loader or model.shard(x, y) give them"
+                f"an input has samples {part.origin[0]} to {part.origin[0] + rows - 1} of {total}, but "
+                f"this rank's are {bounds[self._group.rank()]} to {bounds[self._group.rank() + 1] - 1}: "
+                "take batches as fivefold.loader or model.shard(x, y) give them"
             )
         joint = self._group if self._joint else None
         return Share(rows, origin, total, seed, step, joint, bounds=bounds)

@@ -7,101 +7,47 @@ value and another gradient. So each rank computes
 
 Torch's own losses are taken apart. A loss of the user's may offer the same by a method
 `share(outputs, targets) -> (numerator, denominator)`, two scalars of this rank; any other callable is given
-the gathered outputs and targets of all ranks, with a warning.
+the gathered outputs and targets of all ranks, with a warning, and has to give the same on all of them.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import gather_rows, row_counts
-from fivefold.parallel.torch_losses import split_loss
+from fivefold.parallel.torch_losses import Loss, split_loss
 from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.trace import Tag
 
-__all__ = ["Ahead", "SharedLoss"]
+__all__ = ["SharedLoss"]
 
-
-class Ahead:
-    """The denominator of a loss that shares itself, for a batch in micro-batches.
-
-    It is needed before the first backward, when there are outputs of one micro-batch only: so it is taken
-    from the targets of all `rows` samples of this rank, and outputs of zeros.
-    """
-
-    def __init__(self, loss: Callable[..., Any], targets: Any, rows: int) -> None:
-        self._share = getattr(loss, "share")  # noqa: B009 - of a loss of the user's
-        self._targets, self._rows = targets, rows
-        self.own: Tensor | None = None
-        """of all samples of this rank, foreseen"""
-        self.seen: Tensor | float = 0.0
-        """of its micro-batches so far"""
-        self._whole = torch.zeros(())
-
-    def whole(
-        self,
-        outputs: Any,
-        rows: int,
-        denominator: Any,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> Tensor:
-        """The sum over all samples of all ranks; `denominator` is that of `rows` samples with `outputs`."""
-        if self.own is None:
-
-            def blank(leaf: Tensor) -> Tensor:
-                by_sample = leaf.dim() and leaf.shape[0] == rows
-                return leaf.new_zeros((self._rows, *leaf.shape[1:]) if by_sample else leaf.shape)
-
-            with torch.no_grad():
-                own = self._share(map_tensors(blank, outputs), self._targets)[1]
-            self.own = torch.as_tensor(own, device=device).detach().double()
-            self._whole = self.own.clone()
-            comm.all_reduce(self._whole, group, Tag.LOSS)
-        self.seen += torch.as_tensor(denominator, device=device).detach().double()
-        return self._whole
-
-    @staticmethod
-    def problem(
-        ahead: Ahead | None, ends: dist.ProcessGroup, device: torch.device
-    ) -> UsageError | None:
-        """What is wrong if micro-batches did not have the denominators that were foreseen.
-
-        Collective among the ranks of `ends`, of which some or one have computed the loss.
-        """
-        seen = torch.zeros((), dtype=torch.float64, device=device)
-        if ahead is not None and ahead.own is not None:
-            seen += ahead.seen
-        comm.all_reduce(seen, ends, Tag.LOSS)
-        if ahead is None or ahead.own is None or torch.allclose(seen, ahead.own, rtol=1e-9):
-            return None
-        return UsageError(
-            f"the denominators that the loss's share gave for micro-batches sum up to {seen.item():g}, "
-            f"not to the {ahead.own.item():g} of their targets at once: it must depend on targets alone, and "
-            'add up over samples; or set pipeline.schedule = "layer", which takes the batch at once'
-        )
+_APART = 1024
+"""how many times the rounding of one number two ranks may differ that compute the same"""
 
 
 class SharedLoss:
-    """A loss over the samples of all ranks of `group`, of which each rank computes its share."""
+    """A loss over the samples of all ranks, of which each rank computes its share."""
 
-    def __init__(
-        self, loss: Callable[..., Any], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, loss: Callable[..., Any], mesh: Mesh, net: nn.Module) -> None:
         self.loss = loss
         """what the user gave"""
-        self.split = split_loss(loss)
+        self.split: Loss | None = split_loss(loss)
         """a loss of torch's, taken apart; None if it is another callable"""
-        self._group = group
-        self._device = device
+        self._net = net
+        self._group, self._device = mesh.group("data"), mesh.device
+        self._tiles, self._everyone = mesh.group(*TILE_DIMS), mesh.group("data", *TILE_DIMS)
+        self._alone, self._predicts = mesh.size == 1, mesh.predicts
         self._warned = False
 
     @property
@@ -115,6 +61,7 @@ class SharedLoss:
         To be called before the forward pass, behind which the exchange then hides. `group` holds the ranks
         whose targets differ, by default those of all replicas.
         """
+        self.split = split_loss(self.loss)  # its options may have changed
         weight = self.split.target_weight(targets) if self.split is not None else None
         return (
             None
@@ -122,15 +69,11 @@ class SharedLoss:
             else comm.start_all_reduce(weight, self._group if group is None else group, Tag.LOSS)
         )
 
-    def ahead(self, targets: Any, rows: int) -> Ahead | None:
-        """The denominator of micro-batches of these targets, of `rows` samples, if the loss shares itself."""
-        return Ahead(self.loss, targets, rows) if self.split is None and self.shares else None
-
     def share(
         self,
         outputs: Any,
         targets: Any,
-        weight: comm.Pending | Ahead | None,
+        weight: comm.Pending | None,
         rows: int,
         total: int,
         *,
@@ -138,25 +81,41 @@ class SharedLoss:
     ) -> Tensor:
         """This rank's share, differentiable; the shares of all ranks add up to the loss.
 
-        `weight` is what `begin` or `ahead` returned; `rows` of the `total` samples are here, with
+        `weight` is what `begin` returned; `rows` of the `total` samples are here, with
         `per_sample` terms each if not all of them are.
         """
         if self.split is not None:
-            assert not isinstance(weight, Ahead)
             summed = None if weight is None else weight.wait()
             return self.split.share(outputs, targets, summed, rows, total, per_sample=per_sample)
-        custom = getattr(self.loss, "share", None)
-        if custom is not None:
-            numerator, denominator = custom(outputs, targets)
-            if isinstance(weight, Ahead):
-                found = weight.whole(outputs, rows, denominator, self._group, self._device)
-                return numerator / found.to(numerator.dtype)
-            whole = torch.as_tensor(denominator, device=self._device).detach().double()
-            comm.all_reduce(whole, self._group, Tag.LOSS)
-            return numerator / whole.to(numerator.dtype)
+        if self.shares:
+            return self.over_all(*self.own_terms(outputs, targets))
         if self._group.size() == 1:
-            return self.loss(outputs, targets)
+            return self.alike(outputs, targets)
         return self._gathered(outputs, targets, rows)
+
+    def own_terms(
+        self, outputs: Any, targets: Any, *, recorded: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of what a loss that shares itself gives for outputs of this rank.
+
+        With `recorded`, all tile ranks of a replica compute it. The denominator is float64.
+        """
+        custom: Any = self.loss
+        since = _graph_time()
+        numerator, denominator = self._called(custom.share, outputs, targets)
+        if recorded:
+            self._check_graph(numerator, outputs, since)
+            self._check_equal(numerator, self._tiles)
+        else:
+            self._check_leaves(numerator, _functions_of(outputs))
+        return numerator, torch.as_tensor(
+            denominator, device=self._device
+        ).detach().double().clone()
+
+    def over_all(self, numerator: Tensor, denominator: Tensor) -> Tensor:
+        """This rank's share, from its terms. Collective over replicas."""
+        comm.all_reduce(denominator, self._group, Tag.LOSS)
+        return numerator / denominator.to(numerator.dtype)
 
     def _gathered(self, outputs: Any, targets: Any, rows: int) -> Tensor:
         self.warn()
@@ -174,23 +133,82 @@ class SharedLoss:
         return self.alike(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
 
     def alike(self, outputs: Any, targets: Any) -> Tensor:
-        """The loss of outputs and targets that all ranks have.
+        """The loss of outputs and targets that all ranks have. Collective over replicas and tiles.
 
-        Raises `UsageError` if it depends on anything else that the forward has made: of that, a rank has a part.
+        Raises `UsageError` if it depends on anything else that the forward has made: of that, a rank
+        has a part.
         """
         since = _graph_time()
-        found = self.loss(outputs, targets)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise UsageError(
-                f"the loss gave {type(found).__name__} instead of a tensor of one number"
-            )
-        known = {leaf.grad_fn for leaf in leaves(outputs) if leaf.grad_fn is not None}
-        if _reaches(found, known, since):
-            raise UsageError(
-                "the loss depends on a tensor that the net has made and not returned, an attribute say, of which "
-                "every rank has its part only: return it from the net's forward"
-            )
+        found = self._called(self.loss, outputs, targets)
+        self._check_graph(found, outputs, since)
+        self._check_equal(found, self._everyone)
         return found
+
+    def _called(self, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+        """What the user's function returns."""
+        try:
+            found = function(outputs, targets)
+        except RuntimeError as problem:
+            if not self._reads_elsewhere():
+                raise
+            raise UsageError(_ELSEWHERE.format(problem=str(problem).splitlines()[0])) from problem
+        number = found[0] if isinstance(found, tuple) else found  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(number, DTensor) or (
+            isinstance(number, Tensor) and number.is_meta and not self._predicts
+        ):
+            raise UsageError(_ELSEWHERE.format(problem="it gives a tensor without numbers"))
+        if not isinstance(number, Tensor) or number.numel() != 1:
+            raise UsageError(
+                f"the loss gave {_described(number)} instead of a tensor of one number"
+            )
+        return found  # pyright: ignore[reportUnknownVariableType]
+
+    def _reads_elsewhere(self) -> bool:
+        """Whether other ranks hold parameters of the net that a loss may want to read."""
+        return any(p.is_meta or isinstance(p, DTensor) for p in self._net.parameters())
+
+    def _check_graph(self, loss: Tensor, outputs: Any, since: int) -> None:
+        """Refuse a loss whose graph leads to what the forward has made and not returned."""
+        if self._alone:
+            return
+        known = _functions_of(outputs)
+        if _reaches(loss, known, since):
+            raise UsageError(
+                "the loss depends on a tensor that the net has made and not returned, an attribute say, "
+                "of which every rank has its part only: return it from the net's forward"
+            )
+        self._check_leaves(loss, known)
+
+    def _check_leaves(self, loss: Tensor, known: Iterable[Any]) -> None:
+        """Refuse a loss that trains what is neither the net's nor its own."""
+        if self._alone:
+            return
+        own = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
+        ours = {id(p) for p in (*self._net.parameters(), *own)}
+        for leaf in _leaves(loss, known):
+            if id(leaf) not in ours and not isinstance(leaf, DTensor):
+                raise UsageError(
+                    f"the loss trains a tensor of shape {tuple(leaf.shape)} that is a parameter neither "
+                    "of the net nor of the loss, so its gradient would not be summed over ranks: let the "
+                    "loss be an nn.Module that holds it as a parameter"
+                )
+
+    def _check_equal(self, loss: Tensor, group: dist.ProcessGroup) -> None:
+        """Refuse a loss that ranks compute of the same and find different."""
+        if group.size() == 1 or self._predicts:
+            return
+        own = loss.detach().reshape(1).to(torch.float64)
+        every = comm.all_gather(own, group, Tag.LOSS).flatten().cpu()
+        rtol = min(_APART * torch.finfo(loss.dtype).eps, 0.1)
+        apart = ~torch.isclose(every, every[0], rtol=rtol, atol=0.0, equal_nan=True)
+        if apart.any():
+            other = int(apart.nonzero()[0])
+            raise UsageError(
+                f"ranks get different losses from the same outputs and targets: {float(every[0]):.6g} "
+                f"and {float(every[other]):.6g}. It depends on something else: numbers that the forward "
+                "has left in an attribute, of which each rank has its part, or random ones. Return them "
+                "from the net's forward"
+            )
 
     def warn(self) -> None:
         """Tell once that outputs are gathered for the loss."""
@@ -206,9 +224,29 @@ class SharedLoss:
         )
 
 
+_ELSEWHERE = (
+    "the loss cannot be computed here: {problem}. It reads parameters of the net that this rank does "
+    'not hold (a pipe axis, or memory.shard = "parameters"): let the forward return what it needs of them'
+)
+
+
+def _described(found: Any) -> str:
+    return (
+        f"a tensor of shape {tuple(found.shape)}"
+        if isinstance(found, Tensor)
+        else type(found).__name__
+    )
+
+
+def _functions_of(outputs: Any) -> set[Any]:
+    """Of the graph of what the net has returned, where it ends."""
+    return {leaf.grad_fn for leaf in leaves(outputs) if leaf.grad_fn is not None}
+
+
 def _graph_time() -> int:
     """The number that autograd gives to what this thread computes now; it only grows."""
-    probe = torch.zeros((), requires_grad=True) * 1
+    with torch.enable_grad():
+        probe = torch.zeros((), requires_grad=True) * 1
     assert probe.grad_fn is not None
     return _number(probe.grad_fn)
 
@@ -217,17 +255,27 @@ def _number(function: Any) -> int:
     return function._sequence_nr()  # noqa: SLF001
 
 
-def _reaches(loss: Tensor, known: set[Any], since: int) -> bool:
+def _reaches(loss: Tensor, known: Iterable[Any], since: int) -> bool:
     """Whether a graph leads to something made before `since`, other than `known` and leaves."""
-    seen, todo = set[Any](known), [loss.grad_fn]
+    return any(
+        not hasattr(function, "variable") and _number(function) < since
+        for function in _graph(loss, known)
+    )
+
+
+def _leaves(loss: Tensor, known: Iterable[Any]) -> list[Tensor]:
+    """The tensors that backward gives gradients, without going beyond `known`."""
+    return [f.variable for f in _graph(loss, known) if hasattr(f, "variable")]
+
+
+def _graph(loss: Tensor, known: Iterable[Any]) -> list[Any]:
+    """All functions of a graph, but for `known` and what is behind them."""
+    seen, todo, found = set(known), [loss.grad_fn], list[Any]()
     while todo:
         function = todo.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
-        following = [inner for inner, _ in function.next_functions]
-        leaf = type(function).__name__ == "AccumulateGrad"
-        if not leaf and _number(function) < since:
-            return True
-        todo.extend(following)
-    return False
+        found.append(function)
+        todo.extend(inner for inner, _ in function.next_functions)
+    return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,11 +23,12 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.agreement import Agreement
+from fivefold.parallel import bare
 from fivefold.parallel.batches import Batches
+from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.intercept import Share, exact, watched_modules
-from fivefold.parallel.losses import Ahead, SharedLoss
+from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.memory import predicted_in_stages
@@ -101,7 +103,7 @@ class ParallelModel(nn.Module):
         self._mesh = mesh
         self._group = mesh.group("data")
         self._hooks = ParameterHooks(net) if mesh.size > 1 else None
-        self._loss = None if loss is None else SharedLoss(loss, self._group, mesh.device)
+        self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
         joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not tiled
@@ -206,11 +208,12 @@ class ParallelModel(nn.Module):
     def _check_shards(self) -> None:
         if self._mesh.plan.memory.shard == "parameters":
             raise UsageError(
-                'samples depend on each other in the net, which memory.shard = "parameters" cannot compute over all '
-                'replicas: use "optimizer", or vouch for them with parallel.rows = "apart"'
+                'samples depend on each other in the net, which memory.shard = "parameters" cannot '
+                'compute over all replicas: use "optimizer", or vouch for them with parallel.rows = '
+                '"apart"'
             )
 
-    def _step_in_tiles(
+    def _step_in_tiles(  # noqa: PLR0917 - what step has found out
         self,
         tiles: TiledNet,
         loss: TileLoss,
@@ -240,24 +243,20 @@ class ParallelModel(nn.Module):
         assert self._loss is not None
         loss, tile_loss = self._loss, self._tile_loss
         assert tile_loss is not None
-        weight = ahead = None
+        weight = None
         if stages.ends:
             if targets is None:
                 raise UsageError("this rank holds a last stage, so step needs the targets")
             weight = loss.begin(targets, self._everyone if tile_loss.in_tiles(targets) else None)
-            if stages.schedule.micro_batches > 1 and loss.shares:
-                weight = ahead = loss.ahead(whole_images(stages.tiles, targets), share.rows)
 
-        def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
+        def own(rows: range, ready: Prepared, outputs: Outputs) -> tuple[Tensor, Tensor | None]:
             if self.on_outputs is not None:
                 self.on_outputs(stages.tiles.own(outputs))
-            return tile_loss.share(outputs, some_rows(targets, rows), weight, ready.share)
+            return tile_loss.of_micro_batch(outputs, some_rows(targets, rows), weight, ready.share)
 
         scaled = _as_it_is if scaler is None else scaler.scale
-        total = stages.step(Batch(call_with, inputs, share), own, scaled)
-        if stages.schedule.micro_batches > 1 and loss.shares:
-            problem = Ahead.problem(ahead, self._mesh.group("pipe"), self._mesh.device)
-            Agreement(self._mesh).check_problem(problem)
+        batch = Batch(call_with, inputs, share)
+        total = stages.step(batch, own, scaled, divided=loss.split is None and loss.shares)
         if scaler is not None:
             scaler.scale(total)  # it begins with its first use, which may be on other ranks only
             stages.agree_on_overflow()
@@ -347,10 +346,13 @@ class ParallelModel(nn.Module):
                 )
             stages, share = self._stages, self._share(inputs)
             outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))
-            return stages.tiles.own(outputs)
+            return bare.refused(stages.tiles.own(outputs), "a pipe axis has no graph of the net")
         if self._tiles is not None:
             tiles, share = self._tiles, self._share(inputs)
-            return tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
+            outputs = tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
+            return bare.refused(
+                outputs, "each rank has its tile of the outputs, and the loss of all"
+            )
         if self._rows is not None:
             alone = self._share_alone(inputs)
             self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
@@ -358,9 +360,31 @@ class ParallelModel(nn.Module):
             share = dataclasses.replace(self._share(inputs), draws=False)
             self._reducer[0].begin()
             with exact(self._watched, share) as mode, mode:
-                return forward(lambda: self._or_stand_in(inputs, share.rows, _call_both))
+                outputs = forward(lambda: self._or_stand_in(inputs, share.rows, _call_both))
+            return self._averaged(outputs, share.rows, share.bounds)
         rows = rows_of(inputs, "inputs")
-        return forward(lambda: self._or_stand_in(inputs, rows, _call_both))
+        outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
+        return self._averaged(outputs, rows)
+
+    def _averaged(self, outputs: Any, rows: int, bounds: Sequence[int] | None = None) -> Any:
+        """Outputs of `rows` samples, ready for a bare `loss.backward()`; `bounds` are those of all shares."""
+        replicas, trains = self._group.size(), any(leaf.requires_grad for leaf in leaves(outputs))
+        if replicas == 1 or not trains:
+            return outputs
+        if self._hooks is not None and self._hooks:
+            return bare.refused(
+                outputs,
+                "hooks of parameters would see the gradients of this rank, not of the whole batch",
+            )
+        if bounds is not None and len({b - a for a, b in itertools.pairwise(bounds)}) == 1:
+            return outputs
+
+        @functools.cache
+        def weight() -> float:
+            counts = row_counts(rows, self._group, self._mesh.device)
+            return rows * replicas / sum(counts)
+
+        return bare.weighed(outputs, weight)
 
     @torch.no_grad()
     def evaluate(

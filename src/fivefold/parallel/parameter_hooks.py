@@ -64,6 +64,10 @@ class ParameterHooks:
                 for known, held in (*one.on_gradient, *one.afterwards):
                     known.update(held)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return any(True for _ in self._parameters())
+
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that may have hooks; most have one of ours, or none."""
         seen = set[int]()
@@ -79,7 +83,9 @@ class ParameterHooks:
         first = self._first.get(name, parameter)
         owners = [parameter] if first is parameter else [first, parameter]
         on_gradient = [pair for p in owners if (pair := _taken_off(p, "_backward_hooks"))]
-        afterwards = [pair for p in owners if (pair := _taken_off(p, "_post_accumulate_grad_hooks"))]
+        afterwards = [
+            pair for p in owners if (pair := _taken_off(p, "_post_accumulate_grad_hooks"))
+        ]
         if not (on_gradient or afterwards):
             return None
         before, parameter.grad = parameter.grad, None
@@ -88,7 +94,9 @@ class ParameterHooks:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     afterwards = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    only = len(afterwards) == 1 and _is_ours(next(iter(afterwards.values()))) if afterwards else True
+    only = (
+        len(afterwards) == 1 and _is_ours(next(iter(afterwards.values()))) if afterwards else True
+    )
     return bool(parameter._backward_hooks) or not only  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -119,7 +127,9 @@ def _apply(one: _Taken) -> None:
                 gradient = _changed(hook, gradient)
     with torch.no_grad():
         if gradient is not None and one.before is not None:
-            gradient = one.before.add_(gradient) if not one.before.is_sparse else one.before + gradient
+            gradient = (
+                one.before.add_(gradient) if not one.before.is_sparse else one.before + gradient
+            )
     parameter.grad = one.before if gradient is None else gradient
     if gradient is not None:
         for _, hooks in one.afterwards:

@@ -95,8 +95,10 @@ class Bucketed:
         if self._share_buffers and torch.is_grad_enabled():
             self._tell(list(self._net.buffers()))
 
-    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:  # noqa: ARG002 - both alike
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
         """What `run` returns."""
+        if not step and torch.is_grad_enabled():
+            self._follow()  # a bare backward may come
         return run()
 
     def rest(self) -> None:

@@ -38,7 +38,8 @@ from fivefold.parallel.trees import map_tensors
 __all__ = ["Rows"]
 
 _BY_SHAPE = frozenset({
-    "view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "zeros", "ones", "empty", "full",
+    "view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "zeros", "ones",
+    "empty", "full",
     "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "split", "narrow", "as_strided",
 })  # fmt: skip
 """calls among whose numbers are sizes, which show in the shape of their result"""
@@ -81,9 +82,10 @@ class Rows:
         found = self._judged(call, inputs, share, norms=norms)
         if found is not None:
             raise UsageError(
-                f"samples depend on each other in {found}, so what the net returns for this rank's samples is not "
-                "what it returns for them in the whole batch: use model.step or model.evaluate, call "
-                'model.module on whole batches, or vouch for them with parallel.rows = "apart"'
+                f"samples depend on each other in {found}, so what the net returns for this rank's "
+                "samples is not what it returns for them in the whole batch: use model.step or "
+                "model.evaluate, call model.module on whole batches, or vouch for them with "
+                'parallel.rows = "apart"'
             )
 
     def _judged(
@@ -107,9 +109,9 @@ class Rows:
     def _tell_unknown(self, program: Program) -> None:
         for node in program.gathered if program.meeting else ():
             warnings.warn(
-                f"it is not known whether samples depend on each other in {node.where}, so every rank gathers the "
-                'whole batch there, which is exact and slow: if they do not, parallel.rows = "apart" in the plan '
-                "says so",
+                f"it is not known whether samples depend on each other in {node.where}, so every rank "
+                "gathers the whole batch there, which is exact and slow: if they do not, parallel.rows = "
+                '"apart" in the plan says so',
                 stacklevel=5,
             )
 
@@ -117,9 +119,9 @@ class Rows:
         if not self._told:
             self._told = True
             warnings.warn(
-                "whether the samples of a batch depend on each other in the net was not checked, as it cannot be "
-                f"recorded: {problem}. If they do, what replicas compute differs from one process; if they do not, "
-                'parallel.rows = "apart" in the plan says so',
+                "whether the samples of a batch depend on each other in the net was not checked, as it "
+                f"cannot be recorded: {problem}. If they do, what replicas compute differs from one "
+                'process; if they do not, parallel.rows = "apart" in the plan says so',
                 stacklevel=4,
             )
 
@@ -146,7 +148,7 @@ class Rows:
 
 
 def _without_empty(share: Share) -> Share:
-    """A share of a batch of which every replica has something: what holds there holds for fewer samples too."""
+    """A share of a batch of which every replica has something; what holds there holds for fewer samples."""
     sizes = [b - a for a, b in itertools.pairwise(share.bounds)]
     if min(sizes) > 0:
         return share
@@ -160,8 +162,9 @@ def _without_empty(share: Share) -> Share:
 def _joined(program: Program) -> str:
     """The first step in which replicas exchange something, but for the statistics of norms."""
     for step in program.steps:
-        if isinstance(step, Compute) and step.local.collective not in (None, "batch norm"):
-            if not _is_norm(step.node):
+        if isinstance(step, Compute):
+            meets = step.local.collective not in (None, "batch norm")
+            if meets and not _is_norm(step.node):
                 return step.node.where
         moved = exchange_of(step)
         if moved is not None:
@@ -214,11 +217,13 @@ def _different(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str
     """Where a replica that runs the net as it is does something else than the program; empty if nowhere."""
     whole = program.tape
     for one, other in itertools.zip_longest(whole.nodes, alone.nodes):
-        if one is None or other is None:
-            return (one or other).where
-        if one.name != other.name or one.function is not other.function or one.scope != other.scope:
-            if not _same_kind(one, other):
-                return other.where
+        if one is None:
+            return other.where
+        if other is None:
+            return one.where
+        same = one.function is other.function and (one.name, one.scope) == (other.name, other.scope)
+        if not (same or _same_kind(one, other)):
+            return other.where
         shapes = [program.spreads[i].local_shape(tiles.grid, rank) for i in one.outputs]
         if shapes != [tuple(shape) for shape in other.output_shapes]:
             return other.where

@@ -1,6 +1,4 @@
-"""Nested batches and results: any pytree, dataclasses included, whose tensors have the samples on their leading
-dim.
-"""
+"""Nested batches and results: any pytree, dataclasses included, of tensors with samples first."""
 
 from __future__ import annotations
 
@@ -15,8 +13,10 @@ from torch.utils import _pytree as pytree
 from fivefold.errors import UsageError
 
 __all__ = [
-    "Structure", "call_with", "flatten", "leaves", "map_leaves", "map_tensors", "rows_of", "stand_in", "unflatten",
+    "Structure", "call_with", "flatten", "leaves", "map_leaves", "map_tensors", "rows_of", "stand_in",
+    "unflatten",
 ]  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
@@ -53,7 +53,9 @@ def _opened(tree: Any) -> Any:
     values = {
         f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)
     }
-    opened = {name: pytree.tree_map(_opened, value, is_leaf=_is_record) for name, value in values.items()}
+    opened = {
+        name: pytree.tree_map(_opened, value, is_leaf=_is_record) for name, value in values.items()
+    }
     return _Fields(type(tree), opened)
 
 
@@ -70,9 +72,7 @@ def _is_fields(value: Any) -> bool:
     return isinstance(value, _Fields)
 
 
-def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], Structure]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """The leaves of a tree in a fixed order, and what `unflatten` makes a tree from."""
     flat, spec = pytree.tree_flatten(tree, is_leaf)
     if not any(map(_is_record, flat)):

@@ -26,7 +26,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, balanced, states_of
-from fivefold.parallel.pipeline.stages import Crossing, Stage, divided, owners
+from fivefold.parallel.pipeline.stages import Crossing, Stage, divided, holders
 from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.tiles.costs import Costs, Options
 from fivefold.parallel.tiles.program import Compute, Program, planned
@@ -207,12 +207,13 @@ class Subject:
     def _parameters_of(self, cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes of what stages hold, and of what they train."""
         if cut not in self._parameters:
-            owner = owners(self.net, self.tape(1), cut)
+            stages = holders(self.net, self.tape(1), cut)
             held, trained = [0] * cut.stages, [0] * cut.stages
             for name, tensor in (*self.net.named_parameters(), *self.net.named_buffers()):
-                stage, size = owner[name], tensor.numel() * tensor.element_size()
-                held[stage] += size
-                trained[stage] += size if tensor.requires_grad else 0
+                size = tensor.numel() * tensor.element_size()
+                for stage in stages[name]:
+                    held[stage] += size
+                    trained[stage] += size if tensor.requires_grad else 0
             self._parameters[cut] = tuple(held), tuple(trained)
         return self._parameters[cut]
 

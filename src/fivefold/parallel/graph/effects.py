@@ -49,8 +49,8 @@ class Set:
         there = {index for index in wanted if index in made}
         if there and there != wanted:
             raise UsageError(
-                f"{self.path!r} holds tensors of several stages of a pipeline, which no rank has together: keep "
-                "them in attributes of their own"
+                f"{self.path!r} holds tensors of several stages of a pipeline, which no rank has "
+                "together: keep them in attributes of their own"
             )
         return bool(there)
 
@@ -140,8 +140,8 @@ def noted(
 def _check(one: Set, value: Any, own: Callable[[Tensor], bool]) -> None:
     if isinstance(one.container, Items) and one.container.kind == "_parameters":
         raise UsageError(
-            f"the net makes the parameter {one.path!r} in its forward, which an optimiser would not know: run "
-            "one batch through the net before parallelize"
+            f"the net makes the parameter {one.path!r} in its forward, which an optimiser would not "
+            "know: run one batch through the net before parallelize"
         )
     if isinstance(value, nn.Module) and any(map(own, value.parameters())):
         raise UsageError(
@@ -161,8 +161,8 @@ def _kept(
     items = _items(value)
     if items is None:
         raise UsageError(
-            f"the net leaves an object of {type(value).__name__} with tensors at {path!r}, which cannot be made "
-            "again: leave tensors in lists, tuples, dicts or dataclasses"
+            f"the net leaves an object of {type(value).__name__} with tensors at {path!r}, which cannot "
+            "be made again: leave tensors in lists, tuples, dicts or dataclasses"
         )
     return _Made(_emptied(value), {key: _kept(item, ref, own, path) for key, item in items.items()})
 

@@ -100,7 +100,7 @@ def _numbers(tensor: Tensor) -> str:
         return told
     flat = tensor.detach().reshape(-1)[: _HASHED_BYTES // tensor.element_size()]
     data = flat.cpu().contiguous().view(torch.uint8).numpy()
-    return f"{told} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
+    return f"{told} {hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()}"
 
 
 def _told(value: Any) -> str:

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
-from fivefold.parallel.graph.refs import Slot
+from fivefold.parallel.graph.refs import filled
 
 __all__ = ["Functional", "assigned", "renumbered"]
 
@@ -45,17 +45,16 @@ class _Renumbered(torch.autograd.Function):
 class Functional:
     """A call that changes some of its operands: returns its other results, then what became of those.
 
-    `args` and `kwargs` have a `Slot` for every tensor; `written` are the slots that are changed.
+    `placed` are args and kwargs with a `Slot` for every tensor; `written` are the slots that are changed.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        placed: tuple[tuple[Any, ...], dict[str, Any]],
         written: Sequence[int],
     ) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
+        self.function, self.placed = function, placed
         self.written = tuple(written)
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -63,11 +62,7 @@ class Functional:
         own = list(operands)
         for slot in self.written:
             own[slot] = own[slot].clone()
-
-        def put(leaf: Any) -> Any:
-            return own[leaf.index] if isinstance(leaf, Slot) else leaf
-
-        args, kwargs = tree_map(put, (self.args, self.kwargs))
+        args, kwargs = filled(self.placed, own)
         changed = [own[slot] for slot in self.written]
         return (*self.others(self.function(*args, **kwargs), changed), *changed)
 

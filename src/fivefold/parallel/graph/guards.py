@@ -125,14 +125,14 @@ class Guards:
                     return named(entry.container, next(iter(entry.owner)))
         for entry in self._dicts:
             owner, values = entry.owner, entry.values
-            if len(owner) != len(values) or not all(map(is_, owner.values(), values)):
-                if found := self._different(entry):
-                    return found
+            same = len(owner) == len(values) and all(map(is_, owner.values(), values))
+            if not same and (found := self._different(entry)):
+                return found
         for entry in self._rows:
             owner, values = entry.owner, entry.values
-            if len(owner) != len(values) or not all(map(is_, owner, values)):
-                if found := self._different(entry):
-                    return found
+            same = len(owner) == len(values) and all(map(is_, owner, values))
+            if not same and (found := self._different(entry)):
+                return found
         return next(filter(None, map(self._different, self._others)), None)
 
     def _retrained(self) -> str | None:

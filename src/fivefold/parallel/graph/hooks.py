@@ -56,7 +56,8 @@ def hooked(recorder: Recorder) -> tuple[list[Node], Callable[[Ref], Ref]]:
     def node(value: int, like: Node | None) -> Node:
         shape = recorder.shapes[value]
         return Node(
-            function=Hooked(hooks[value]), name="hooked", args=(Slot(0),), kwargs={}, operands=(Value(value),),
+            function=Hooked(hooks[value]), name="hooked", args=(Slot(0),), kwargs={},
+            operands=(Value(value),),
             shapes=(shape,), outputs=(new[value],), output_shapes=(shape,),
             output_bytes=recorder.dtypes[value].itemsize, scope="" if like is None else like.scope,
             call=value, draw=0, grad=True, line="" if like is None else like.line,

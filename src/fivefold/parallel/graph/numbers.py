@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves
 
 from fivefold.parallel.graph.names import plain
 from fivefold.parallel.graph.refs import Ref, State, Value
@@ -63,7 +64,8 @@ class Unknown:
         self.tensors, self.compute = list(tensors), compute
         self._check, self._refuse = check, refuse
 
-    def _with(self, function: Callable[[Any, Any], Any], other: Any) -> Unknown:
+    def combined(self, function: Callable[[Any, Any], Any], other: Any) -> Unknown:
+        """What a function gives of this number and another, which is not known either."""
         if isinstance(other, Tensor):
             self._refuse()
         mine, count = self.compute, len(self.tensors)
@@ -110,11 +112,11 @@ class Unknown:
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Unknown, Any], Unknown]:
-    return lambda self, other: self._with(function, other)
+    return lambda self, other: self.combined(function, other)
 
 
 def _reversed(function: Callable[[Any, Any], Any]) -> Callable[[Unknown, Any], Unknown]:
-    return lambda self, other: self._with(lambda a, b: function(b, a), other)
+    return lambda self, other: self.combined(lambda a, b: function(b, a), other)
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -208,8 +210,7 @@ def known(
             for node in order:
                 args, kwargs = node.arguments([get(one) for one in node.operands])
                 result = plain(node.function)(*args, **kwargs)
-                flat = torch.utils._pytree.tree_leaves(result)  # noqa: SLF001
-                made = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                 values.update(zip(node.outputs, made, strict=True))
             return get(ref)
 

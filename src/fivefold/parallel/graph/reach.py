@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "ABSENT", "Bag", "Change", "Container", "Found", "Held", "Items", "Reach", "Row", "Subset", "is_plain", "named",
-    "stayed", "user_code",
+    "ABSENT", "Bag", "Change", "Container", "Found", "Held", "Items", "Reach", "Row", "Subset", "is_plain",
+    "named", "stayed", "user_code",
 ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ _CLOSED = (
     "re", "pathlib", "_io",
 )  # fmt: skip
 """packages into whose objects no walk goes"""
-_PYTHON: Any = random._inst  # noqa: SLF001  # pyright: ignore
+_PYTHON: Any = random._inst  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _CACHED = type(functools.lru_cache(len))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _DEEPEST = 6
@@ -330,7 +330,7 @@ class Reach:
 
     # ---- walking
 
-    def _visit(self, value: Any, path: str, shared: bool) -> None:
+    def _visit(self, value: Any, path: str, shared: bool) -> None:  # noqa: C901 - one case per kind
         known = isinstance(value, (*_SCALARS, _Absent, Tensor, type, types.ModuleType))
         if known or id(value) in self._seen:
             return
@@ -496,9 +496,9 @@ class Reach:
         found: list[Change] = []
         for held in self.held:
             now = held.container.values()
-            if len(now) == len(held.placed) and all(map(_untouched, held.placed, now)):
-                if held.container.keys() == held.keys:
-                    continue
+            same = len(now) == len(held.placed) and all(map(_untouched, held.placed, now))
+            if same and held.container.keys() == held.keys:
+                continue
             before = dict(zip(held.keys, held.placed, strict=True))
             if not _derived(held, now):
                 found.append(Change(held.container, held.container.keys(), now, before))

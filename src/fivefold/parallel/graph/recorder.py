@@ -18,11 +18,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource]
+    is_functorch_wrapped_tensor,
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fivefold.errors import UsageError
@@ -31,7 +35,7 @@ from fivefold.parallel.graph.guards import Looked
 from fivefold.parallel.graph.names import asks_in_place, base_name
 from fivefold.parallel.graph.numbers import Check, Unknown, assumed, known
 from fivefold.parallel.graph.reach import Change, Items, is_plain, named
-from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
+from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value, filled
 from fivefold.parallel.graph.tape import Autocast, Node, depends
 from fivefold.parallel.graph.writes import Writes, user_line
 from fivefold.parallel.intercept import draws_mask
@@ -65,8 +69,8 @@ _REFUSED = {
 }
 _CHECKPOINTED = "checkpoints (torch.utils.checkpoint)"
 _NUMBERS = (
-    "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to compute cannot "
-    "be planned. Let it depend on shapes or options, or use torch.where"
+    "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to compute "
+    "cannot be planned. Let it depend on shapes or options, or use torch.where"
 )
 
 
@@ -192,8 +196,8 @@ class Recorder(TorchFunctionMode):
             return self._number(func, name, args, kwargs, problem)
         except DynamicOutputShapeException as problem:
             self.refuse(
-                f"has a result whose shape depends on numbers ({name}): what each rank has to compute cannot be "
-                "planned. Keep the shape, as torch.where and masked_fill do",
+                f"has a result whose shape depends on numbers ({name}): what each rank has to compute "
+                "cannot be planned. Keep the shape, as torch.where and masked_fill do",
                 problem,
             )
         self._follow(func, name, args, kwargs, given, result, graded)
@@ -230,8 +234,8 @@ class Recorder(TorchFunctionMode):
             self._silent = False
         if self._writes.read & (before - {self._writes.storage(leaf) for leaf in given}):
             self.refuse(
-                f"uses a tensor in {name} that is not among its arguments, so that its gradient cannot be followed: "
-                "pass it as an argument of the autograd function"
+                f"uses a tensor in {name} that is not among its arguments, so that its gradient cannot "
+                "be followed: pass it as an argument of the autograd function"
             )
         self._follow(apply, name, args, {}, given, result, graded)
         return result
@@ -252,7 +256,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _check(self, name: str, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> None:
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(leaf) for leaf in given):  # noqa: SLF001  # pyright: ignore
+        if any(map(is_functorch_wrapped_tensor, given)):
             self.refuse("uses torch.func (vmap, grad, jvp), whose calls cannot be followed")
         if name in _RESHAPED_IN_PLACE and asks_in_place(func, args, {}):
             self.refuse(
@@ -280,15 +284,13 @@ class Recorder(TorchFunctionMode):
         sources = [known(ref, self.nodes, self._look.real, self.statistics) for ref in refs]
 
         def apply(*tensors: Tensor) -> Any:
-            own = tree_map(
-                lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, placed
-            )
-            return func(*own[0], **own[1])
+            args, kwargs = filled(placed, tensors)
+            return func(*args, **kwargs)
 
         if all(source is not None for source in sources):
 
             def again() -> Any:
-                with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001
+                with _disable_current_modes():
                     return apply(*(source() for source in sources if source is not None))
 
             found = again()
@@ -435,8 +437,8 @@ class Recorder(TorchFunctionMode):
             ref = self.ref(tensor) if isinstance(tensor, Tensor) else None
             if isinstance(ref, Value):
                 self.refuse(
-                    "has a norm whose running statistics are part of another tensor, or were computed in the same "
-                    "forward: give it buffers of its own"
+                    "has a norm whose running statistics are part of another tensor, or were computed in "
+                    "the same forward: give it buffers of its own"
                 )
             if isinstance(ref, State):
                 self._count(ref.name)
@@ -448,13 +450,17 @@ class Recorder(TorchFunctionMode):
         if self._again and torch.is_grad_enabled():
             self._twice.add(name)
             if self._again > 1 or not self._again_known:
-                self.refuse(f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times")
+                self.refuse(
+                    f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times"
+                )
 
     def check_counted(self) -> None:
         """Refuse statistics whose updates one process would make in another order."""
         for name in sorted(self._twice):
             if self._counted[name] > 1:
-                self.refuse(f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own")
+                self.refuse(
+                    f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own"
+                )
 
     @contextmanager
     def again(self, *, known: bool = True) -> Generator[None]:
@@ -508,8 +514,8 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_twice(self, what: str) -> NoReturn:
         self.refuse(
-            f"{_CHECKPOINTED} a part that changes {what!r}, which one process does twice: keep that out of it, or "
-            "let memory.recompute save the memory"
+            f"{_CHECKPOINTED} a part that changes {what!r}, which one process does twice: keep that out "
+            "of it, or let memory.recompute save the memory"
         )
 
     # ---- noting calls that change operands
@@ -566,7 +572,7 @@ class Recorder(TorchFunctionMode):
         others = [self._new(t) for t in made if all(t is not one for one in changed)]
         values = [self._value(tensor) for tensor in changed]
         slots = tuple(Slot(number) for number in range(len(operands)))
-        call, shapes = Functional(func, *placed, written), [tuple(t.shape) for t in operands]
+        call, shapes = Functional(func, placed, written), [tuple(t.shape) for t in operands]
         self._emit(call, f"{name} in place", (slots, {}), refs, shapes, [*others, *values])
         for tensor, value in zip(changed, values, strict=True):
             self._overwrite(tensor, Value(value), id(tensor) in graded)
@@ -629,13 +635,13 @@ class Recorder(TorchFunctionMode):
         placed, function = tree_map(place, (view.args, view.kwargs)), view.function
 
         def write(*operands: Tensor) -> None:  # keeps no tensor of the recording
-            own = tree_map(lambda x: operands[x.index] if isinstance(x, Slot) else x, placed)
-            _tensors(function(*own[0], **own[1]))[number].copy_(operands[1])
+            args, kwargs = filled(placed, operands)
+            _tensors(function(*args, **kwargs))[number].copy_(operands[1])
 
         slots = tuple(Slot(position) for position in range(len(others) + 2))
         shapes = [tuple(t.shape) for t in (view.parent, child, *others)]
         refs = [*refs, *(self.ref(leaf) for leaf in others)]
-        call = Functional(write, slots, {}, (0,))
+        call = Functional(write, (slots, {}), (0,))
         self._emit(call, f"{view.name} in place", (slots, {}), refs, shapes, made)
 
     def _renumber(self, before: Ref, after: Ref, like: Tensor) -> Ref:
@@ -652,7 +658,8 @@ class Recorder(TorchFunctionMode):
         own = isinstance(self._refs.get(id(tensor)), (State, Constant))
         if not own and tensor.requires_grad and self._writes.storage(tensor) in self._used:
             self.refuse(
-                "changes a tensor by .data that it has computed with before: its backward would use the new numbers"
+                "changes a tensor by .data that it has computed with before: its backward would use the "
+                "new numbers"
             )
 
     # ---- what tensors are called
@@ -689,8 +696,8 @@ class Recorder(TorchFunctionMode):
         view = self._views.get(id(tensor))
         if view is None:
             self.refuse(
-                "uses a tensor whose memory another one has changed: what it sees cannot be followed. Use the "
-                "variant that returns a new tensor"
+                "uses a tensor whose memory another one has changed: what it sees cannot be followed. "
+                "Use the variant that returns a new tensor"
             )
         self.ref(view.parent)
         placed, operands, refs = self._placed(view.args, view.kwargs)

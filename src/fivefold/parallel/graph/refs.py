@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fivefold.parallel.trees import flatten, unflatten
 
-__all__ = ["Constant", "Ref", "Slot", "State", "Value", "map_refs", "refs_of"]
+__all__ = ["Constant", "Ref", "Slot", "State", "Value", "filled", "map_refs", "refs_of"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,16 @@ def _is_ref(leaf: Any) -> bool:
     return isinstance(leaf, (Value, State, Constant))
 
 
-def map_refs(new: Callable[[Ref], Ref], tree: Any) -> Any:
-    """A tree with other refs in the place of those it has."""
+def filled(placed: Any, operands: Sequence[Any]) -> Any:
+    """A tree with operands in the place of its slots."""
+
+    def put(leaf: Any) -> Any:
+        return operands[leaf.index] if isinstance(leaf, Slot) else leaf
+
+    return tree_map(put, placed)
+
+
+def map_refs(new: Callable[[Ref], Any], tree: Any) -> Any:
+    """A tree with something else in the place of its refs."""
     flat, structure = flatten(tree, _is_ref)
     return unflatten((new(leaf) if _is_ref(leaf) else leaf for leaf in flat), structure)

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from fivefold.parallel.graph.effects import Effects
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.reach import Found
-from fivefold.parallel.graph.refs import Ref, Slot, State, Value
+from fivefold.parallel.graph.refs import Ref, Slot, State, Value, filled
 
 __all__ = ["Autocast", "Node", "Tape", "depends"]
 
@@ -61,16 +60,12 @@ class Node:
     line: str = ""
     """of the user's code that called: `file.py:12`"""
     again: bool = False
-    """whether the net checkpoints it: one process runs it again in backward, and counts its statistics twice"""
+    """whether the net checkpoints it: one process runs it twice, and counts its statistics twice"""
 
     def arguments(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call `function` with, given the operands."""
         if not self._direct:
-
-            def put(leaf: Any) -> Any:
-                return operands[leaf.index] if isinstance(leaf, Slot) else leaf
-
-            return tree_map(put, (self.args, self.kwargs))
+            return filled((self.args, self.kwargs), operands)
         args, kwargs = list(self.args), self.kwargs.copy()
         places, names = self._places
         for place, index in places:

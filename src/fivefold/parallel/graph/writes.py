@@ -1,4 +1,4 @@
-"""What is below the calls of a forward: which tensors they change, and where in the user's code they stand."""
+"""What is below the calls of a forward: which tensors they change, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -71,13 +71,15 @@ class Writes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs, schema = kwargs or {}, func._schema  # noqa: SLF001
+        named, schema = kwargs or {}, func._schema  # noqa: SLF001
         if "lift" not in schema.name:  # which makes a constant of a real tensor
-            args, kwargs = tree_map_only(Tensor, self.stand_in, (args, kwargs))
-        self.read.update(storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            args, named = tree_map_only(Tensor, self.stand_in, (args, named))
+        self.read.update(
+            storage_of(leaf) for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)
+        )
         if schema.is_mutable:
-            self._note(schema, args, kwargs)
-        return func(*args, **kwargs)
+            self._note(schema, args, named)
+        return func(*args, **named)
 
     def _note(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
@@ -89,7 +91,7 @@ class Writes(TorchDispatchMode):
 
 def user_frame() -> FrameType | None:
     """The innermost frame that is neither torch's nor ours, up to where the net was called."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
         if code.co_name == "called_here" and code.co_filename.startswith(_PACKAGES[1]):

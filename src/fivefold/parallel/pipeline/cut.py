@@ -2,9 +2,10 @@
 
     nodes    conv bn relu | conv bn add relu | ... | pool fc        three bounds, four stages
 
-Stages are runs of nodes of about equal time, the time of what they send included. What is used on both
-sides of a bound, a tied weight say, keeps its nodes in one stage. The bounds are remembered by the calls that
-begin a stage, so that other shapes of input, which are recorded anew, are cut alike.
+Stages are runs of nodes of about equal time, the time of what they send included. What a forward changes
+and uses on both sides of a bound, a buffer say, keeps its nodes in one stage; a tied weight is on all that
+use it, and its gradients are summed over them. The bounds are remembered by the calls that begin a stage, so
+that other shapes of input, which are recorded anew, are cut alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fivefold.parallel.graph.refs import State, Value, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.tiles.costs import Costs
 
-__all__ = ["MEASURED", "Cut", "balanced", "named", "states_of", "uses_of"]
+__all__ = ["MEASURED", "Cut", "balanced", "changed_by", "named", "states_of", "uses_of"]
 
 MEASURED = "measured"
 """`pipeline.cut` that asks for stages of about equal measured time"""
@@ -60,12 +61,18 @@ class Cut:
 
 
 def balanced(
-    tape: Tape, stages: int, costs: Costs | None = None, node_s: Sequence[float] | None = None
+    tape: Tape,
+    stages: int,
+    costs: Costs | None = None,
+    node_s: Sequence[float] | None = None,
+    *,
+    ties: bool = True,
 ) -> Cut:
     """Cut a net into stages such that the slowest is as fast as possible.
 
     `node_s` are seconds of the nodes, forward and backward, estimated by `costs` unless they were measured.
-    Raises `PlanError` if there are too few places to cut.
+    With `ties`, several stages may hold the same parameter. Raises `PlanError` if there are too few places
+    to cut.
     """
     costs = costs or Costs()
     if node_s is None:
@@ -73,7 +80,7 @@ def balanced(
     times = np.array(node_s)
     assert len(times) == len(tape.nodes), "one time per node"
     sent = 2 * _crossing_bytes(tape) / costs.bytes_per_s  # there and, as a gradient, back
-    tied = _tied(tape)
+    tied = _tied(tape, ties)
     free = [n for n in range(1, len(times)) if n not in tied]
     if len(free) < stages - 1:
         raise PlanError(
@@ -83,7 +90,7 @@ def balanced(
     return Cut(tuple(_call(tape.nodes[n]) for n in _slowest_least(times, sent, free, stages)))
 
 
-def named(tape: Tape, modules: Sequence[str], stages: int) -> Cut:
+def named(tape: Tape, modules: Sequence[str], stages: int, *, ties: bool = True) -> Cut:
     """Cut a net into stages in front of the first calls of some modules. Raises `PlanError`."""
     modules = [name.strip() for name in modules]
     if len(modules) != stages - 1:
@@ -92,7 +99,7 @@ def named(tape: Tape, modules: Sequence[str], stages: int) -> Cut:
             "one: the first stage begins with the net"
         )
     starts: list[int] = []
-    scopes, tied = [node.scope for node in tape.nodes], _tied(tape)
+    scopes, tied = [node.scope for node in tape.nodes], _tied(tape, ties)
     for module in modules:
         inside = [n for n, scope in enumerate(scopes) if f"{scope}.".startswith(f"{module}.")]
         if not inside:
@@ -126,6 +133,18 @@ def states_of(node: Node) -> frozenset[str]:
     return frozenset(names)
 
 
+def changed_by(tape: Tape) -> frozenset[str]:
+    """Names of what a forward changes: parameters, buffers, and, behind a dot, attributes."""
+    names = {*tape.statistics, *(f".{found.path}" for _, found in tape.left_before)}
+    names |= {target.name for target, _ in tape.effects.written if isinstance(target, State)}
+    names |= {one.path for one in tape.effects.sets if one.registered}
+    for node in tape.nodes:
+        if isinstance(node.function, nn.Module):  # a norm with its own statistics
+            prefix = f"{node.scope}." if node.scope else ""
+            names |= {prefix + name for name, _ in node.function.named_buffers()}
+    return frozenset(names)
+
+
 def uses_of(tape: Tape) -> list[frozenset[str]]:
     """By node: names of the parameters and buffers that it uses, or whose next numbers it makes."""
     makes: dict[int, set[str]] = {}
@@ -147,7 +166,11 @@ def uses_of(tape: Tape) -> list[frozenset[str]]:
     return [
         states_of(node).union(
             *(makes.get(index, none) for index in node.outputs),
-            (f".{carried[r.index]}" for r in node.operands if isinstance(r, Value) and r.index in carried),
+            (
+                f".{carried[r.index]}"
+                for r in node.operands
+                if isinstance(r, Value) and r.index in carried
+            ),
         )
         for node in tape.nodes
     ]
@@ -179,12 +202,13 @@ def _slowest_least(
     return bounds[::-1]
 
 
-def _tied(tape: Tape) -> dict[int, str]:
-    """Places where no stage may begin -> the parameter or buffer that is used on both sides."""
+def _tied(tape: Tape, ties: bool) -> dict[int, str]:
+    """Places where no stage may begin -> what is used on both sides, and cannot be on several stages."""
     first: dict[str, int] = {}
     found: dict[int, str] = {}
+    changes = changed_by(tape)
     for number, names in enumerate(uses_of(tape)):
-        for name in names:
+        for name in names if not ties else names & changes:
             begin = first.setdefault(name, number)
             found |= dict.fromkeys(range(begin + 1, number + 1), name)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fivefold.parallel.buckets import Bucket, packed, put_back, set_aside
 
-__all__ = ["StageGradients"]
+__all__ = ["StageGradients", "scaled"]
 
 
 class StageGradients:
@@ -62,11 +62,12 @@ class StageGradients:
         self._next = len(self.buckets)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the sums, and add what was set aside."""
+    def finish(self, scale: Tensor | None = None) -> None:
+        """Wait for the sums, scale them, and add what was set aside."""
         assert self._complete, "the schedule has a sum for every stage"
         for bucket in self.buckets:
             bucket.finish()
+        scaled(self._trained, scale)
         put_back(self._trained, self._before)
         self._before = []
 
@@ -95,6 +96,15 @@ class StageGradients:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self.buckets[self._next].launch(self._group, average=False)
             self._next += 1
+
+
+@torch.no_grad()
+def scaled(parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
+    """Multiply the gradients by a number, if there is one."""
+    if scale is not None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
 
 def _arrived(

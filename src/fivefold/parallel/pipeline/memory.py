@@ -80,7 +80,7 @@ def predicted_in_stages(
         shapes = map_tensors(_shape, inputs)
         net = _stand_in(fake, net, device)
         stages = PipelinedNet(net, mesh, shapes, costs or Costs(), cut)
-        step = _Step(stages, mesh, loss)
+        step = _Step(stages, mesh, loss, net)
         with weightless(fake):
             batch = (
                 map_tensors(lambda leaf: step.tile(leaf, device), shapes),
@@ -93,9 +93,11 @@ def predicted_in_stages(
 class _Step:
     """A training step of one rank."""
 
-    def __init__(self, stages: PipelinedNet, mesh: Mesh, loss: Callable[..., Any]) -> None:
+    def __init__(
+        self, stages: PipelinedNet, mesh: Mesh, loss: Callable[..., Any], net: nn.Module
+    ) -> None:
         self._stages, self._mesh = stages, mesh
-        self._loss = SharedLoss(loss, mesh.group("data"), mesh.device)
+        self._loss = SharedLoss(loss, mesh, net)
         self._tile_loss = TileLoss(self._loss, stages.tiles)
         self._everyone = mesh.group("data", *TILE_DIMS)
 
@@ -139,7 +141,7 @@ class _Step:
     def _prepare(self, inputs: Any, share: Share) -> list[Tensor]:
         """Make what stays from step to step: plans, and buckets, which are returned."""
         self._stages.prepare(Batch(call_with, inputs, share))
-        return [b.flat for g in self._stages.gradients.values() for b in g.buckets]
+        return [b.flat for g in self._stages.all_gradients() for b in g.buckets]
 
     def _run(
         self, inputs: Any, targets: Any, share: Share, scaled: Callable[[Tensor], Tensor]
@@ -150,11 +152,12 @@ class _Step:
             cut = self._tile_loss.in_tiles(targets)
             weight = self._loss.begin(targets, self._everyone if cut else None)
 
-        def own(rows: range, ready: Prepared, outputs: Outputs) -> Tensor:
+        def own(rows: range, ready: Prepared, outputs: Outputs) -> tuple[Tensor, Tensor | None]:
             part = some_rows(targets, rows)
-            return self._tile_loss.share(outputs, part, weight, ready.share)
+            return self._tile_loss.of_micro_batch(outputs, part, weight, ready.share)
 
-        self._stages.step(Batch(call_with, inputs, share), own, scaled)
+        divided = self._loss.split is None and self._loss.shares
+        self._stages.step(Batch(call_with, inputs, share), own, scaled, divided=divided)
 
 
 def _shape(leaf: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from fivefold.parallel.pipeline.held import everywhere, released
 from fivefold.parallel.pipeline.run import Feed, Step
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.shards import StageShards
-from fivefold.parallel.pipeline.stages import Stage, check_owners, check_writers, divided, owners
+from fivefold.parallel.pipeline.stages import Stage, check_holders, check_writers, divided, holders
 from fivefold.parallel.pipeline.statistics import Notes, check_effects, check_norms
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
@@ -75,8 +75,8 @@ class PipelinedNet:
         self._writers: dict[str, int] = {}
         """where a forward leaves something -> the stage that does"""
         self._divided: dict[int, tuple[Program, list[Stage]]] = {}
-        self.owner = owners(net, tape, self.cut)
-        """parameter or buffer -> its stage"""
+        self.holders = holders(net, tape, self.cut)
+        """parameter or buffer -> the stages that use it"""
         paired = self.schedule.chains > 1
         chains = range(self.schedule.chains)
         channels_last = mesh.plan.numerics.memory_format == "channels_last"
@@ -87,7 +87,7 @@ class PipelinedNet:
             for back in (False, True)
         }
         axes = ("data", *TILE_DIMS)
-        held = sorted(self.schedule.stages_of(self.rank))
+        held = self.schedule.stages_of(self.rank)
         groups = [
             mesh.pair_group(*axes) if paired else mesh.own_group(*axes)
             for _ in range(2 if paired else mesh.plan.pipeline.stages_per_rank)
@@ -96,12 +96,16 @@ class PipelinedNet:
         self._opposite = None if opposite is None or opposite.size() == 1 else opposite
         if paired:
             check_norms(net)
-        released(net, {name for name, stage in self.owner.items() if stage in held})
+        released(
+            net, {name for name, stages in self.holders.items() if not held.isdisjoint(stages)}
+        )
         shards = mesh.plan.memory.shard != "none" and mesh.layout.data > 1
         self._replicas = mesh.own_replicas() if shards else None
         self.gradients = {
-            stage: self._gradients(stage, group) for stage, group in zip(held, groups, strict=False)
+            stage: self._gradients(stage, group)
+            for stage, group in zip(sorted(held), groups, strict=False)
         }
+        self._tied = self._gradients_of_tied()
         self._notes = {stage: Notes() for stage in held} if paired else {}
         self._joint = mesh.plan.parallel.batch_norm == "global"
 
@@ -123,18 +127,37 @@ class PipelinedNet:
     def _gradients(self, stage: int, group: dist.ProcessGroup) -> StageGradients:
         if self._replicas is None:
             return StageGradients(self._parameters(stage), group)
-        names = [name for name, _ in self._net.named_parameters() if self.owner[name] == stage]
+        names = [name for name, _ in self._net.named_parameters() if self.holders[name] == (stage,)]
         return StageShards(self._net, names, self._replicas, group)
 
-    def _parameters(self, stage: int) -> list[nn.Parameter]:
-        return [p for name, p in self._net.named_parameters() if self.owner[name] == stage]
+    def _parameters(self, *stages: int) -> list[nn.Parameter]:
+        """The parameters that exactly these stages use."""
+        return [p for name, p in self._net.named_parameters() if self.holders[name] == stages]
+
+    def _gradients_of_tied(self) -> dict[tuple[int, ...], StageGradients]:
+        """Of what several stages use, by these; summed over all ranks that hold one of them. Collective."""
+        found: dict[tuple[int, ...], StageGradients] = {}
+        tied = {self.holders[name] for name, _ in self._net.named_parameters()}
+        for stages in sorted(stages for stages in tied if len(stages) > 1):
+            ranks = {rank for stage in stages for rank in self.schedule.ranks_of(stage)}
+            group = self._mesh.joint_group(ranks, "data", *TILE_DIMS)
+            if self.rank in ranks:
+                found[stages] = StageGradients(self._parameters(*stages), group)
+        return found
+
+    def all_gradients(self) -> list[StageGradients]:
+        """Of all parameters that this rank holds."""
+        return [*self.gradients.values(), *self._tied.values()]
 
     def _cut(self, tape: Tape) -> Cut:
         told, stages = self._mesh.plan.pipeline.cut, self.schedule.stages
+        ties = self._mesh.plan.memory.shard == "none" or self._mesh.layout.data == 1
         if told == MEASURED:
             found = agreed_node_s(self._net, self._mesh, self._micro_batch(), self.tiles.costs)
-            return balanced(tape, stages, node_s=found)
-        return named(tape, told.split(","), stages) if told else balanced(tape, stages)
+            return balanced(tape, stages, node_s=found, ties=ties)
+        if told:
+            return named(tape, told.split(","), stages, ties=ties)
+        return balanced(tape, stages, ties=ties)
 
     def _tape(self) -> Tape:
         """The net for the smallest micro-batch of the example: all ranks record the same."""
@@ -148,7 +171,7 @@ class PipelinedNet:
     def _stages(self, program: Program) -> list[Stage]:
         if id(program) not in self._divided:
             found = divided(program, self.cut, self.tiles.grid, self.tiles.here.rank)
-            check_owners(found, self.owner)
+            check_holders(found, self.holders)
             check_writers(found, self._writers)
             self._divided[id(program)] = (program, found)  # kept, so that the id stays its
         return self._divided[id(program)][1]
@@ -157,41 +180,52 @@ class PipelinedNet:
 
     def prepare(self, batch: Batch) -> None:
         """Make what stays from step to step for batches like this one: plans, and buckets of gradients."""
-        for gradients in self.gradients.values():
+        for gradients in self.all_gradients():
             gradients.begin()
         self._feeds(batch, self._micro_batches(batch, self._schedule(batch.share).micro_batches))
 
     def step(
         self,
         batch: Batch,
-        loss: Callable[[range, Prepared, Outputs], Tensor],
+        loss: Callable[[range, Prepared, Outputs], tuple[Tensor, Tensor | None]],
         scaled: Callable[[Tensor], Tensor],
+        *,
+        divided: bool = False,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are complete on return.
 
-        `loss` gives the share of some of this rank's samples, from what the net returns for them. Returns
-        the sum of all shares, float64.
+        `loss` gives the share of some of this rank's samples, from what the net returns for them. With
+        `divided` it gives a numerator over the number of samples, and this rank's part of the denominator,
+        which is known when all is done. Returns the sum of all shares, float64.
         """
-        for gradients in self.gradients.values():
+        for gradients in self.all_gradients():
             gradients.begin()
         if not self._joint:
             self._share_buffers()
         schedule = self._schedule(batch.share)
         micros = self._micro_batches(batch, schedule.micro_batches)
 
+        told = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+
         def share(micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
-            return loss(micros[micro], ready, self.tiles.finish(ready, made))
+            own, denominator = loss(micros[micro], ready, self.tiles.finish(ready, made))
+            if denominator is not None:
+                told[1] += denominator
+            return own
 
         step = self._run(schedule, batch, micros, share, scaled)
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         if step.total is not None:
-            total += step.total
-        summed = comm.start_all_reduce(total, self._mesh.group(*AXES), Tag.LOSS)
-        for gradients in self.gradients.values():
-            gradients.finish()
+            told[0] += step.total
+        summed = comm.start_all_reduce(told, self._mesh.group(*AXES), Tag.LOSS)
+        scale = batch.share.total / summed.wait()[1] if divided else None
+        for gradients in self._tied.values():
+            gradients.launch()
+        for gradients in self.all_gradients():
+            gradients.finish(scale)
         for notes in self._notes.values():
             notes.apply(self._opposite)
-        return summed.wait()
+        total = summed.wait()[0]
+        return total if scale is None else total * scale
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Outputs:
@@ -258,7 +292,7 @@ class PipelinedNet:
                 if any(isinstance(r, Value) and r.index in stage.leaves for r in one.refs()):
                     self._writers.setdefault(one.path, number)
                     if one.registered:
-                        self.owner.setdefault(one.path, number)
+                        self.holders.setdefault(one.path, (number,))
 
     def _feed(self, ready: Prepared) -> Feed:
         recompute = ready.moment.recompute
@@ -287,7 +321,9 @@ class PipelinedNet:
 
     def everywhere(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Tensors by names of parameters and buffers, of which ranks hold some, on all. Collective."""
-        source = {name: self.schedule.rank_of(0, stage) for name, stage in self.owner.items()}
+        source = {
+            name: self.schedule.rank_of(0, stages[0]) for name, stages in self.holders.items()
+        }
         like = {
             **dict(self._net.named_parameters(remove_duplicate=False)),
             **dict(self._net.named_buffers(remove_duplicate=False)),
@@ -298,24 +334,21 @@ class PipelinedNet:
         """The norm of all gradients, of which this rank holds some. Collective over those who hold others."""
         own = [
             local(parameter.grad)
-            for stage in self.gradients
-            if self.schedule.rank_of(0, stage) == self.rank  # what a pair holds counts once
-            for parameter in self._parameters(stage)
-            if parameter.grad is not None
+            for name, parameter in self._net.named_parameters()
+            # What several ranks hold counts once.
+            if self.schedule.rank_of(0, self.holders[name][0]) == self.rank
+            and parameter.grad is not None
         ]
         holders = ("pipe",) if self._replicas is None else ("data", "pipe")
         return joint_norm(own, order, self._mesh.group(*holders), self._mesh.device)
 
     def agree_on_overflow(self) -> None:
         """Let every rank's scaler see that some gradient anywhere is not finite. Collective."""
-        held = [
-            local(p.grad)
-            for stage in self.gradients
-            for p in self._parameters(stage)
-            if p.grad is not None
-        ]
-        found = torch.stack([(~torch.isfinite(grad)).any() for grad in held]).any().double()
-        if comm.all_reduce(found, self._mesh.group(*AXES), Tag.CONTROL).item():
+        held = [local(p.grad) for p in self._net.parameters() if p.grad is not None]
+        found = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for grad in held:
+            found += (~torch.isfinite(grad)).any()
+        if comm.all_reduce(found, self._mesh.group(*AXES), Tag.CONTROL).item() and held:
             held[0].fill_(torch.inf)
 
     def _share_buffers(self) -> None:
@@ -333,12 +366,16 @@ def pipelined(
             "stages for the shapes of a global batch; tensors on the meta device will do"
         )
     stages = PipelinedNet(net, mesh, example)
-    apart = loss is None or split_loss(loss) is not None or hasattr(loss, "share")
-    if stages.schedule.micro_batches > 1 and not apart:
+    if (
+        loss is not None
+        and stages.schedule.micro_batches > 1
+        and split_loss(loss) is None
+        and not hasattr(loss, "share")
+    ):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UsageError(
             f"the loss {name} cannot be taken apart into shares of micro-batches: use a loss of torch's on "
-            "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or set "
+            "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or choose "
             'pipeline.schedule = "layer", which takes the batch at once'
         )
     return stages

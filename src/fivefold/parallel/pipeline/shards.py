@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold import comm
-from fivefold.parallel.pipeline.gradients import StageGradients
+from fivefold.parallel.pipeline.gradients import StageGradients, scaled
 from fivefold.parallel.reduce import Alone
 from fivefold.parallel.sharded import Shards
 from fivefold.trace import Tag
@@ -45,8 +45,9 @@ class StageShards(StageGradients):
     def launch(self) -> None:
         """Sums wait for `finish`: the parameters of other stages are still at work."""
 
-    def finish(self) -> None:
+    def finish(self, scale: Tensor | None = None) -> None:
         """Sum the gradients, each rank its part, and divide the parameters again. Collective."""
+        scaled(self._shards.parameters(), scale)
         used = self._shards.finish()
         counts = torch.tensor(used, dtype=torch.float32, device=self._device)
         self._shards.forget(comm.all_reduce(counts, self._group, Tag.GRADIENTS).tolist())

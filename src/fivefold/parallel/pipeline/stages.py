@@ -23,7 +23,7 @@ from fivefold.parallel.tiles.program import Compute, Program
 from fivefold.parallel.tiles.run import left, returned
 from fivefold.parallel.tiles.spread import Grid
 
-__all__ = ["Crossing", "Stage", "check_owners", "check_writers", "divided", "owners"]
+__all__ = ["Crossing", "Stage", "check_holders", "check_writers", "divided", "holders"]
 
 
 @dataclass(frozen=True)
@@ -127,32 +127,32 @@ def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int
     return found
 
 
-def owners(net: nn.Module, tape: Tape, cut: Cut) -> dict[str, int]:
-    """Name of every parameter and buffer -> its stage. What the net does not use goes with the first stage.
+def holders(net: nn.Module, tape: Tape, cut: Cut) -> dict[str, tuple[int, ...]]:
+    """Name of every parameter and buffer -> the stages that use it, in order; the first if none does.
 
-    A tensor with several names is in one stage under all of them.
+    A tensor with several names has the same stages under all of them.
     """
-    found: dict[str, int] = {}
-    uses = uses_of(tape)
-    for stage, (first, stop) in enumerate(itertools.pairwise(cut.bounds(tape))):
-        for names in uses[first:stop]:
-            found |= dict.fromkeys(names, stage)
     tensors = {
         **dict(net.named_parameters(remove_duplicate=False)),
         **dict(net.named_buffers(remove_duplicate=False)),
     }
-    by_tensor = {id(tensors[name]): stage for name, stage in found.items() if name in tensors}
-    return {name: by_tensor.get(id(tensor), 0) for name, tensor in tensors.items()}
+    found: dict[int, set[int]] = {}
+    uses = uses_of(tape)
+    for stage, (first, stop) in enumerate(itertools.pairwise(cut.bounds(tape))):
+        for name in itertools.chain.from_iterable(uses[first:stop]):
+            if name in tensors:
+                found.setdefault(id(tensors[name]), set()).add(stage)
+    return {name: tuple(sorted(found.get(id(tensor), {0}))) for name, tensor in tensors.items()}
 
 
-def check_owners(stages: list[Stage], owner: Mapping[str, int]) -> None:
-    """Raises `UsageError` if some stage uses a parameter that another one holds."""
+def check_holders(stages: list[Stage], holders: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `UsageError` if some stage uses a parameter that only others hold."""
     for number, stage in enumerate(stages):
-        strange = sorted(name for name in stage.states if owner.get(name, number) != number)
+        strange = sorted(n for n in stage.states if number not in holders.get(n, (number,)))
         if strange:
             raise UsageError(
                 f"for this shape of input stage {number} uses {', '.join(strange[:3])}, which stage "
-                f"{owner[strange[0]]} holds: give `example` the shapes that are trained"
+                f"{holders[strange[0]][0]} holds: give `example` the shapes that are trained"
             )
 
 
@@ -161,13 +161,18 @@ def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:
     for number, stage in enumerate(stages):
         for path in sorted(stage.attributes):
             writer = next(
-                (w for left, w in writers.items() if path == left or path.startswith((f"{left}[", f"{left}."))),
+                (
+                    w
+                    for left, w in writers.items()
+                    if path == left or path.startswith((f"{left}[", f"{left}."))
+                ),
                 number,
             )
             if writer != number:
                 raise UsageError(
-                    f"stage {number} of the pipeline reads {path!r}, which the net leaves on stage {writer}: no rank "
-                    "has both. Let pipeline.cut name the modules that begin stages, such that both fall into one"
+                    f"stage {number} of the pipeline reads {path!r}, which the net leaves on stage "
+                    f"{writer}: no rank has both. Let pipeline.cut name the modules that begin stages, "
+                    "such that both fall into one"
                 )
 
 

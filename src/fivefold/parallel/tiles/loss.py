@@ -32,7 +32,6 @@ class TileLoss:
 
     def __init__(self, loss: SharedLoss, tiles: TiledNet) -> None:
         self._loss, self._tiles = loss, tiles
-        self._weighted = loss.split is not None and loss.split.weighted
         self._warned = False
 
     def in_tiles(self, targets: Any) -> bool:
@@ -51,8 +50,27 @@ class TileLoss:
         targets = whole_images(self._tiles, targets, outputs.samples if everyone else None)
         if everyone:  # computed alike on every rank
             return self._loss.alike(parts, targets) / grid.size
-        own = self._loss.share(parts, targets, weight, outputs.samples.own, share.total)
+        if self._loss.shares:
+            own = self._loss.over_all(*self._loss.own_terms(parts, targets, recorded=True))
+        else:
+            own = self._loss.share(parts, targets, weight, outputs.samples.own, share.total)
         return _in_graph(own, parts) / grid.tiles
+
+    def of_micro_batch(
+        self, outputs: Outputs, targets: Any, weight: Any, share: Share
+    ) -> tuple[Tensor, Tensor | None]:
+        """This rank's share of what a micro-batch adds to the loss, and None.
+
+        Of a loss that shares itself the denominator is known when all micro-batches are done: a numerator
+        over the number of samples instead, and this rank's part of the denominator.
+        """
+        if self._loss.split is not None or not self._loss.shares:
+            return self.share(outputs, targets, weight, share), None
+        parts = self._gathered(outputs, everyone=False)
+        targets = whole_images(self._tiles, targets)
+        numerator, denominator = self._loss.own_terms(parts, targets, recorded=True)
+        tiles = self._tiles.grid.tiles
+        return _in_graph(numerator, parts) / (tiles * share.total), denominator / tiles
 
     def _by_pixels(
         self,
@@ -63,7 +81,8 @@ class TileLoss:
         *,
         matched: tuple[int, ...],
     ) -> Tensor:
-        spread: Spread = outputs.spreads
+        spread, split = outputs.spreads, self._loss.split
+        assert isinstance(spread, Spread) and split is not None
         tiles, samples = self._tiles, outputs.samples
         grid, rank, cuts = tiles.grid, tiles.here.rank, spread.cuts
         wants = tuple(
@@ -82,7 +101,7 @@ class TileLoss:
         alike = grid.size // math.prod(grid.sizes[axis] for axis in spread.axes)
         # Where only samples are divided, the loss sees all of its terms.
         per_sample = (
-            math.prod(spread.shape[2 if self._weighted else 1 :]) if any(cuts[1:]) else None
+            math.prod(spread.shape[2 if split.weighted else 1 :]) if any(cuts[1:]) else None
         )
         start, stop = spread.owned(grid, rank)[0]
         rows = stop - start if samples.rows else 0

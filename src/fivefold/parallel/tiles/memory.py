@@ -144,7 +144,7 @@ class _Step(nn.Module):
         self.net = net
         self._mesh = mesh
         self._tiles = TiledNet(net, mesh, costs)
-        self._loss = SharedLoss(loss, mesh.group("data"), mesh.device)
+        self._loss = SharedLoss(loss, mesh, net)
         self._tile_loss = TileLoss(self._loss, self._tiles)
         self._everyone, self._gradients = mesh.group(*axes), mesh.own_group(*axes)
         self._joint = mesh.plan.parallel.batch_norm == "global"

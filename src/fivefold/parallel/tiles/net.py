@@ -349,7 +349,7 @@ class TiledNet:
         return Prepared(program, given, moment, share, samples)
 
     def state(self, ready: Prepared) -> Mapping[str, Tensor]:
-        """The net's tensors that a program names. Of buffers that it changes in the end, what they are now."""
+        """The net's tensors that a program names; buffers that it changes in the end as they are now."""
         tape = ready.program.tape
         changed = {
             r.name for r, _ in tape.effects.written if isinstance(r, State)
@@ -444,7 +444,7 @@ class TiledNet:
         apply(sets, own, whole)
 
     def leave_ahead(self, ready: Prepared) -> None:
-        """Leave behind what is no tensor's, and for tensors something of their shape where there is nothing yet.
+        """Leave behind what is no tensor's; for tensors something of their shape, where nothing is yet.
 
         Before the stages of a micro-batch run: each rank has some of them, and all have to record alike.
         """
@@ -541,7 +541,7 @@ class TiledNet:
     def _thinnest(
         self, tape: Tape, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
     ) -> int:
-        """Judged alike on all replicas: where each plans for itself, by as many samples as the smallest has."""
+        """Judged alike on all replicas; where each plans for itself, by the samples of the smallest."""
         uneven = self.grid.data is None and here.fewest != here.rows
         if not uneven or here.fewest < self.grid.tiles or self.grid.tiles == 1:
             return cheapest_thinnest(tape, spreads, here, self._options)
@@ -572,9 +572,9 @@ class TiledNet:
             return known.program
         self._volatile = True
         warnings.warn(
-            f"the net does not compute the same twice, though nothing that it holds has changed, at {apart}. It is "
-            "recorded anew in every step, which is exact and slow: let what changes be an attribute of a module, "
-            "an input, or a global that the forward names",
+            "the net does not compute the same twice, though nothing that it holds has changed, at "
+            f"{apart}. It is recorded anew in every step, which is exact and slow: let what changes be "
+            "an attribute of a module, an input, or a global that the forward names",
             stacklevel=2,
         )
         return self._planned(tape, call, inputs, spreads, here)
@@ -592,8 +592,8 @@ class TiledNet:
 
     def look_again(self) -> None:
         """Let the next use of every program record the net again: an epoch begins, say."""
-        for known in itertools.chain.from_iterable(self._known.values()):
-            known.uses = 1
+        for one in itertools.chain.from_iterable(self._known.values()):
+            one.uses = 1
 
     def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
         """The net as a list of calls, for inputs of these global shapes."""

@@ -61,7 +61,7 @@ class Expand:
     """Dims of size one stretched, and new ones in front."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """Cut as the operand is, or by samples; of the second operand of `expand_as` only the shape counts."""
+        """Cut as the operand is, or by samples; the second operand of `expand_as` gives but its shape."""
         made = broadcast(op.given[:1], op.node.output_shapes[0])
         return [_by_samples(op, made)]
 

@@ -180,9 +180,7 @@ class RmsNorm(_LastDims):
         return self.on_parts(op, run)
 
 
-def _instance_norm(
-    moment: Moment, x: Tensor, op: Operation, a: dict[str, Any]
-) -> Tensor:
+def _instance_norm(moment: Moment, x: Tensor, op: Operation, a: dict[str, Any]) -> Tensor:
     """`F.instance_norm(**a)` of what a rank holds, statistics from the input; buffers of all samples."""
     lies, owned = op.made[0], _owned(op, 2)
     n, channels = x.shape[:2]

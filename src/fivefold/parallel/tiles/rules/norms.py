@@ -36,7 +36,7 @@ def owned_slices(op: Operation) -> tuple[slice, ...] | None:
     )
 
 
-def _tracked(
+def _tracked(  # noqa: PLR0917 - bound in the order of `Local`
     moment: Moment,
     x: Tensor,
     spread: Spread,

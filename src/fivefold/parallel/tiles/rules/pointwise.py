@@ -27,14 +27,15 @@ POINTWISE = (
     "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mul",
     "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter", "not_equal", "ones_like", "polar",
     "polygamma", "positive", "pow", "rad2deg", "real", "reciprocal", "relu", "relu6", "remainder",
-    "renumbered", "requires_grad", "resolve_conj", "resolve_neg", "round", "rpow", "rsqrt", "rsub", "rtruediv", "selu",
-    "sgn", "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink",
+    "renumbered", "requires_grad", "resolve_conj", "resolve_neg", "round", "rpow", "rsqrt", "rsub",
+    "rtruediv", "selu", "sgn", "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh",
+    "softplus", "softshrink",
     "softsign", "special_digamma", "special_entr", "special_erf", "special_erfc", "special_erfcx",
     "special_erfinv", "special_exp2", "special_expit", "special_expm1", "special_gammaln", "special_i0",
     "special_i0e", "special_i1", "special_i1e", "special_log1p", "special_log_ndtr", "special_logit",
     "special_ndtr", "special_ndtri", "special_psi", "special_round", "special_sinc", "special_xlog1py",
-    "special_xlogy", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "true_divide",
-    "trunc", "type", "where", "xlogy", "zero", "zeros_like",
+    "special_xlogy", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold",
+    "true_divide", "trunc", "type", "where", "xlogy", "zero", "zeros_like",
 )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Operations without a rule that treat every sample by itself: found out by trying.
 
-An operation of torch's is called once on some samples of random numbers, and once on each of them alone. Where
-that gives the same, replicas may compute their own samples; anything else is gathered. Functions of the user's
-are not tried: they may do more than compute.
+An operation of torch's is called once on some samples of random numbers, and once on each of them alone.
+Where that gives the same, replicas may compute their own samples; anything else is gathered. Functions of
+the user's are not tried: they may do more than compute.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves
 
 from fivefold.parallel.graph.names import is_own, plain
@@ -72,7 +73,7 @@ def _by_rows(node: Node, divided: tuple[bool, ...]) -> bool:
 
 def _tried(node: Node, divided: Sequence[bool]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():  # noqa: SLF001
+    with _disable_current_modes(), torch.no_grad():
         for dtype in (torch.float64, torch.int64):  # indices, where it takes no other numbers
             try:
                 given = [

@@ -1,0 +1,113 @@
+"""A bare `loss.backward()` outside of `step`: exact or refused, as the table in exactness.md has it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.plan import Layout, Plan
+from ranks import run_ranks
+
+torch.manual_seed(3)
+NET = nn.Sequential(
+    nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1)
+).double()
+X, Y = torch.randn(7, 2, 6, 5, dtype=torch.float64), torch.randint(0, 3, (7, 6, 5))
+REPLICAS = [Plan(layout=Layout(data=2)), Plan(layout=Layout(data=3))]
+IN_PARTS = [Plan(layout=Layout(height=2)), Plan(layout=Layout(data=2, width=2))]
+
+
+def expected(training: bool, rows: int = 7) -> list[Tensor]:
+    net = copy.deepcopy(NET).train(training)
+    F.cross_entropy(net(X[:rows]), Y[:rows]).backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rows", [7, 6])
+def test_replicas_weigh_their_means_by_their_samples(rows: int, training: bool, shard: str) -> None:
+    def check(mesh: Mesh) -> list[Tensor]:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=nn.CrossEntropyLoss())
+        model.train(training)
+        x, y = model.shard(X[:rows], Y[:rows])
+        F.cross_entropy(model(x), y).backward()
+        return [
+            p.grad.full_tensor() if shard != "none" else p.grad  # type: ignore[attr-defined, union-attr, misc]
+            for p in model.parameters()
+        ]
+
+    for plan in REPLICAS:
+        plan = Plan(layout=plan.layout, memory=ff.plan.Memory(shard=shard))
+        for got in run_ranks(plan.layout.size, check, plan=plan):
+            for one, other in zip(got, expected(training, rows), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_outputs_that_depend_on_each_other_are_weighed_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.first(x)
+            return y, self.second(y.tanh())
+
+    torch.manual_seed(4)
+    net, x = Twice().double(), torch.randn(5, 4, dtype=torch.float64)
+
+    def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return sum(one.square().mean() for one in outputs)  # type: ignore[return-value]
+
+    def check(mesh: Mesh) -> list[Tensor | None]:
+        model = ff.parallelize(copy.deepcopy(net), mesh)
+        loss(model(model.shard(x))).backward()
+        return [p.grad for p in model.parameters()]
+
+    loss(net(x)).backward()
+    for got in run_ranks(2, check):
+        for one, parameter in zip(got, net.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("plan", IN_PARTS, ids=lambda plan: str(plan.layout))
+@pytest.mark.parametrize("training", [True, False])
+def test_tiles_refuse(plan: Plan, training: bool) -> None:
+    def check(mesh: Mesh) -> bool:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, example=X)
+        model.train(training)
+        outputs = model(model.shard(X))
+        with pytest.raises(UsageError, match=r"outside of model\.step.*tile"):
+            outputs.sum().backward()
+        with torch.no_grad():
+            model(model.shard(X))
+        return all(p.grad is None for p in model.parameters())
+
+    assert all(run_ranks(plan.layout.size, check, plan=plan))
+
+
+def test_stages_refuse() -> None:
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, example=X)
+        model.eval()
+        with pytest.raises(UsageError, match=r"outside of model\.step: a pipe axis"):
+            model(model.shard(X)).sum().backward()
+
+    run_ranks(2, check, plan=Plan(layout=Layout(pipe=2)))
+
+
+def test_hooks_of_parameters_refuse() -> None:
+    def check(mesh: Mesh) -> None:
+        net = copy.deepcopy(NET)
+        net[0].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        model = ff.parallelize(net, mesh)
+        with pytest.raises(UsageError, match="hooks of parameters"):
+            model(model.shard(X)).sum().backward()
+
+    run_ranks(2, check)
