@@ -23,7 +23,12 @@ def keep(name: str, result: dict[str, Any], shown: str) -> None:
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    README.write_text(renewed(README.read_text(), name, f"{shown}\n\n{_told(result)}"))
+    show(name, shown, result["environment"])
+
+
+def show(name: str, shown: str, told: dict[str, Any]) -> None:
+    """Put `shown` between the markers of that name, and what is told of the circumstances."""
+    README.write_text(renewed(README.read_text(), name, f"{shown}\n\n{_told(told)}"))
 
 
 def renewed(text: str, name: str, shown: str) -> str:
@@ -35,8 +40,7 @@ def renewed(text: str, name: str, shown: str) -> str:
     return f"{before}{begin}\n\n{shown}\n\n{end}{after}"
 
 
-def _told(result: dict[str, Any]) -> str:
-    told = result["environment"]
+def _told(told: dict[str, Any]) -> str:
     return (
         f"{told['cpu']}; torch {told['torch']}, Python {told['python']}, Linux {told['kernel']}; "
         f"commit {told['commit']}, {told['date']}."

@@ -28,6 +28,24 @@ TOLD = re.compile(
 Record = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """What results of a case may be off by."""
+
+    least: float
+    most: float
+    loose: float
+
+    @classmethod
+    def of(cls, case: Case) -> _Limits:
+        least, most = case.get("tolerance", (TOLERANCE, CAP))
+        return cls(least, most, looseness(case))
+
+    def allowed(self, reaction: float) -> float:
+        """A hundred times the reaction to a change of every input number by one ulp."""
+        return max(self.loose, min(max(self.least, FACTOR * reaction), self.most))
+
+
 @dataclass
 class Outcome:
     """The kind of outcome, in a line what it is about, and all that was found."""
@@ -139,13 +157,13 @@ def _scales(quantity: str, truth: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _allowed(
-    truth: Record, nudged: Record, quantity: str, scales: Mapping[str, float]
+    truth: Record, nudged: Record, quantity: str, scales: Mapping[str, float], limits: _Limits
 ) -> dict[str, float]:
-    """What each tensor may be off by: a hundred times its own reaction to one ulp of the input."""
+    """What each tensor may be off by."""
     found: dict[str, float] = {}
     for name, value in truth[quantity].items():
         reaction = _error(nudged[quantity].get(name), value, scales.get(name, 0.0))
-        found[name] = min(max(TOLERANCE, FACTOR * reaction), CAP)
+        found[name] = limits.allowed(reaction)
     return found
 
 
@@ -164,42 +182,41 @@ def sensitivity(truth: Record) -> float:
 
 
 def _differences(case: Case, truth: Record, told: Sequence[Record]) -> Iterator[str]:
-    loose = looseness(case)
+    limits = _Limits.of(case)
     for number, step in enumerate(truth["steps"]):
         nudged, ranks = truth["nudged"]["steps"][number], [rank["steps"][number] for rank in told]
-        found = [*_of_step(case, step, nudged, ranks, loose)]
+        found = [*_of_step(case, step, nudged, ranks, limits)]
         yield from (f"step {number}: {line}" for line in found)
         if found:
             return  # what follows starts elsewhere
     expected, nudged = truth["evaluated"][0], truth["nudged"]["evaluated"][0]
     pieces = [piece for rank in told for piece in rank["evaluated"][0]]
-    for line in _of_outputs(expected, nudged, pieces, loose):
+    for line in _of_outputs(expected, nudged, pieces, limits):
         yield f"evaluation: {line}"
     for number, rank in enumerate(told):
         if rank["outside"] is not None:
             whole = [{"path": p, "value": v, "origin": None} for p, v in rank["outside"].items()]
-            for line in _of_outputs(truth["evaluated"][1], nudged, whole, loose):
+            for line in _of_outputs(truth["evaluated"][1], nudged, whole, limits):
                 yield f"the plain net outside, on rank {number}: {line}"
 
 
 def _of_step(
-    case: Case, truth: Record, nudged: Record, ranks: Sequence[Record], loose: float
+    case: Case, truth: Record, nudged: Record, ranks: Sequence[Record], limits: _Limits
 ) -> Iterator[str]:
     scale = _norm(truth["loss"])
     for number, rank in enumerate(ranks):
         error = _error(rank["loss"].to(truth["loss"]), truth["loss"], scale)
-        if error > max(TOLERANCE, loose):
+        if error > limits.allowed(0.0):
             yield f"loss of rank {number} is off by {error:.1e}"
             break
     pieces = [piece for rank in ranks for piece in rank["outputs"]]
-    yield from _of_outputs(truth["outputs"], nudged["outputs"], pieces, loose)
+    yield from _of_outputs(truth["outputs"], nudged["outputs"], pieces, limits)
     for quantity in ("gradients", "buffers", "weights"):
         expected = truth[quantity]
         scales = _scales(quantity, expected)
-        allowed = _allowed(truth, nudged, quantity, scales)
+        allowed = _allowed(truth, nudged, quantity, scales, limits)
         for number, rank in enumerate(ranks):
-            most = {name: max(value, loose) for name, value in allowed.items()}
-            lines = list(_of_tensors(quantity, rank[quantity], expected, scales, most))
+            lines = list(_of_tensors(quantity, rank[quantity], expected, scales, allowed))
             yield from (f"{line} on rank {number}" for line in lines)
             if lines:
                 break
@@ -264,7 +281,10 @@ def _states(case: Case, expected: Mapping[str, Any], ranks: Sequence[Record]) ->
 
 
 def _of_outputs(
-    expected: Mapping[str, Any], nudged: Mapping[str, Any], pieces: Sequence[Record], loose: float
+    expected: Mapping[str, Any],
+    nudged: Mapping[str, Any],
+    pieces: Sequence[Record],
+    limits: _Limits,
 ) -> Iterator[str]:
     by_path: dict[str, list[Record]] = {}
     for piece in pieces:
@@ -281,8 +301,7 @@ def _of_outputs(
         else:
             scale = _norm(truth)
             reaction = _error(nudged.get(path), truth, scale)
-            allowed = max(TOLERANCE, min(FACTOR * reaction, CAP), loose)
-            yield from _of_output(name, truth, some, scale, allowed)
+            yield from _of_output(name, truth, some, scale, limits.allowed(reaction))
     for path in by_path:
         yield f"output {path} is new"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import torch
 
 from fuzz.cases import Case, micro_batches
 
-__all__ = ["Judge", "Rejected", "request"]
+__all__ = ["Judge", "Rejected", "called", "made_by", "request"]
 
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS.parent / "src" / "fivefold" / "train" / "verify" / "one_process.py"
@@ -29,29 +30,41 @@ class Rejected(Exception):
         super().__init__(f"{where}: {kind}: {text.strip().splitlines()[0] if text.strip() else ''}")
 
 
+def made_by(case: Case) -> dict[str, Any]:
+    """Functions that make the net, its loss and its batches: those that the case names, or the grammar's."""
+    grammar = {
+        "net": {"module": "fuzz.nets", "function": "build", "arguments": [case.get("net")]},
+        "loss": {"module": "fuzz.losses", "function": "build", "arguments": [case.get("loss")]},
+        "batch": {"module": "fuzz.data", "function": "batch", "arguments": [case]},
+    }
+    return case.get("made_by", grammar)
+
+
+def called(function: dict[str, Any], *more: Any) -> Any:
+    """What one of them returns; the loss is given the net, and batches their number."""
+    module = importlib.import_module(function["module"])
+    return getattr(module, function["function"])(*function["arguments"], *more)
+
+
 def request(case: Case) -> dict[str, Any]:
     """What the judge is asked, but for the file that it answers in."""
+    made = made_by(case)
     steps = []
     for step in case["steps"]:
         rows = case["batches"][step["batch"]]["rows"]
         steps.append({**step, "micro_batches": micro_batches(case, rows)})
     last = case["steps"][-1]["batch"]
     return {
-        "path": [str(TESTS)],
+        "path": [str(TESTS), *case.get("path", [])],
         "seed": case["seed"],
         "dtype": "float64",
-        "net": {"module": "fuzz.nets", "function": "build", "arguments": [case["net"]]},
-        "loss": {
-            "module": "fuzz.losses",
-            "function": "build",
-            "arguments": [case["loss"]],
-            "with_net": True,
-        },
-        "batch": {"module": "fuzz.data", "function": "batch", "arguments": [case]},
+        "net": made["net"],
+        "loss": {**made["loss"], "with_net": True},
+        "batch": made["batch"],
         "event": {"module": "fuzz.events", "function": "happen"},
         "state": {"module": "fuzz.nets", "function": "state"},
         "masks": case["plan"].get("numerics.seed", 0),
-        "optimizer": OPTIMIZER,
+        "optimizer": {**OPTIMIZER, **case.get("optimizer", {})},
         "steps": steps,
         "evaluate": [last, last],
         "nudged": True,

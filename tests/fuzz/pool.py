@@ -11,6 +11,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -73,9 +74,14 @@ def _serve(line: Connection, rank: int, stacks: str) -> None:
 
 
 class Ranks:
-    """As many processes as cases need; all of them are replaced after a crash or a hang, or many cases."""
+    """As many processes as cases need; all of them are replaced after a crash or a hang, or many cases.
 
-    def __init__(self, limit_s: float = LIMIT_S, cases: int = 150) -> None:
+    `warm` are modules to import once, in the process that they are forked from.
+    """
+
+    def __init__(
+        self, limit_s: float = LIMIT_S, cases: int = 150, warm: Sequence[str] = ()
+    ) -> None:
         self.limit_s = limit_s
         self._most, self._count, self._groups = cases, 0, 0
         self._processes: list[Any] = []
@@ -84,7 +90,7 @@ class Ranks:
         self._path = os.environ.get("PYTHONPATH")
         folders = [TESTS, *filter(None, (self._path or "").split(os.pathsep))]
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
-        _context.set_forkserver_preload(["fuzz.warm"])
+        _context.set_forkserver_preload(["fuzz.warm", *warm])
 
     def _grow(self, size: int) -> None:
         for rank in range(len(self._processes), size):

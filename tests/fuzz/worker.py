@@ -22,9 +22,9 @@ from fivefold.comm import CommError
 from fivefold.errors import FivefoldError
 from fivefold.mesh import part_of
 from fivefold.plan import Provenance
-from fuzz import data, events, losses, nets
+from fuzz import events, nets
 from fuzz.cases import Case
-from fuzz.judge import OPTIMIZER
+from fuzz.judge import OPTIMIZER, called, made_by
 from fuzz.leaves import flat
 
 __all__ = ["run"]
@@ -62,7 +62,7 @@ def _fault(name: str) -> AbstractContextManager[Any]:
 
 class _Under:
     def __init__(self, case: Case, told: dict[str, Any]) -> None:
-        self.case, self.told = case, told
+        self.case, self.told, self.made = case, told, made_by(case)
         self.net: nn.Module | None = None
 
     def run(self) -> None:
@@ -70,19 +70,21 @@ class _Under:
         case = self.case
         torch.set_default_dtype(torch.float64)
         _seed(case["seed"])
-        self.net = net = nets.build(case["net"])
-        self.loss = loss = losses.build(case["loss"], net)
+        self.net = net = called(self.made["net"])
+        self.loss = loss = called(self.made["loss"], net)
         layout = ff.Layout(**case["layout"])
         plan = ff.Plan(layout=layout).replace(case["plan"], Provenance("user", "fuzz"))
         self.mesh = mesh = ff.start(plan, device="cpu")
         needed = layout.pipe > 1 or case["example"]
-        example = data.inputs_of(case, 0) if needed else None
+        example = called(self.made["batch"], 0)[0] if needed else None
         self.model = model = ff.parallelize(net, mesh, example=example, loss=loss)
         self.own = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
         # A rank whose stage has no parameters has nothing to optimise, which torch's optimisers refuse.
         spare = [nn.Parameter(torch.zeros(1))]
         held = [*model.parameters(), *self.own.values()]
-        self.optimizer = torch.optim.SGD(held or spare, **OPTIMIZER)
+        self.optimizer = torch.optim.SGD(
+            held or spare, **{**OPTIMIZER, **case.get("optimizer", {})}
+        )
         model.train()
         for number, step in enumerate(case["steps"]):
             self.told["steps"].append(self._step(number, step))
@@ -98,7 +100,7 @@ class _Under:
             events.happen(self.model.module, self.loss, event, self.model)
         if step.get("zero", True):
             self.optimizer.zero_grad()
-        inputs, targets = data.batch(self.case, step["batch"])
+        inputs, targets = called(self.made["batch"], step["batch"])
         rows = self.case["batches"][step["batch"]]["rows"]
         _seed(self.case["seed"] + 1 + number)
         seen: list[Any] = []
@@ -170,7 +172,7 @@ class _Under:
         model = self.model
         model.eval()
         _seed(self.case["seed"])
-        inputs = model.shard(data.inputs_of(self.case, number))
+        inputs = model.shard(called(self.made["batch"], number)[0])
         if isinstance(inputs, dict):
             returned = model(**inputs)
         else:
@@ -185,7 +187,7 @@ class _Under:
         net = self.model.module
         net.eval()
         _seed(self.case["seed"])
-        inputs = data.inputs_of(self.case, number)
+        inputs = called(self.made["batch"], number)[0]
         if isinstance(inputs, dict):
             returned = net(**inputs)
         else:

@@ -315,3 +315,113 @@ def test_outside_step_a_checkpointed_dropout_draws_twice_alike() -> None:
     kept = (y != 0).float().mul(2.0)  # d y / d (output of the linear layer)
     assert x.grad is not None
     assert torch.allclose(x.grad, kept @ model.module.body[0].weight)
+
+
+class Attends(nn.Module):
+    """Two ways to attend: with tokens first as torch's default has it, and with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(4, 2)
+        self.padded = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = x.transpose(0, 1)
+        x = x + self.first(there, there, there, need_weights=False)[0].transpose(0, 1)
+        y, weights = self.padded(x, x, x, key_padding_mask=x[..., 0] > 1.5)
+        return y.mean(1) * weights.square().sum((1, 2))[:, None]
+
+
+def test_attention_leaves_samples_to_themselves() -> None:
+    torch.manual_seed(3)
+    net, x, y = Attends(), torch.randn(5, 6, 4), torch.randn(5, 4)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+    plain.eval()
+
+    def check(mesh: Mesh) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        model.eval()
+        own = mesh.share(len(x))
+        torch.testing.assert_close(model(x[own.start : own.stop]), plain(x)[own.start : own.stop])
+
+    run_ranks(Layout(data=2), check)
+
+
+@pytest.mark.parametrize("tracks", [False, True], ids=["its own", "tracked"])
+def test_instance_norm_in_evaluation_leaves_samples_to_themselves(tracks: bool) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, track_running_stats=tracks)
+    ).double()
+    plain = copy.deepcopy(net).eval()(X)
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(net), mesh).eval()
+        return model(model.shard(X)).detach()
+
+    assert torch.allclose(torch.cat(run_ranks(2, check)), plain, rtol=1e-13)
+
+
+class Missing:
+    """What stands for an optional package that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no package, no {name}")
+
+
+MISSING: Any = None
+
+
+class Optional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return MISSING.mean(x) if x.shape[1] > 2 else x.mean((2, 3))
+
+
+def test_what_stands_for_a_missing_package_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "MISSING", Missing())
+    net, y = nn.Sequential(nn.Conv2d(2, 2, 3), Optional()).double(), torch.zeros(7, 2).double()
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        return model.step(*model.shard(X, y))
+
+    assert torch.allclose(run_ranks(2, check)[0], nn.MSELoss()(net(X), y))
+
+
+class Picks(nn.Module):
+    """What rows are asked for by their numbers: a class of each, and words that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, rows = self.layer(x), torch.arange(x.shape[0])
+        last = y[rows, (x > 0).sum(1) - 1]
+        there = torch.arange(6)[None, None, :]
+        pairs = y[rows[:, None, None], there] * y[rows.view(-1, 1, 1), there.flip(2)]
+        return torch.cat([last[:, None], pairs.sum(1)], 1)
+
+
+@pytest.mark.parametrize("samples", [7, 3])
+def test_rows_picked_by_their_numbers_stay_with_themselves(samples: int) -> None:
+    torch.manual_seed(2)
+    net, x, y = Picks(), torch.randn(samples, 6), torch.randn(samples, 7)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())

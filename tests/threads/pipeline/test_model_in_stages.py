@@ -238,6 +238,43 @@ def test_a_loss_that_cannot_be_taken_apart() -> None:
     on_pipe(check)
 
 
+class Known:
+    """The mean over targets that are known."""
+
+    def share(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        known = targets >= 0
+        apart = torch.nn.functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+        return (apart * known).sum(), known.sum()
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        numerator, denominator = self.share(outputs, targets)
+        return numerator / denominator
+
+
+UNEVEN = torch.tensor([1, -1, -1, 2, 4, 0, -1, 3])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems", "zero-bubble"])
+@pytest.mark.parametrize("layout", [Layout(pipe=2), Layout(data=2, pipe=2)], ids=str)
+def test_a_loss_that_shares_itself(schedule: Any, layout: Layout) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    )
+    plain = copy.deepcopy(net)
+    expected = Known()(plain(X), UNEVEN)
+    expected.backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, net, loss=Known())
+        loss = model.step(*model.shard(X, UNEVEN))
+        torch.testing.assert_close(loss, expected.detach())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+    run_ranks(layout, check, plan=Plan(layout=layout, pipeline=Pipeline(schedule, 4)))
+
+
 def test_the_batch_at_once_takes_any_loss() -> None:
     plain = copy.deepcopy(NET)
     unlike_any(plain(X), Y).backward()

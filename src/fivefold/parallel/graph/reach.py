@@ -429,7 +429,8 @@ class Reach:
         scopes = [(function.__globals__, names)]
         for name in names:
             module = function.__globals__.get(name)
-            if module is random or getattr(module, "__self__", None) is _PYTHON:
+            method = isinstance(module, (types.MethodType, types.BuiltinMethodType))
+            if module is random or (method and module.__self__ is _PYTHON):
                 self._draws.add("python")
             if module is np.random or (module is np and "random" in names):
                 self._draws.add("numpy")

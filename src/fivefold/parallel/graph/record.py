@@ -35,6 +35,7 @@ from fivefold.errors import FivefoldError, UsageError
 from fivefold.parallel.graph.effects import Effects, noted
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.hooks import hooked
+from fivefold.parallel.graph.numbered import by_row
 from fivefold.parallel.graph.reach import Found, Reach, gathers
 from fivefold.parallel.graph.recorder import WHOLE_MODULES, Look, Recorder
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
@@ -352,7 +353,7 @@ def _tape(recorder: Recorder, returned: Any, effects: Effects) -> Tape:
     outputs = map_refs(rename, outputs)
     effects = effects.renamed(rename)
     wanted = [*refs_of(outputs), *effects.refs()]
-    nodes = _alive(nodes, wanted)
+    nodes = _alive(by_row(nodes), wanted)
     uses = Counter(ref.index for node in nodes for ref in node.operands if isinstance(ref, Value))
     uses.update(ref.index for ref in wanted if isinstance(ref, Value))
     return Tape(

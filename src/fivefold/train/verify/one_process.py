@@ -269,6 +269,14 @@ def neighbour(leaf: Any, generator: torch.Generator) -> Any:
     return torch.nextafter(leaf, torch.where(up, math.inf, -math.inf).to(leaf))
 
 
+def _moved_weights(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Neighbouring weights; those of exactly zero stay.
+
+    A norm whose weight starts at zero leaves ReLUs exactly on their kink. The neighbour of zero opens them.
+    """
+    return torch.where(weights == 0, weights, neighbour(weights, generator))
+
+
 class Run:
     """A net as a request describes it, trained from its first step to its last.
 
@@ -295,7 +303,7 @@ class Run:
         self._own = dict(self.loss.named_parameters()) if isinstance(self.loss, nn.Module) else {}
         if self._generator is not None:
             for parameter in self.net.parameters():
-                parameter.data.copy_(neighbour(parameter.data, self._generator))
+                parameter.data.copy_(_moved_weights(parameter.data, self._generator))
         self.optimizer = torch.optim.SGD(
             [*self.net.parameters(), *self._own.values()], **told["optimizer"]
         )

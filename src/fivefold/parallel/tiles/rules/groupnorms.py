@@ -216,6 +216,12 @@ def _track(
 
 
 class _Instance:
+    def collective(self, op: Operation, *, given: bool, tracked: bool) -> str | None:
+        """What ranks exchange: sums over images in parts, and running statistics unless they are `given`."""
+        lies = op.made[0]
+        joins = not given and (_axes(lies, 2) or (tracked and lies.axes))
+        return "statistics" if joins else None
+
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the input, unless its channels are cut or there is no dim of samples."""
         given = op.given[0]
@@ -240,7 +246,12 @@ class InstanceNorm(_Instance):
                 return node.function(*args, **kwargs)
             return _instance_norm(moment, a["input"], op, a)
 
-        return Local((as_held(lies), *op.whole(1)), run, collective="statistics")
+        bound = node.bound(names)
+        tracked = bound.get("running_mean") is not None
+        collective = self.collective(
+            op, given=not bound.get("use_input_stats", True), tracked=tracked
+        )
+        return Local((as_held(lies), *op.whole(1)), run, collective=collective)
 
 
 @rule("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
@@ -269,4 +280,8 @@ class InstanceNormModule(_Instance):
             }  # fmt: skip
             return _instance_norm(moment, x, op, a)
 
-        return Local((as_held(lies),), run, collective="statistics")
+        given = not module.training and bool(module.track_running_stats)
+        tracked = module.running_mean is not None
+        return Local(
+            (as_held(lies),), run, collective=self.collective(op, given=given, tracked=tracked)
+        )

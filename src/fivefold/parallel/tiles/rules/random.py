@@ -25,6 +25,7 @@ from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.intercept import DROPOUTS, dropout_arguments, warn_layout
 from fivefold.parallel.randomness import uniform_box
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Wants, as_held, call, rule
+from fivefold.parallel.tiles.rules.heads import Heads
 from fivefold.parallel.tiles.rules.pointwise import Pointwise, broadcast_wants
 from fivefold.parallel.tiles.rules.products import Products
 from fivefold.parallel.tiles.spread import Box, Spread
@@ -277,14 +278,19 @@ class Attention(Seeded):
         return float(p) > 0.0 and bool(node.kwargs.get("training", True))
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """Without dropout as any product of matrices; the longer function is gathered."""
-        if self.drops(op.node) or op.node.function is not F.scaled_dot_product_attention:
+        """Without dropout as any product of matrices; the longer function by samples."""
+        if self.drops(op.node):
             return super().place(op)
+        if op.node.function is not F.scaled_dot_product_attention:
+            return Heads().place(op)
         return None if op.node.kwargs.get("enable_gqa") else Products().place(op)
 
     def lower(self, op: Operation) -> Local:
         """The same."""
-        return super().lower(op) if self.drops(op.node) else Products().lower(op)
+        if self.drops(op.node):
+            return super().lower(op)
+        long = op.node.function is not F.scaled_dot_product_attention
+        return Heads().lower(op) if long else Products().lower(op)
 
 
 @rule("gru", "lstm", "rnn_relu", "rnn_tanh")
