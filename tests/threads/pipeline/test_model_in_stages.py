@@ -289,6 +289,38 @@ def test_the_batch_at_once_takes_any_loss() -> None:
     on_pipe(check, schedule="layer")
 
 
+class Counts(nn.BatchNorm2d):
+    """A norm that counts its batches as timm's do, in training only."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return torch.nn.functional.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            0.1,
+            self.eps,
+        )
+
+
+def test_a_stage_that_begins_with_what_is_done_in_training_only() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), Counts(4), nn.Flatten(), nn.Linear(4 * 7 * 5, 5))
+    plain = copy.deepcopy(net)
+    plain(X)
+    expected = plain.eval()(X)
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(net), mesh, example=X, loss=nn.CrossEntropyLoss())
+        model.step(*model.shard(X, Y))
+        torch.testing.assert_close(model.eval()(X), expected)
+
+    on_pipe(check, cut="1", micro_batches=1)
+
+
 def test_stages_begin_where_the_plan_says() -> None:
     def check(mesh: Mesh) -> set[str]:
         return {name for name, _ in started(mesh).named_parameters()}
