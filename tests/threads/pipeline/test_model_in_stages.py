@@ -321,6 +321,48 @@ def test_a_stage_that_begins_with_what_is_done_in_training_only() -> None:
     on_pipe(check, cut="1", micro_batches=1)
 
 
+class Relative(nn.Module):
+    """Distances of pixels, a buffer that is made anew where the size of images has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("distances", torch.zeros(1, 1), persistent=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.distances.shape[1] != x.shape[3]:
+            there = torch.arange(x.shape[3], dtype=torch.float32)
+            self.distances = (there - there[:, None]).abs().to(self.scale)
+        return x @ torch.softmax(self.scale * self.distances, 1)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_buffer_that_gets_another_shape_in_one_stage(place: int) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5)
+    )
+    net.insert(place, Relative())
+    if place:
+        net.insert(place, nn.Conv2d(3, 3, 1))
+    plain = copy.deepcopy(net)
+    for _ in range(2):
+        nn.CrossEntropyLoss()(plain(X), Y).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, net)
+        for _ in range(2):
+            model.step(*model.shard(X, Y))
+        assert model.stages is not None
+        every = model.stages.everywhere(dict(model.module.named_buffers()))
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(every[name], buffer)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        torch.testing.assert_close(model.eval()(X), plain.eval()(X))
+
+    on_pipe(check)
+
+
 def test_stages_begin_where_the_plan_says() -> None:
     def check(mesh: Mesh) -> set[str]:
         return {name for name, _ in started(mesh).named_parameters()}

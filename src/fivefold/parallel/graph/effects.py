@@ -61,9 +61,16 @@ class Set:
     @property
     def there(self) -> bool:
         """Whether the container holds tensors there already, as many as will be."""
+        return len(self._now()) == len(list(self.refs()))
+
+    def fits(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
+        """Whether the tensors that are there have the shapes of those that will be."""
+        will = [shapes[r.index] for r in self.refs() if isinstance(r, Value)]
+        return not will or [tuple(leaf.shape) for leaf in self._now()] == will
+
+    def _now(self) -> list[Tensor]:
         keys = self.container.keys()
-        value = self.container.values()[keys.index(self.key)] if self.key in keys else None
-        return len(leaves(value)) == len(list(self.refs()))
+        return leaves(self.container.values()[keys.index(self.key)] if self.key in keys else None)
 
     @property
     def plain(self) -> bool:
