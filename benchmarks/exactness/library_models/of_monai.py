@@ -37,7 +37,12 @@ MODELS: dict[str, Model] = {
     ),
     "efficientnet": image(
         lambda: nets.EfficientNetBN(
-            "efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=1, num_classes=CLASSES
+            "efficientnet-b0",
+            pretrained=False,
+            spatial_dims=2,
+            in_rows=8,
+            channels=1,
+            num_classes=CLASSES,
         ),
         65,
         49,

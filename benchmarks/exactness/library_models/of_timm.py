@@ -238,7 +238,7 @@ MODELS: dict[str, Model] = {
     "resnest": _model("resnest14d", 65, 49, stem_width=16, base_width=16),
     "resnet": _model("test_resnet", 65, 49),
     "resnetv2": _model("resnetv2_18", 65, 49, channels=(16, 24, 32, 48)),
-    "rexnet": _model("rexnet_100", 65, 49, width_mult=0.5),
+    "rexnet": _model("rexnet_100", 65, 49, rows=8, width_mult=0.5),
     "samvit": _model(
         "samvit_base_patch16",
         64,
@@ -262,7 +262,7 @@ MODELS: dict[str, Model] = {
         embed_dims=(16, 24, 24, 24),
         hidden_sizes=(8, 12, 12, 12),
     ),
-    "shvit": _model("shvit_s1", 64, 64, depth=(1, 1, 1)),
+    "shvit": _model("shvit_s1", 64, 64, rows=8, depth=(1, 1, 1)),
     "sknet": _model("skresnet18", 65, 49, layers=[1, 1, 1, 1]),
     "starnet": _model("starnet_s050", 64, 64, rows=8),
     "swiftformer": _model("swiftformer_xs", 64, 64),
