@@ -423,3 +423,35 @@ def test_rows_picked_by_their_numbers_stay_with_themselves(samples: int) -> None
         return model.eval()(model.shard(x)).detach()
 
     torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
+class Reads(nn.Module):
+    """Recurrent layers, with samples on either dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, (last, _) = self.lstm(x)
+        read, _ = self.gru(y.transpose(0, 1))
+        return read[-1] + last.sum((0, 2))[:, None]
+
+
+def test_recurrent_layers_leave_samples_to_themselves() -> None:
+    torch.manual_seed(3)
+    net, x, y = Reads(), torch.randn(5, 6, 4), torch.randn(5, 4)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())

@@ -251,6 +251,41 @@ class Known:
         return numerator / denominator
 
 
+class Aside(nn.Module):
+    """A net with a second head, long before its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.aside = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.body = nn.Sequential(nn.Tanh(), nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 6, 3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        aside = self.aside(x.mean((2, 3)))
+        return self.head(self.body(x).mean((2, 3))), aside
+
+
+class Both(Known):
+    def share(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        (main, denominator), (aside, _) = (super(Both, self).share(o, targets) for o in outputs)
+        return main + 0.4 * aside, denominator
+
+
+def test_a_loss_of_what_several_stages_return() -> None:
+    net = Aside()
+    plain = copy.deepcopy(net)
+    Both()(plain(X), UNEVEN).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, net, loss=Both())
+        model.step(*model.shard(X, UNEVEN))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+    on_pipe(check, cut="body.1")
+
+
 UNEVEN = torch.tensor([1, -1, -1, 2, 4, 0, -1, 3])
 
 
