@@ -455,3 +455,35 @@ def test_recurrent_layers_leave_samples_to_themselves() -> None:
         return model.eval()(model.shard(x)).detach()
 
     torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
+class Relative(nn.Module):
+    """Every position against a table of its own; samples and rows are in one dim, as in video models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        x = x.permute(2, 0, 1, 3).reshape(3, n * 2, 4)
+        x = torch.matmul(x, self.table).transpose(0, 1)
+        return x.reshape(n, 2, 3, 6).sum((1, 2))
+
+
+def test_rows_of_matrices_leave_samples_to_themselves() -> None:
+    torch.manual_seed(3)
+    net, x, y = Relative(), torch.randn(5, 2, 3, 4), torch.randn(5, 6)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
