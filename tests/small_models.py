@@ -112,7 +112,9 @@ def judged(
     batches = [batch() for _ in range(steps)]
 
     def check(mesh: Mesh) -> Report:
-        return verify(copy.deepcopy(net), mesh, loss=loss, batch=batches.__getitem__, steps=steps)
+        return verify(
+            lambda: copy.deepcopy(net), mesh, loss=loss, batch=batches.__getitem__, steps=steps
+        )
 
     plan = Plan(layout=layout, tiles=Tiles(strict=True)) if isinstance(layout, Layout) else layout
     return run_ranks(plan.layout, check, plan=plan, timeout_s=timeout_s)[0]

@@ -63,7 +63,7 @@ def run(
 
     def check(mesh: Mesh) -> Report:
         return verify(
-            copy.deepcopy(net),
+            lambda: copy.deepcopy(net),
             mesh,
             loss=case.loss,
             batch=batches.__getitem__,

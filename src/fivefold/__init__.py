@@ -12,6 +12,7 @@ launcher and `fivefold --help` answer at once, on login nodes too.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,10 @@ _HOME = {
 }
 
 
+if os.environ.get("FIVEFOLD_ENGINE"):
+    import_module("fivefold.launch.mistakes").tell_in_one_line()
+
+
 def __getattr__(name: str) -> object:
     """Import a public name from the module where it lives, once (PEP 562)."""
     if name == "__version__":
@@ -81,7 +86,6 @@ def _known_to_torch() -> None:  # pyright: ignore[reportUnusedFunction]
     import torch, and has to be quick: what the backend needs is imported when a group is made.
     """
     import logging
-    import os
 
     log = logging.getLogger(__name__)
     try:

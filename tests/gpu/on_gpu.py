@@ -39,7 +39,9 @@ def compared(
     def batch(step: int) -> tuple[Tensor, Tensor]:
         return random_batch(samples, step)
 
-    report: Report = verify(net, mesh, loss=CRITERION, batch=batch, steps=2, dtype=dtype)
+    report: Report = verify(
+        lambda: copy.deepcopy(net), mesh, loss=CRITERION, batch=batch, steps=2, dtype=dtype
+    )
     return {"passed": report.passed, "said": report.verdict()}
 
 

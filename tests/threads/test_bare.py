@@ -43,8 +43,8 @@ def test_replicas_weigh_their_means_by_their_samples(rows: int, training: bool, 
         ]
 
     for plan in REPLICAS:
-        plan = Plan(layout=plan.layout, memory=ff.plan.Memory(shard=shard))
-        for got in run_ranks(plan.layout.size, check, plan=plan):
+        divided = Plan(layout=plan.layout, memory=ff.plan.Memory(shard=shard))
+        for got in run_ranks(plan.layout.size, check, plan=divided):
             for one, other in zip(got, expected(training, rows), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 

@@ -39,7 +39,12 @@ def resnet20(ranks: int, dtype: torch.dtype, plan: Plan | None = None) -> list[R
     def check(mesh: Mesh) -> Report:
         loss = nn.CrossEntropyLoss()
         return verify(
-            copy.deepcopy(net), mesh, loss=loss, batch=batches.__getitem__, steps=2, dtype=dtype
+            lambda: copy.deepcopy(net),
+            mesh,
+            loss=loss,
+            batch=batches.__getitem__,
+            steps=2,
+            dtype=dtype,
         )
 
     return run_ranks(ranks, check, plan=plan)
@@ -87,6 +92,67 @@ def test_reentrant_checkpoints_are_exact(ranks: int) -> None:
     case = Case(lambda: Then(Call(lambda self, x: checkpoint(self.inner, x, use_reentrant=True),
                                   inner=inner)))  # fmt: skip
     assert run(case, ranks, 5).passed
+
+
+class Hooked(nn.Module):
+    """Hooks and closures that a copy would share with the original, or lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 4)
+        scale = torch.linspace(1, 2, 6)
+        self.first.register_forward_hook(lambda _m, _x, y: y * scale)
+        self.first.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        self.second = lambda x: self.last(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def vectors(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    x = torch.randn(7, 5, generator=draw, dtype=torch.float64)
+    return x, torch.randint(4, (7,), generator=draw)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_hooks_and_closures_of_both_sides_are_their_own(dtype: torch.dtype) -> None:
+    def check(mesh: Mesh) -> Report:
+        return verify(Hooked, mesh, loss=nn.CrossEntropyLoss(), batch=vectors, dtype=dtype)
+
+    assert run_ranks(3, check)[0].passed
+
+
+def test_a_loss_that_is_made_with_its_net_may_have_a_penalty() -> None:
+    def build() -> tuple[nn.Module, Callable[..., Tensor]]:
+        net = Hooked()
+
+        class Penalised(nn.CrossEntropyLoss):
+            def share(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+                rows = torch.tensor(len(targets))
+                penalty = sum(p.square().sum() for p in net.parameters())
+                cost = nn.functional.cross_entropy(outputs, targets, reduction="sum")
+                return cost + 0.1 * rows * penalty, rows
+
+            def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+                numerator, denominator = self.share(outputs, targets)
+                return numerator / denominator
+
+        return net, Penalised()
+
+    def check(mesh: Mesh) -> Report:
+        return verify(build, mesh, loss=None, batch=vectors)
+
+    report = run_ranks(2, check)[0]
+    assert report.passed, report
+
+
+def test_a_net_instead_of_what_builds_it_is_refused() -> None:
+    def check(mesh: Mesh) -> None:
+        with pytest.raises(UsageError, match="verify builds the net twice"):
+            verify(Hooked(), mesh, loss=nn.CrossEntropyLoss(), batch=vectors)
+
+    run_ranks(1, check)
 
 
 # ---- what is not exact fails
@@ -236,7 +302,9 @@ def test_what_one_process_cannot_train_is_told_with_the_shapes() -> None:
         net = nn.Sequential(nn.Flatten(), nn.Linear(5, 4))
         batch = (torch.randn(6, 7), torch.zeros(6, dtype=torch.int64))
         with pytest.raises(UsageError) as error:
-            verify(net, mesh, loss=nn.CrossEntropyLoss(), batch=lambda _: batch)
+            verify(
+                lambda: copy.deepcopy(net), mesh, loss=nn.CrossEntropyLoss(), batch=lambda _: batch
+            )
         assert str(error.value).startswith(
             "one process alone cannot train the model on inputs of shape (6, 7) with targets of shape "
             "(6,): RuntimeError: mat1 and mat2 shapes cannot be multiplied"
@@ -252,6 +320,6 @@ def test_what_one_process_cannot_train_is_told_with_the_shapes() -> None:
 def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     def check(mesh: Mesh) -> None:
         with pytest.raises(UsageError, match=message):
-            verify(nn.Linear(1, 1), mesh, loss=nn.MSELoss(), batch=lambda _: (), **options)
+            verify(lambda: nn.Linear(1, 1), mesh, loss=nn.MSELoss(), batch=lambda _: (), **options)
 
     run_ranks(1, check)

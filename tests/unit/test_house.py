@@ -57,7 +57,7 @@ def public_names(module: ast.Module) -> list[str] | None:
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
 def test_files_and_functions_are_small(path: Path) -> None:
     lines = path.read_text().count("\n")
-    assert lines < 400, f"{lines} lines: find the second noun in this file and move it out"
+    assert lines < 600, f"{lines} lines: find the second noun in this file and move it out"
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1

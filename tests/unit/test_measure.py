@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.train.verify.judge import nudged
 from fivefold.train.verify.measure import Snapshot, Values, errors, not_finite
+from fivefold.train.verify.one_process import neighbour
 from fivefold.train.verify.report import Item, Quantity, Replicas, Report, tolerance
 
 
@@ -95,13 +95,17 @@ def test_tolerances(own: float, dtype: str, expected: float) -> None:
 
 def test_a_nudge_moves_every_number_to_a_neighbour() -> None:
     x = torch.tensor([1.0, -2.0, 0.0, 1e-30] * 50, dtype=torch.float64)
-    moved = nudged({"x": x, "n": torch.arange(3)}, seed=4)
-    assert torch.equal(moved["n"], torch.arange(3))
+
+    def moved(leaf: Tensor, seed: int) -> Tensor:
+        found: Tensor = neighbour(leaf, torch.Generator().manual_seed(seed))
+        return found
+
+    assert torch.equal(moved(torch.arange(3), 4), torch.arange(3))
     up, down = (torch.nextafter(x, torch.full_like(x, end)) for end in (math.inf, -math.inf))
-    assert bool(((moved["x"] == up) | (moved["x"] == down)).all())
-    assert 50 < int((moved["x"] == up).sum()) < 150
-    assert torch.equal(nudged(x, 4), moved["x"])
-    assert not torch.equal(nudged(x, 5), moved["x"])
+    assert bool(((moved(x, 4) == up) | (moved(x, 4) == down)).all())
+    assert 50 < int((moved(x, 4) == up).sum()) < 150
+    assert torch.equal(moved(x, 4), moved(x, 4))
+    assert not torch.equal(moved(x, 5), moved(x, 4))
 
 
 def test_each_tensor_counts_once_with_its_worst_step() -> None:

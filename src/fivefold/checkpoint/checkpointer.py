@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.compare import Agreement, Comparing
+from fivefold.checkpoint.compare import Agreement, Comparing, check_given, given
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.members import members_of, resolved_scheme
 from fivefold.checkpoint.node import Node
@@ -115,15 +115,16 @@ class Checkpointer(Closing):
         **objects: Any,
     ) -> None:
         help_instead()
-        given = {
+        told = {
             "local": local, "scheme": scheme, "set_size": set_size, "every_steps": every,
             "flush_every": flush_every, "flush_bytes_per_s": flush_bytes_per_s, "keep": keep,
             "keep_flushed": keep_flushed, "mtbf_s": mtbf_s, "max_overhead": max_overhead,
         }  # fmt: skip
         plan = None if mesh is None else mesh.plan
-        self._settings = settings = settings_of(directory, plan, node, given)
+        self._settings = settings = settings_of(directory, plan, node, told)
         groups = cpu_groups(process_group, 3, settings.timeout_s)
         self._begin_again = begin_again
+        self._given = given(settings, objects, signals=signals, begin_again=begin_again)
         on_cpu = mesh is None or mesh.device.type == "cpu"
         self._threads = torch.get_num_threads() if on_cpu else 1
         self._channels = Channels(*map(Ranks, groups))
@@ -136,7 +137,7 @@ class Checkpointer(Closing):
         """Find out which run the directory holds, and on which nodes we are."""
         ranks, values = self._channels.training, self._settings.plan
         self._state = State(objects, ranks.rank)
-        ranks.agree("checking the state", self._check_state)
+        check_given(ranks.agree("checking the state", self._check_state))
         self._persistent = PersistentStore(self._settings.directory)
         self._opened = open_run(ranks, self._persistent)
         store = LocalStore(self._settings.local, self._opened.run.run)
@@ -167,7 +168,7 @@ class Checkpointer(Closing):
 
     def _check_state(self) -> dict[str, Any]:
         self._state.capture(0)
-        return {}
+        return {"given": self._given}
 
     # ---- going on
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other at every step, without waiting for it.
+"""What ranks tell each other: first what they were given; at every step something without waiting for it.
 
 step k    numbers sent ─────────────┐ travel while step k + 1 is computed
 step k+1  ... the answer is read, and acted upon by all ranks in the same call
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from fivefold.checkpoint.ranks import Comparison, Ranks
+from fivefold.checkpoint.settings import Settings
 from fivefold.errors import UsageError
+from fivefold.mesh.agreement import Line, differences
 
-__all__ = ["Agreement", "Comparing"]
+__all__ = ["Agreement", "Comparing", "check_given", "given"]
 
 _EVERY_S = 0.05
 """A comparison takes about a tenth of a millisecond: where steps are short, not each has one"""
@@ -81,3 +85,19 @@ class Comparing:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+
+
+def given(settings: Settings, objects: Iterable[str], **others: bool) -> list[Line]:
+    """The arguments that have to be the same on all ranks: nodes have storage and names of their own."""
+    plan = {key: value for key, value in asdict(settings.plan).items() if key != "local"}
+    names = ", ".join(sorted(objects))
+    told = {"directory": settings.directory, "objects": names, **plan, **others}
+    return [(str(value), name) for name, value in told.items()]
+
+
+def check_given(told: Sequence[dict[str, Any]]) -> None:
+    """Raise `UsageError` unless all ranks were given the same; `told` is by rank."""
+    every = [one["given"] for one in told]
+    what = "the arguments of ff.Checkpointer"
+    if problem := differences(every, what, "give every rank the same"):
+        raise UsageError(problem)

@@ -169,22 +169,21 @@ class Verify:
 
         import torch
 
-        from fivefold.train.verify import verify
+        from fivefold.train.verify import Named, verify
         from fivefold.train.verify.sample import random_batches
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         shape, (kind, targets) = models.parse_shape(self.shape), LOSSES[self.loss]
-        torch.manual_seed(self.seed)
-        net = models.load(self.model, self.classes, shape[0])
+        build = Named("fivefold.cli.model", "load", (self.model, self.classes, shape[0]))
         batch = random_batches(
-            net, shape, self.batch, targets, seed=self.seed, dtype=dtype, device=mesh.device
+            build(), shape, self.batch, targets, seed=self.seed, dtype=dtype, device=mesh.device
         )
         # What the net makes for itself, torch.zeros(n), is made in the dtype it runs in.
         torch.set_default_dtype(dtype)
-        loss = getattr(torch.nn, kind)()
+        loss = Named("torch.nn", kind)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", UserWarning)
-            report = verify(net, mesh, loss=loss, batch=batch, steps=self.steps, dtype=dtype)
+            report = verify(build, mesh, loss=loss, batch=batch, steps=self.steps, dtype=dtype)
         said = dict.fromkeys(f"warning: {warning.message}" for warning in told)
         return replace(report, model=self.model, notes=(*report.notes, *said))
 

@@ -38,6 +38,7 @@ from fivefold.data.workers import Key
 from fivefold.errors import DataError, DataWarning, FivefoldError, UsageError
 from fivefold.launch.role import is_helper
 from fivefold.mesh import Mesh
+from fivefold.mesh.agreement import Position, note_position
 from fivefold.mesh.duty import help_instead
 from fivefold.trace import Phase, span
 
@@ -83,6 +84,8 @@ class Loader(Closing):
         self._later, self._finish = later, finish
         self._cursor = Cursor()
         self._iteration = 0
+        told = {"dataset": type(source.dataset).__qualname__, **self._identity()}
+        self._made = tuple((str(value), name) for name, value in told.items())
         self._skipped: list[Skipped] = []
         self.skipped = 0
         """samples of this rank's shares that were left out so far, where `on_error` is "skip" """
@@ -180,6 +183,8 @@ class Loader(Closing):
     def _placed(self, made: Made, batch_id: BatchId, *, whole: bool = False) -> Any:
         batch, boxes = made.batch if self._tiled else (made.batch, None)
         here = self._finished(pytree.tree_map_only(Tensor, self._moved, batch), batch_id)
+        position = Position(self._made, str(batch_id))
+        pytree.tree_map_only_(Tensor, lambda leaf: note_position(leaf, position), here)
         samples = self._source.size(batch_id)
         if self._source.on_error == "skip":
             self._skipped.extend(made.skipped)

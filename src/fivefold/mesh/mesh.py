@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import PlanError, suggest
 from fivefold.launch.role import Role
+from fivefold.mesh.agreement import Agreement
 from fivefold.mesh.ownership import TILE_DIMS, owned
 from fivefold.plan import AXES, Layout, Plan
 
@@ -67,6 +69,11 @@ class Mesh:
             joint = self.device_mesh[larger]._flatten("_".join(larger))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             self._joint[larger] = joint.get_group()
         return self._joint[larger]
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Compares what ranks do. All ranks ask for it first at the same time."""
+        return Agreement(self)
 
     def own_group(self, *axes: str) -> dist.ProcessGroup:
         """A new group of the ranks of `group(*axes)`, for messages whose order among others is not fixed.

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
+from fivefold.mesh.agreement import position_of
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel import bare
 from fivefold.parallel.batches import Batches
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.gathering import check_shard, gathering_reducer
+from fivefold.parallel.given import given
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.parameter_hooks import ParameterHooks
@@ -47,6 +49,9 @@ from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, span
 
 __all__ = ["ParallelModel", "parallelize"]
+
+_SELDOM = 256
+"""steps from one comparison of batches to the next where each would be a message of its own"""
 
 
 def parallelize(
@@ -71,12 +76,14 @@ def parallelize(
 
     Raises:
         PlanError: the plan's schedule, micro-batches or stages do not go together, or not with the net.
-        UsageError: the net is compiled, scripted, already wrapped, or not yet initialised; or there is no
-            example for a layout with a `pipe` axis.
+        UsageError: the net is compiled, scripted, already wrapped, or not yet initialised; there is no
+            example for a layout with a `pipe` axis; or ranks were given different things.
     """
     check_net(net, mesh.layout.data)
     check_loss(loss)
     check_shard(net, mesh)
+    if mesh.size > 1:
+        mesh.agreement.check(given(net, mesh, example, loss), "the arguments of parallelize")
     model = ParallelModel(net.to(mesh.device), mesh, loss, example)
     if example is not None and mesh.layout.tiles > 1:
         model.tile_plan(example)
@@ -109,6 +116,8 @@ class ParallelModel(nn.Module):
         joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not tiled
         self._rows = Rows(net, mesh) if joined and mesh.plan.parallel.rows == "auto" else None
         """finds out whether samples depend on each other, where replicas call the net itself"""
+        self._apart = joined and self._rows is None
+        """whether no step has ranks tell each other what they are going to do"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         if self._stages is not None:
             self._tiles = self._stages.tiles
@@ -162,7 +171,7 @@ class ParallelModel(nn.Module):
 
         Raises:
             UsageError: no loss was given, the batch is empty on all ranks, or its tensors do not share
-                their leading dim.
+                their leading dim; or ranks were given different batches, or made their loaders differently.
         """
         if self._mesh.role == "helper":
             help_instead()
@@ -171,7 +180,9 @@ class ParallelModel(nn.Module):
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
         if self._stages is not None and inputs is None:
             inputs = self._stages.stand_in()
-        share = self._share(inputs)
+        share = self._share(inputs, targets)
+        if self._apart and self.steps % _SELDOM == 0:
+            self._mesh.agreement.same(self.steps)
         self.steps += 1
         with nullcontext() if self._hooks is None else self._hooks.once():
             return self._stepped(inputs, targets, share, scaler)
@@ -407,7 +418,7 @@ class ParallelModel(nn.Module):
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            outputs, counts = self._whole_outputs(inputs)
+            outputs, counts = self._whole_outputs(inputs, targets)
         finally:
             for module in training:
                 module.training = True
@@ -421,11 +432,11 @@ class ParallelModel(nn.Module):
             found += sums.detach()
         return comm.all_reduce(found, self._mesh.group(*AXES), Tag.LOSS) if join else found
 
-    def _whole_outputs(self, inputs: Any) -> tuple[Any, bool]:
+    def _whole_outputs(self, inputs: Any, targets: Any) -> tuple[Any, bool]:
         """Outputs of all of this replica's samples, and whether this rank is the one that has them."""
         inputs = self._batches.moved(inputs)
         forward = functools.partial(self._reducer[0].forward, step=False)
-        share = self._share(inputs)
+        share = self._share(inputs, targets)
         first = all(self._mesh.coordinate(axis) == 0 for axis in ("pipe", *TILE_DIMS))
         first = first and share.rows > 0
         if self._stages is not None:
@@ -455,7 +466,8 @@ class ParallelModel(nn.Module):
             rows, bounds[self._group.rank()], bounds[-1], self.seed, self.steps, None, bounds=bounds
         )
 
-    def _share(self, inputs: Any) -> Share:
+    def _share(self, inputs: Any, targets: Any = None) -> Share:
+        self._mesh.agreement.position = position_of([*leaves(inputs), *leaves(targets)])
         return self._batches.share(inputs, self.seed, self.steps)
 
     # ---- the user's names: those of the plain net

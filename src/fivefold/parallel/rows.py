@@ -26,12 +26,11 @@ from torch.utils._pytree import tree_flatten
 
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
-from fivefold.parallel.agreement import Agreement
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import Share, quietly
 from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.tiles.net import ALIKE, TiledNet
 from fivefold.parallel.tiles.program import Compute, Program, exchange_of
 from fivefold.parallel.trees import map_tensors
 
@@ -51,25 +50,26 @@ class Rows:
     def __init__(self, net: Any, mesh: Mesh) -> None:
         self.tiles = TiledNet(net, mesh, Costs())
         """the net over all replicas, for when samples meet"""
-        self._agreement = Agreement(mesh)
+        self._agreement = mesh.agreement
         self._told = False
 
     def meet(self, call: Callable[..., Any], inputs: Any, share: Share) -> bool:
         """Whether samples depend on each other in a step; if so, `tiles` computes it. Collective.
 
-        A net that cannot be recorded is taken for one whose samples do not, which is told.
+        A net that cannot be recorded is taken for one whose samples do not, which is told. Raises
+        `UsageError` on all ranks unless what they have recorded is the same.
         """
-        found = self._judged(call, inputs, share)
-        token = hash((share.total, share.step, share.bounds, found is not None)) & (2**62 - 1)
-        if not self._agreement.same(token):
-            said = [
-                (f"{share.total} samples, shares {share.bounds}, step {share.step}", "the batch"),
-                (
-                    "apart" if found is None else f"meeting in {found}",
-                    "whether samples depend on each other",
-                ),
-            ]
-            self._agreement.check(said, "a step")
+        program, found = self._judged(call, inputs, share)
+        mark = None if program is None else program.mark
+        digest = -1 if mark is None else mark.digest
+        said = (share.total, share.step, share.bounds, found is not None, digest)
+        if not self._agreement.same(hash(said) & (2**62 - 1)):
+            batch = f"{share.total} samples, shares {share.bounds}, step {share.step}"
+            meeting = "apart" if found is None else f"meeting in {found}"
+            lines = [(batch, "the batch"), (meeting, "whether samples depend on each other")]
+            lines += [] if mark is None else mark.lines
+            remedy = f'{ALIKE}; or vouch for the net with parallel.rows = "apart"'
+            self._agreement.check(lines, "what they do", remedy, most=1)
         return found is not None
 
     def check_apart(
@@ -79,7 +79,7 @@ class Rows:
 
         `norms`: batch norm may use the statistics of the batch, which are exchanged.
         """
-        found = self._judged(call, inputs, share, norms=norms)
+        _, found = self._judged(call, inputs, share, norms=norms)
         if found is not None:
             raise UsageError(
                 f"samples depend on each other in {found}, so what the net returns for this rank's "
@@ -90,8 +90,11 @@ class Rows:
 
     def _judged(
         self, call: Callable[..., Any], inputs: Any, share: Share, *, norms: bool = True
-    ) -> str | None:
-        """Where samples meet; None if they do not, or it cannot be told. `norms` may join them."""
+    ) -> tuple[Program | None, str | None]:
+        """The net for the whole batch, if it can be recorded; and where samples meet, None if they do not.
+
+        `norms` may join them.
+        """
         share = _without_empty(share)
         inputs = _resized(inputs, share.rows)
         try:
@@ -99,12 +102,12 @@ class Rows:
                 program = self.tiles.program_for(call, inputs, share)
         except UsageError as problem:
             self._tell(problem)
-            return None
+            return None, None
         if program.meeting is None:
             with quietly():
                 program.meeting = self._meeting(program, call, inputs, share)
             self._tell_unknown(program)
-        return program.meeting or (None if norms else _statistics(program))
+        return program, program.meeting or (None if norms else _statistics(program))
 
     def _tell_unknown(self, program: Program) -> None:
         for node in program.gathered if program.meeting else ():

@@ -54,7 +54,11 @@ def judged(
 
     def check(mesh: Mesh) -> Report:
         return verify(
-            copy.deepcopy(net), mesh, loss=loss or nn.MSELoss(), batch=batches.__getitem__, steps=2
+            lambda: copy.deepcopy(net),
+            mesh,
+            loss=loss or nn.MSELoss(),
+            batch=batches.__getitem__,
+            steps=2,
         )
 
     return run_ranks(plan.layout, check, plan=plan, timeout_s=60)[0]

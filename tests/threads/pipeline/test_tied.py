@@ -129,7 +129,9 @@ def test_replicas_that_divide_parameters_keep_what_is_tied_together() -> None:
     )
 
     def refused(mesh: Mesh) -> None:
-        with pytest.raises(ff.errors.PlanError, match=r"embedding\.weight is used in several places"):
+        with pytest.raises(
+            ff.errors.PlanError, match=r"embedding\.weight is used in several places"
+        ):
             ff.parallelize(copy.deepcopy(NET), mesh, example=X, loss=Loss())
 
     run_ranks(4, refused, plan=plan)

@@ -17,7 +17,7 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import clip_grad_norm_, parallelize, units
 from fivefold.plan import Layout, Parallel
-from gates import Gate
+from gates import Gate, chosen
 from ranks import run_ranks
 from sharding import BOTH, Dropped, X, Y, close, gradients, on, plan_of, small
 
@@ -84,7 +84,7 @@ def test_a_torch_that_cannot_sum_unequal_parameters_is_told(
         net.use = lambda _x: "abc"
         model = parallelize(net, mesh, loss=nn.MSELoss())
         model.step(*model.shard(X, Y))
-        net.use = lambda _x: "ac"[mesh.rank]  # of equal size: the backend sees no difference
+        net.use = chosen("ac"[mesh.rank])  # of equal size: the backend sees no difference
         with pytest.raises(UsageError, match=r"torch 2\.13 can"):
             model.step(*model.shard(X, Y))
 
@@ -99,7 +99,7 @@ def test_ranks_may_use_different_parameters_of_what_is_gathered_together() -> No
 
     def check(mesh: Mesh) -> list[Tensor | None]:
         mine = copy.deepcopy(net)
-        mine.use = lambda _x: "ac"[mesh.rank]
+        mine.use = chosen("ac"[mesh.rank])
         model = parallelize(mine, mesh, loss=nn.MSELoss())
         model.step(*model.shard(X, Y))
         return gradients(mine)
@@ -114,7 +114,7 @@ def test_ranks_may_use_different_parameters_of_what_is_gathered_together() -> No
 def test_ranks_that_call_different_layers_are_told_what_to_do(uses: tuple[str, str]) -> None:
     def check(mesh: Mesh) -> None:
         net = Gate()
-        net.use = lambda _x: uses[mesh.rank]
+        net.use = chosen(uses[mesh.rank])
         model = parallelize(net, mesh, loss=nn.MSELoss())
         with pytest.raises(UsageError, match=r'different modules.*memory.shard = "optimizer"'):
             model.step(*model.shard(X, Y))

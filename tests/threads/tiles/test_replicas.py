@@ -54,7 +54,7 @@ def test_norms_and_masks_of_replicas_in_tiles(layout: Layout) -> None:
 
     def check(mesh: Mesh) -> Report:
         return verify(
-            copy.deepcopy(net), mesh, loss=nn.CrossEntropyLoss(), batch=batches.__getitem__, steps=2,
+            lambda: copy.deepcopy(net), mesh, loss=nn.CrossEntropyLoss(), batch=batches.__getitem__, steps=2,
             dtype=torch.float64,
         )  # fmt: skip
 

@@ -4,3 +4,5 @@ See `tape` for what a recording is, `record` for how it is made, `reach` and `gu
 """
 
 from __future__ import annotations
+
+__all__: list[str] = []

@@ -21,7 +21,7 @@ from fivefold.parallel.graph.effects import Effects
 from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
 from fivefold.parallel.graph.tape import Node, Tape
 
-__all__ = ["Fingerprint", "difference", "fingerprint"]
+__all__ = ["Fingerprint", "difference", "fingerprint", "in_words"]
 
 _HASHED_BYTES = 1 << 26
 """of larger tensors only this much is looked at, from their beginning"""
@@ -43,7 +43,7 @@ def fingerprint(tape: Tape, computed: Collection[str] = ()) -> Fingerprint:
     lines = [
         (f"inputs {[(tape.shapes[i], str(tape.dtypes[i])) for i in tape.inputs]}", "the inputs"),
         *((_line(node), node.where) for node in tape.nodes),
-        (f"returns {_told(tape.outputs)}", "what the net returns"),
+        (f"returns {in_words(tape.outputs)}", "what the net returns"),
         *_effects(tape.effects),
         *_held(tape, computed),
     ]
@@ -64,7 +64,7 @@ def difference(one: Fingerprint, other: Fingerprint) -> str | None:
 
 def _line(node: Node) -> str:
     name = getattr(node.function, "__qualname__", type(node.function).__qualname__)
-    called = _told((node.args, node.kwargs))
+    called = in_words((node.args, node.kwargs))
     told = f"{name} {called} of {[_ref(r) for r in node.operands]} -> {node.outputs} {node.output_shapes}"
     return f"{told} in {node.scope!r} {node.call} {node.draw} {node.grad} {node.autocast}"
 
@@ -79,7 +79,7 @@ def _effects(effects: Effects) -> Iterable[tuple[str, str]]:
     for target, ref in effects.written:
         yield f"writes {_ref(target)} = {_ref(ref)}", f"what is written to {_ref(target)}"
     for one in effects.sets:
-        yield f"sets {one.path} = {_told(one.value)}", f"{one.path}, which the forward sets"
+        yield f"sets {one.path} = {in_words(one.value)}", f"{one.path}, which the forward sets"
 
 
 def _held(tape: Tape, computed: Collection[str]) -> Iterable[tuple[str, str]]:
@@ -103,8 +103,8 @@ def _numbers(tensor: Tensor) -> str:
     return f"{told} {hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()}"
 
 
-def _told(value: Any) -> str:
-    """A value in words that name no addresses."""
+def in_words(value: Any) -> str:
+    """A value in words that name no addresses; of a tensor, a digest of its numbers."""
     if isinstance(value, (Value, State, Constant)):
         return _ref(value)
     if isinstance(value, Slot):
@@ -115,16 +115,16 @@ def _told(value: Any) -> str:
     ):
         return repr(value)
     if isinstance(value, slice):
-        return f"{_told(value.start)}:{_told(value.stop)}:{_told(value.step)}"
+        return f"{in_words(value.start)}:{in_words(value.stop)}:{in_words(value.step)}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_told(k)}: {_told(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{in_words(k)}: {in_words(v)}' for k, v in value.items())}}}"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_told, value)))}}}"
+        return f"{{{', '.join(sorted(map(in_words, value)))}}}"
     if isinstance(value, (Sequence, collections.deque)):
-        return f"{type(value).__name__}({', '.join(map(_told, value))})"
+        return f"{type(value).__name__}({', '.join(map(in_words, value))})"
     if isinstance(value, Tensor):
         return _numbers(value)
     if is_dataclass(value) and not isinstance(value, type):
         inner = ((f.name, getattr(value, f.name, None)) for f in fields(value))
-        return f"{type(value).__name__}({', '.join(f'{k}={_told(v)}' for k, v in inner)})"
+        return f"{type(value).__name__}({', '.join(f'{k}={in_words(v)}' for k, v in inner)})"
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,6 +1,6 @@
 """Proof that a layout computes what the unmodified model computes in one process.
 
-check      the steps, on every rank            reference  one plain process
+check      the steps, on every rank            reference  asks one plain process, one_process
 layout     the same step under the layout      measure    what an error is relative to
 judge      rank 0: errors against tolerances   report     the outcome as data, read without torch
 """
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fivefold.train.verify.check import verify
+    from fivefold.train.verify.reference import Named
     from fivefold.train.verify.report import Report
 
-__all__ = ["Report", "verify"]
+__all__ = ["Named", "Report", "verify"]
 
-_HOME = {"Report": "report", "verify": "check"}
+_HOME = {"Named": "reference", "Report": "report", "verify": "check"}
 
 
 def __getattr__(name: str) -> object:

@@ -9,20 +9,15 @@ ulp, until its own error explains the layout's or `CHANCES` runs have not. A wro
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.train.verify.measure import QUANTITIES, Snapshot, errors, not_finite
-from fivefold.train.verify.reference import OneProcess, State
+from fivefold.train.verify.reference import Reference, Step
 from fivefold.train.verify.report import Item, Quantity, Replicas, Report, tolerance
 
-__all__ = ["CHANCES", "Judge", "nudged"]
+__all__ = ["CHANCES", "Judge"]
 
 CHANCES = 12
 
@@ -41,62 +36,48 @@ _Errors = dict[str, dict[str, float]]
 
 
 class Judge:
-    """Runs the reference from a state, then says how far the layout's step from the same state was off."""
+    """Runs the reference, then says how far the layout's steps from the same states were off."""
 
     def __init__(
-        self, net: nn.Module, mesh: Mesh, loss: Callable[..., Any], dtype: torch.dtype
+        self, reference: Reference, mesh: Mesh, dtype: torch.dtype, described: str
     ) -> None:
-        self._seed, self._model = mesh.plan.numerics.seed, type(net).__name__
-        self._wide, self._layout = dtype == torch.float64, str(mesh.layout)
-        self._dtype = "float64" if self._wide else "float32"
-        self._truth = OneProcess(net, loss, torch.float64, self._seed)
-        self._alone = self._truth if self._wide else OneProcess(net, loss, dtype, self._seed)
+        """Raises `CannotRun`."""
+        self._seed, self._layout = mesh.plan.numerics.seed, described
+        self._reference, self._dtype = reference, dtype
+        self._wide = dtype == torch.float64
+        self.truth = reference.train(torch.float64, rounded=None if self._wide else dtype)
+        # The reaction to a change of the input; in float32 that of a change of the precision comes first.
+        self._alone = [self._run_alone(0 if self._wide else None)]
         self._items: dict[str, list[Item]] = {quantity: [] for quantity in QUANTITIES}
         self._notes: dict[str, None] = {}
 
-    def divide(self, micro_batches: Callable[[int], list[Tensor]] | None, schedule: str) -> None:
-        """Let the reference accumulate over the micro-batches of the layout's schedule."""
-        self._truth.micro_batches = self._alone.micro_batches = micro_batches
-        self._layout += schedule
-
-    def reference(self, state: State, inputs: Any, targets: Any, step: int) -> dict[str, Any]:
-        """Train the reference for one step; returns what all ranks have to know of it."""
-        self._step, self._again = step, (state, inputs, targets, step)
-        try:
-            own = self._run_alone(0 if self._wide else None)
-            self._expected = self._truth.step(*self._again)
-        except Exception as problem:  # noqa: BLE001 - the user's code may raise anything
-            return {"problem": _cannot_run(problem, inputs, targets), "uncontrolled": False}
-        self._next = State.of(self._truth.net, self._truth.optimizer, dtype=self._alone.dtype)
-        self._own = errors(own, self._expected)
-        self._tell_not_finite("the reference itself", self._expected)
-        return {"problem": "", "uncontrolled": self._truth.uncontrolled}
-
-    def compare(self, got: Snapshot) -> State:
-        """Judge the layout's step; returns where the next step starts."""
-        expected, own = self._expected, self._own
+    def compare(self, got: Snapshot, step: int) -> None:
+        """Judge the layout's step."""
+        truth = expected = self.truth[step].snapshot
+        self._tell_not_finite("the reference itself", truth)
         if missing := [name for name in expected.outputs if name not in got.outputs]:
             kept = {n: value for n, value in expected.outputs.items() if n not in missing}
             expected = dataclasses.replace(expected, outputs=kept)
             self._notes[NOT_SAMPLES + ", ".join(missing)] = None
         self._tell_not_finite("the layout", got)
-        found = errors(got, expected)
-        items = self._judged(found, own)
-        for chance in range(0 if self._wide else CHANCES):
+        found, own = errors(got, expected), errors(self._alone[0][step].snapshot, truth)
+        items = self._judged(found, own, step)
+        for chance in range(1, 1 if self._wide else CHANCES + 1):
             if all(item.excess <= 1 for quantity in items.values() for item in quantity):
                 break
-            own = _larger(own, errors(self._run_alone(chance), self._expected))
-            items = self._judged(found, own)
+            if chance == len(self._alone):
+                self._alone.append(self._run_alone(chance))
+            own = _larger(own, errors(self._alone[chance][step].snapshot, truth))
+            items = self._judged(found, own, step)
         for quantity, more in items.items():
             self._items[quantity] += more
-        return self._next
 
-    def report(self, steps: int, samples: int, replicas: Replicas) -> Report:
+    def report(self, model: str, steps: int, samples: int, replicas: Replicas) -> Report:
         """The verdict over all steps."""
         report = Report(
-            model=self._model,
+            model=model,
             layout=self._layout,
-            dtype=self._dtype,
+            dtype=str(self._dtype).removeprefix("torch."),
             samples=samples,
             steps=steps,
             seed=self._seed,
@@ -104,18 +85,22 @@ class Judge:
             replicas=replicas,
             notes=tuple(self._notes),
         )
-        if self._truth.draws and not report.passed:
-            hint = UNCONTROLLED if self._truth.uncontrolled else DRAWS
+        if any(step.draws for step in self.truth) and not report.passed:
+            hint = UNCONTROLLED if self.uncontrolled else DRAWS
             report = dataclasses.replace(report, notes=(hint, *report.notes))
         return report
 
-    def _run_alone(self, chance: int | None) -> Snapshot:
-        state, inputs, targets, step = self._again
-        if chance is not None:
-            inputs = nudged(inputs, self._seed + step * CHANCES + chance)
-        return self._alone.step(state, inputs, targets, step)
+    @property
+    def uncontrolled(self) -> bool:
+        """Whether the net draws random numbers that do not follow the global sample."""
+        return any(step.uncontrolled for step in self.truth)
 
-    def _judged(self, found: _Errors, own: _Errors) -> dict[str, list[Item]]:
+    def _run_alone(self, chance: int | None) -> list[Step]:
+        states = [step.state for step in self.truth]
+        moved = None if chance is None else self._seed + 1 + 1000 * chance
+        return self._reference.train(self._dtype, states=states, moved=moved)
+
+    def _judged(self, found: _Errors, own: _Errors, step: int) -> dict[str, list[Item]]:
         items: dict[str, list[Item]] = {}
         for quantity, by_name in found.items():
             known = {name: own[quantity].get(name, 0.0) for name in by_name}
@@ -125,10 +110,10 @@ class Judge:
                 Item(
                     quantity,
                     name,
-                    self._step,
+                    step,
                     error,
                     known[name],
-                    tolerance(known[name], self._dtype),
+                    tolerance(known[name], "float64" if self._wide else "float32"),
                 )
                 for name, error in by_name.items()
             ]
@@ -141,32 +126,8 @@ class Judge:
             self._notes[f"{who} gives NaN or infinity: {', '.join(found[:3])}{more}"] = None
 
 
-def nudged(tree: Any, seed: int) -> Any:
-    """The same tree, each floating-point number moved to a neighbouring one, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def nudge(leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf
-        up = torch.rand(leaf.shape, generator=generator, dtype=torch.float32) < 0.5
-        return torch.nextafter(leaf, torch.where(up, math.inf, -math.inf).to(leaf))
-
-    return map_tensors(nudge, tree)
-
-
 def _larger(one: _Errors, other: _Errors) -> _Errors:
     return {
         quantity: {name: max(error, other[quantity][name]) for name, error in by_name.items()}
         for quantity, by_name in one.items()
     }
-
-
-def _cannot_run(problem: Exception, inputs: Any, targets: Any) -> str:
-    def shapes(tree: Any) -> str:
-        return ", ".join(f"{tuple(leaf.shape)}" for leaf in leaves(tree)) or "none"
-
-    said = str(problem).strip().splitlines() or ["no reason given"]
-    return (
-        f"one process alone cannot train the model on inputs of shape {shapes(inputs)} with targets of "
-        f"shape {shapes(targets)}: {type(problem).__name__}: {said[0]}"
-    )

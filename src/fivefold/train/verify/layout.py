@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
+import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fivefold import comm
-from fivefold.mesh import Mesh, Part, owned, part_of
+from fivefold.mesh import Mesh, Part, part_of
 from fivefold.parallel import parallelize
+from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.trees import leaves, map_tensors, rows_of
 from fivefold.plan import AXES
 from fivefold.trace import Tag
 from fivefold.train.verify.measure import Snapshot
-from fivefold.train.verify.reference import State, cast_tree, seeded, sgd, snapshot
+from fivefold.train.verify.reference import OPTIMIZER, seeded
 from fivefold.train.verify.report import Replicas
 
 __all__ = ["OnLayout"]
@@ -30,20 +31,12 @@ class OnLayout:
     """A net on all ranks. `replicas` is the worst difference between ranks over the steps so far."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        mesh: Mesh,
-        loss: Callable[..., Any],
-        dtype: torch.dtype,
-        *,
-        example: Any,
+        self, net: nn.Module, mesh: Mesh, loss: Callable[..., Any], *, example: Any
     ) -> None:
-        if isinstance(loss, nn.Module):
-            loss = copy.deepcopy(loss).to(mesh.device, dtype)
-        staged = mesh.layout.pipe > 1
-        example = cast_tree(example, dtype) if staged else None
+        example = example if mesh.layout.pipe > 1 else None
         self.model = parallelize(net, mesh, example=example, loss=loss)
-        self.optimizer = sgd(net)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, **OPTIMIZER)
         self.replicas = Replicas()
         self._net, self._mesh = net, mesh
 
@@ -56,42 +49,46 @@ class OnLayout:
         many = f" over {made.micro_batches} micro-batches" if made.micro_batches > 1 else ""
         return f" ({made.name}{many})"
 
-    @property
-    def micro_batches(self) -> Callable[[int], list[Tensor]] | None:
-        """Which samples each micro-batch of all replicas has; None if batches are computed at once."""
-        stages = self.model.stages
-        if stages is None or stages.schedule.micro_batches == 1:
-            return None
+    def start(self, state: Mapping[str, Mapping[str, Tensor]] | None) -> None:
+        """Put net and optimiser to the first rank's `state`, without gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        state = self._shared(state)
+        with torch.no_grad():
+            for name, parameter in self._net.named_parameters():
+                parameter.copy_(placed(state["weights"][name], parameter))
+                if name in state["momentum"] and not parameter.is_meta:
+                    momentum = placed(state["momentum"][name], parameter)
+                    self.optimizer.state[parameter]["momentum_buffer"] = momentum
+            for name, buffer in self._net.named_buffers():
+                if name in state["buffers"]:  # else the net has made it in its first forward
+                    buffer.copy_(state["buffers"][name])
 
-        def divide(total: int) -> list[Tensor]:
-            count, data = stages.schedules.of(total).micro_batches, self._mesh.layout.data
-            replicas = [owned(total, data, replica) for replica in range(data)]
-            return [
-                torch.tensor([mine[i] for mine in replicas for i in owned(len(mine), count, micro)])
-                for micro in range(count)
-            ]
+    def _shared(
+        self, state: Mapping[str, Mapping[str, Tensor]] | None
+    ) -> dict[str, dict[str, Tensor]]:
+        group, device = self._mesh.group(*AXES), self._mesh.device
+        told = [
+            [kind, name, [*tensor.shape], str(tensor.dtype).removeprefix("torch.")]
+            for kind, tensors in (state or {}).items()
+            for name, tensor in tensors.items()
+        ]
+        told = json.loads(comm.broadcast_text(json.dumps(told), group, device))
+        found: dict[str, dict[str, Tensor]] = {"weights": {}, "buffers": {}, "momentum": {}}
+        for kind, name, shape, dtype in told:
+            made = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            found[kind][name] = made if state is None else made.copy_(state[kind][name])
+        every = [tensor for tensors in found.values() for tensor in tensors.values()]
+        comm.broadcast_all(every, group, Tag.CONTROL)
+        return found
 
-        return divide
-
-    def shared(self, state: State) -> State:
-        """Rank 0's state, on every rank."""
-
-        def first(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: self._everyone(value)[0] for name, value in values.items()}
-
-        return State(first(state.weights), first(state.buffers), first(state.momentum))
-
-    def step(
-        self, state: State, inputs: Any, targets: Any, number: int, *, uncontrolled: bool
-    ) -> Snapshot:
-        """Train one step on the whole mesh from `state`; the snapshot's outputs are of the whole batch.
+    def step(self, inputs: Any, targets: Any, number: int, *, uncontrolled: bool) -> Snapshot:
+        """Train one step on the whole mesh; the snapshot's outputs are of the whole batch.
 
         With `uncontrolled` randomness, rank 0's generators start as the reference's and all others
         differently, as in a real run.
         """
-        state.load(self._net, self.optimizer)
         self.model.steps = number
-        seed = self._mesh.plan.numerics.seed + self._mesh.rank
+        seed = self._mesh.plan.numerics.seed + 1 + number + 1_000_003 * self._mesh.rank
         seen: list[Any] = []
         self.model.on_outputs = seen.append
         with seeded(seed, self._mesh.device) if uncontrolled else nullcontext():
@@ -99,9 +96,9 @@ class OnLayout:
             loss = self.model.step(*own)
         self.optimizer.step()
         outputs = self._whole_outputs(seen, rows_of(inputs, "inputs"))
-        found = self._of_all_stages(snapshot(self._net, loss, []))
+        found = self._of_all_stages(_snapshot(self._net, loss))
         self._compare_replicas(found)
-        return Snapshot(found.loss, outputs, found.gradients, found.buffers, found.weights)
+        return replace(found, outputs=outputs)
 
     def _of_all_stages(self, found: Snapshot) -> Snapshot:
         """With what other ranks of the pipe axis hold; what this rank holds stays its own."""
@@ -177,6 +174,19 @@ class OnLayout:
 
     def _everyone(self, value: Tensor) -> Tensor:
         return comm.all_gather(_sendable(value), self._mesh.group(*AXES), Tag.CONTROL)
+
+
+def _snapshot(net: nn.Module, loss: Tensor) -> Snapshot:
+    """Copies of what a step has left in `net`, with its loss."""
+    return Snapshot(
+        loss={"loss": loss.detach().clone()},
+        outputs={},
+        gradients={
+            n: None if p.grad is None else whole(p.grad).clone() for n, p in net.named_parameters()
+        },
+        buffers={n: b.detach().clone() for n, b in net.named_buffers()},
+        weights={n: whole(p.detach()).clone() for n, p in net.named_parameters()},
+    )
 
 
 def gathered(value: Any, mesh: Mesh) -> list[Any]:

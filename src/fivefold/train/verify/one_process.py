@@ -14,6 +14,12 @@ as the other side, so hooks, closures and caches are real ones; nothing is copie
     nudged     whether to do everything once more, with every number moved to the neighbouring one
     answer     file for the results
 
+    device     where the net computes, "cpu" by default     threads   of torch, 1 by default
+    round      dtype that the state is rounded to before every step, or null
+    states     file with the states that the steps start from, as an answer has them, or null: from where the
+               one before ended. The state of a step is `weights`, `buffers` and `momentum` by name
+    moved      seed by which every number of the inputs is moved to a neighbouring one, or null
+
 `net`, `loss`, `batch`, `state` and `event` are {module, function, arguments}. A step is
 
     events         called in order before it               batch     number of its batch
@@ -27,7 +33,9 @@ loss and one backward: batch norm sees a micro-batch at a time, a hook of a para
 
 The answer is {"error": null}, or {"error": text, "kind": name of the exception, "where": when, "trace": ...}.
 The file holds {"steps": [record], "evaluated": [outputs], "nudged": null or the same again}. A record has
-`loss`, `outputs`, `gradients`, `buffers`, `weights` by name, and `state`; what has no gradient has None.
+`loss`, `outputs`, `gradients`, `buffers`, `weights` by name, and `state`; what has no gradient has None. It
+also has `before`, the state that the step started from, and says whether the net `draws` random numbers, and
+whether some of them are `uncontrolled`: no masks.
 """
 
 from __future__ import annotations
@@ -45,7 +53,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -53,7 +61,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Masks", "Run", "flat", "main", "uniform"]
+__all__ = ["Masks", "Run", "answered", "cast_net", "flat", "main", "neighbour", "uniform"]
 
 _ALPHA_DROPPED = -1.7580993408473766  # -1.0507... x 1.6732..., what SELU saturates to
 _DROPOUTS = {
@@ -90,6 +98,8 @@ class Masks:
         self._calls: Counter[str] = Counter()
         self._drawn: dict[bytes, tuple[str, int, np.ndarray[Any, Any]]] = {}
         self._samples = np.zeros(0, dtype=np.int64)
+        self.count = 0
+        """how often torch's generator was moved on"""
 
     def begin(self, samples: Sequence[int]) -> None:
         """A forward of some samples of the batch begins; calls are counted anew."""
@@ -109,6 +119,7 @@ class Masks:
     def _draw(self, shape: Sequence[int], common: bool) -> Tensor:
         state = torch.get_rng_state().numpy().tobytes()
         torch.rand(1)  # so that the next draw finds another state
+        self.count += 1
         again = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         if not again or state not in self._drawn:
             module = self._module()
@@ -120,11 +131,11 @@ class Masks:
         if not common and shape and shape[0] % rows == 0 and shape[0] >= rows:
             each = count // rows
             index = (samples[:, None] * each + np.arange(each)[None]).reshape(-1)
-        return uniform(index, self._seed, self._step, module, call).view(*shape)
+        return uniform(index, self._seed, self._step, module, call).view(tuple(shape))
 
     def _dropped(self, x: Tensor, p: float, inplace: bool, dims: int | None, alpha: bool) -> Tensor:
         shape = [*x.shape] if dims is None else [*x.shape[:dims], *[1] * (x.dim() - dims)]
-        kept = (self._draw(shape, isinstance(x, nn.Parameter)) >= p).to(x.dtype)
+        kept = (self._draw(shape, isinstance(x, nn.Parameter)) >= p).to(x.device, x.dtype)
         factor, shift = kept / (1.0 - p) if p < 1.0 else kept * 0.0, None
         if alpha and p < 1.0:
             a = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * _ALPHA_DROPPED**2))
@@ -152,7 +163,8 @@ class Masks:
         """Within the block, masks are these."""
 
         def bernoulli(noise: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
-            return noise.copy_(self._draw(noise.shape, common=False) < p)
+            chance = p.cpu() if isinstance(p, Tensor) else p
+            return noise.copy_(self._draw(noise.shape, common=False) < chance)
 
         before, plain = {name: getattr(F, name) for name in _DROPOUTS}, Tensor.bernoulli_
         for name, (default, dims, alpha) in _DROPOUTS.items():
@@ -198,9 +210,24 @@ def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
     return function(*trees)
 
 
-def _called(what: Mapping[str, Any], *more: Any) -> Any:
+def _called(what: Mapping[str, Any] | Callable[..., Any], *more: Any) -> Any:
+    if not isinstance(what, Mapping):  # of a caller in this process
+        return what(*more)
     function = getattr(importlib.import_module(what["module"]), what["function"])
     return function(*what.get("arguments", ()), *more)
+
+
+def cast_net(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same net with its numbers in `dtype`, complex ones in the complex type of that precision."""
+    matching = torch.complex128 if dtype == torch.float64 else torch.complex64
+    tensors = (*net.parameters(), *net.buffers())
+    if not any(tensor.is_complex() for tensor in tensors):
+        return net.to(dtype)
+    for tensor in tensors:  # Module.to(dtype) would drop the imaginary parts
+        wanted = matching if tensor.is_complex() else dtype
+        if tensor.is_complex() or tensor.is_floating_point():
+            tensor.data = tensor.data.to(wanted)
+    return net
 
 
 def _seed(seed: int) -> None:
@@ -209,23 +236,45 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
+def _generators(device: torch.device) -> list[bytes]:
+    """The states of all global generators, torch's first."""
+    _, keys, position, *_ = np.random.get_state()  # noqa: NPY002
+    told = [torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes()]
+    told.append(repr((position, random.getstate())).encode())
+    if device.type == "cuda":
+        told.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return told
+
+
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _neighbour(leaf: Any, generator: torch.Generator) -> Any:
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A copy of a leaf, which a net may change; floating-point numbers in `dtype`."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+
+
+def neighbour(leaf: Any, generator: torch.Generator) -> Any:
+    """A leaf whose floating-point numbers are each moved to a neighbouring one, up or down at random."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
     up = torch.rand(leaf.shape, generator=generator, dtype=torch.float32) < 0.5
     return torch.nextafter(leaf, torch.where(up, math.inf, -math.inf).to(leaf))
 
 
-def _moved(weights: Tensor, generator: torch.Generator) -> Tensor:
+def _moved_weights(weights: Tensor, generator: torch.Generator) -> Tensor:
     """Neighbouring weights; those of exactly zero stay.
 
     A norm whose weight starts at zero leaves ReLUs exactly on their kink. The neighbour of zero opens them.
     """
-    return torch.where(weights == 0, weights, _neighbour(weights, generator))
+    return torch.where(weights == 0, weights, neighbour(weights, generator))
 
 
 class Run:
@@ -236,22 +285,33 @@ class Run:
 
     def __init__(self, told: Mapping[str, Any], nudged: bool = False) -> None:
         self.where = "building the net"
+        self._seeded: list[bytes] = []
+        self._draws = self._uncontrolled = False
         _seed(told["seed"])
         self._told = told
         self._generator = torch.Generator().manual_seed(told["seed"]) if nudged else None
+        self._device = torch.device(told.get("device", "cpu"))
         self.net: nn.Module = _called(told["net"])
+        if "cast" in told:
+            cast_net(self.net.to(self._device), getattr(torch, told["cast"]))
         self.where = "building the loss"
-        with_net = told["loss"].get("with_net")
-        self.loss: Callable[..., Any] = _called(told["loss"], *([self.net] if with_net else []))
+        loss = told["loss"]
+        with_net = isinstance(loss, Mapping) and loss.get("with_net")
+        self.loss: Callable[..., Any] = _called(loss, *([self.net] if with_net else []))
+        if "cast" in told and isinstance(self.loss, nn.Module):
+            self.loss.to(self._device, getattr(torch, told["cast"]))
         self._own = dict(self.loss.named_parameters()) if isinstance(self.loss, nn.Module) else {}
         if self._generator is not None:
             for parameter in self.net.parameters():
-                parameter.data.copy_(_moved(parameter.data, self._generator))
+                parameter.data.copy_(_moved_weights(parameter.data, self._generator))
         self.optimizer = torch.optim.SGD(
             [*self.net.parameters(), *self._own.values()], **told["optimizer"]
         )
+        self._states: list[Any] | None = told.get("states")
+        if isinstance(self._states, str):
+            self._states = torch.load(self._states, weights_only=True)
         self._files: list[Any] = []
-        if "file" in told["batch"]:
+        if isinstance(told["batch"], Mapping) and "file" in told["batch"]:
             self._files = torch.load(told["batch"]["file"], weights_only=True)
 
     def results(self) -> dict[str, Any]:
@@ -265,6 +325,7 @@ class Run:
         return {"steps": steps, "evaluated": [self._evaluate(i) for i in self._told["evaluate"]]}
 
     def _step(self, number: int, step: Mapping[str, Any]) -> dict[str, Any]:
+        before = self._begin(number)
         if step.get("evaluate") is not None:
             self._evaluate(step["evaluate"])
         for event in step.get("events", ()):
@@ -273,13 +334,12 @@ class Run:
             self.optimizer.zero_grad()
         inputs, targets = self._batch(step["batch"])
         _seed(self._told["seed"] + 1 + number)
+        self._seeded = _generators(self._device)
         seed = self._told.get("masks")
-        if seed is None:
-            outputs, loss = self._trained(inputs, targets, step.get("micro_batches"), None)
-        else:
-            masks = Masks(self.net, seed, number)
-            with masks.entered():  # until the end of backward: what is checkpointed runs again
-                outputs, loss = self._trained(inputs, targets, step.get("micro_batches"), masks)
+        masks = None if seed is None else Masks(self.net, seed, number)
+        with nullcontext() if masks is None else masks.entered():
+            # Until the end of backward: what is checkpointed runs again.
+            outputs, loss = self._trained(inputs, targets, step.get("micro_batches"), masks)
         gradients = {name: _copy(p.grad) for name, p in self._parameters().items()}
         if step.get("clip"):
             nn.utils.clip_grad_norm_(self.net.parameters(), step["clip"])
@@ -293,7 +353,57 @@ class Run:
             "buffers": {name: _copy(buffer) for name, buffer in self.net.named_buffers()},
             "weights": {name: _copy(p) for name, p in self._parameters().items()},
             "state": None if state is None else _called(state, self.net, self.loss),
+            "before": before,
+            "draws": self._draws,
+            "uncontrolled": self._uncontrolled,
         }
+
+    @torch.no_grad()
+    def _begin(self, number: int) -> dict[str, Any]:
+        """The state that a step starts from, where a request asks for one."""
+        if self._states is not None:
+            self._load(self._states[number])
+        rounded = self._told.get("round")
+        if rounded is not None:
+            dtype: torch.dtype = getattr(torch, rounded)
+            self._load(_mapped(functools.partial(_rounded, dtype=dtype), self._state()))
+        return self._state() if "cast" in self._told else {}
+
+    def _state(self) -> dict[str, Any]:
+        trained = {n: p for n, p in self._parameters().items() if p.requires_grad}
+        held = {n: self.optimizer.state[p].get("momentum_buffer") for n, p in trained.items()}
+        return {
+            "weights": {n: _copy(p) for n, p in self._parameters().items()},
+            "buffers": {n: _copy(b) for n, b in self.net.named_buffers()},
+            # Before the first step zeros, which torch's SGD treats as it treats none.
+            "momentum": {
+                n: torch.zeros_like(trained[n]) if m is None else _copy(m) for n, m in held.items()
+            },
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        for name, parameter in self._parameters().items():
+            parameter.data.copy_(state["weights"][name])
+            if name in state["momentum"]:
+                momentum = state["momentum"][name].to(parameter.device, parameter.dtype, copy=True)
+                self.optimizer.state[parameter]["momentum_buffer"] = momentum
+        for name, buffer in self.net.named_buffers():
+            if name in state["buffers"]:  # else the net has made it in its first forward
+                buffer.copy_(state["buffers"][name])
+
+    def _note_draws(self, masks: Masks | None) -> None:
+        """What the forward of a step has done to generators, beside moving on torch's for every mask."""
+        count, now = 0 if masks is None else masks.count, _generators(self._device)
+        state = torch.get_rng_state()
+        torch.random.default_generator.set_state(
+            torch.frombuffer(bytearray(self._seeded[0]), dtype=torch.uint8)
+        )
+        for _ in range(count):
+            torch.rand(1)
+        expected = [torch.get_rng_state().numpy().tobytes(), *self._seeded[1:]]
+        torch.set_rng_state(state)
+        self._uncontrolled = now != expected
+        self._draws = count > 0 or self._uncontrolled
 
     def _parameters(self) -> dict[str, Tensor]:
         of_loss = {f"loss:{name}": parameter for name, parameter in self._own.items()}
@@ -304,9 +414,16 @@ class Run:
             inputs, targets = self._files[number]
         else:
             inputs, targets = _called(self._told["batch"], number)
-        if self._generator is not None:
-            inputs = _mapped(functools.partial(_neighbour, generator=self._generator), inputs)
-        return inputs, targets
+        generator = self._generator
+        if self._told.get("moved") is not None:
+            generator = torch.Generator().manual_seed(self._told["moved"] + number)
+        if generator is not None:
+            inputs = _mapped(functools.partial(neighbour, generator=generator), inputs)
+        if "cast" not in self._told:
+            return inputs, targets
+        dtype = getattr(torch, self._told["cast"])
+        move = functools.partial(_moved, device=self._device, dtype=dtype)
+        return _mapped(move, inputs), _mapped(move, targets)
 
     def _call(self, inputs: Any) -> Any:
         if isinstance(inputs, dict):
@@ -323,6 +440,7 @@ class Run:
                 masks.begin(samples)
             take = functools.partial(_some, samples=samples, rows=rows)
             made.append(self._call(inputs if micro_batches is None else _mapped(take, inputs)))
+        self._note_draws(masks)
         joined = _Joined(micro_batches or ())
         outputs = made[0] if len(made) == 1 else _mapped(joined, *made)
         told = {path: _copy(leaf) for path, leaf in flat(outputs).items()}
@@ -367,12 +485,13 @@ class _Joined:
         return torch.cat(each)[self._order]
 
 
-def _answered(line: str) -> dict[str, Any]:
+def answered(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request asks for, or what went wrong."""
     run: Run | None = None
     try:
-        told = json.loads(line)
         sys.path[:0] = [folder for folder in told.get("path", ()) if folder not in sys.path]
         torch.set_default_dtype(getattr(torch, told.get("dtype", "float64")))
+        torch.set_num_threads(told.get("threads", 1))
         run = Run(told)
         found: dict[str, Any] = run.results()
         found["nudged"] = None
@@ -395,9 +514,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path.pop(0)  # our own folder, whose names are not for others
-    torch.set_num_threads(1)
     for line in sys.stdin:
-        answers.write(json.dumps(_answered(line)) + "\n")
+        answers.write(json.dumps(answered(json.loads(line))) + "\n")
         answers.flush()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.train.verify.reference import cast_net, default_dtype, seeded
+from fivefold.train.verify.one_process import cast_net
+from fivefold.train.verify.reference import default_dtype, seeded
 
 __all__ = ["Targets", "random_batches"]
 
@@ -30,8 +30,8 @@ def random_batches(
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """`batch(step) -> (inputs, targets)` on the CPU: inputs (samples, *shape), standard normal, in `dtype`.
 
-    The same for every caller with the same `seed`. A copy of the net is run once, to see what it returns
-    and so what targets look like. Classes are as many as dim 1 of the outputs says.
+    The same for every caller with the same `seed`. The net is run once, to see what it returns and so what
+    targets look like; it is of no other use afterwards. Classes are as many as dim 1 of the outputs says.
 
     Raises `UsageError` if the net cannot be run on such inputs, with what torch says to that, or if it
     does not return one tensor with the samples on its leading dim.
@@ -61,7 +61,7 @@ def _shape_of_outputs(
     net: nn.Module, shape: torch.Size, seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Size:
     try:
-        probe = cast_net(copy.deepcopy(net).to(device), dtype).train()
+        probe = cast_net(net.to(device), dtype).train()
         inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         with seeded(seed, device), default_dtype(dtype), torch.no_grad():
             outputs = probe(inputs.to(device))
