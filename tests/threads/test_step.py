@@ -489,3 +489,46 @@ def test_rows_of_matrices_leave_samples_to_themselves() -> None:
         return model.eval()(model.shard(x)).detach()
 
     torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
+class Backend:
+    """What einops keeps of a kind of tensors."""
+
+    def __init__(self) -> None:
+        self.torch, self.lazy = torch, Lazy(a="what takes long to import")
+
+
+class Lazy(dict[str, str]):
+    """What makes up its values when it is asked."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ImportError(key)
+
+    def keys(self) -> Any:
+        raise ImportError("all of them")
+
+
+class Remembers(nn.Module):
+    """A net that calls a library that remembers the types of tensors that it has met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kinds = nn.Linear(4, 4), dict[Any, Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds.setdefault(type(x), Backend())
+        self.kinds.setdefault("first", Backend())
+        return self.layer(x)
+
+
+def test_what_a_library_remembers_of_kinds_of_tensors() -> None:
+    net, x = Remembers(), torch.randn(5, 4)
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        loss = model.step(*model.shard(x, torch.zeros(5, 4)))
+        assert set(model.module.kinds) == {Tensor, "first"}
+        return loss
+
+    loss = run_ranks(2, check)[0]
+    torch.testing.assert_close(loss, nn.MSELoss()(net(x), torch.zeros(5, 4)).detach())
