@@ -51,7 +51,8 @@ class Rows:
         self.tiles = TiledNet(net, mesh, Costs())
         """the net over all replicas, for when samples meet"""
         self._agreement = mesh.agreement
-        self._told = False
+        self._problem = ""
+        """why the net cannot be recorded"""
 
     def meet(self, call: Callable[..., Any], inputs: Any, share: Share) -> bool:
         """Whether samples depend on each other in a step; if so, `tiles` computes it. Collective.
@@ -66,7 +67,11 @@ class Rows:
         if not self._agreement.same(hash(said) & (2**62 - 1)):
             batch = f"{share.total} samples, shares {share.bounds}, step {share.step}"
             meeting = "apart" if found is None else f"meeting in {found}"
-            lines = [(batch, "the batch"), (meeting, "whether samples depend on each other")]
+            lines = [
+                (batch, "the batch"),
+                (self._problem if program is None else "yes", "whether the net can be recorded"),
+                (meeting, "whether samples depend on each other"),
+            ]
             lines += [] if mark is None else mark.lines
             remedy = f'{ALIKE}; or vouch for the net with parallel.rows = "apart"'
             self._agreement.check(lines, "what they do", remedy, most=1)
@@ -119,8 +124,8 @@ class Rows:
             )
 
     def _tell(self, problem: UsageError) -> None:
-        if not self._told:
-            self._told = True
+        told, self._problem = bool(self._problem), f"no, {problem}"
+        if not told:
             warnings.warn(
                 "whether the samples of a batch depend on each other in the net was not checked, as it "
                 f"cannot be recorded: {problem}. If they do, what replicas compute differs from one "
