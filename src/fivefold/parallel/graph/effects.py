@@ -22,8 +22,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.parallel.graph.reach import ABSENT, Change, Container, Items, named
+from fivefold.parallel.graph.containers import Change, Container, Items, named
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value
+from fivefold.parallel.graph.values import ABSENT
 from fivefold.parallel.trees import leaves
 
 __all__ = ["Effects", "Set", "apply", "noted"]

@@ -17,17 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.parallel.graph.reach import (
-    Bag,
-    Change,
-    Container,
-    Items,
-    Reach,
-    Row,
-    gathers,
-    named,
-    stayed,
-)
+from fivefold.parallel.graph.containers import Bag, Change, Container, Items, Row, named
+from fivefold.parallel.graph.reach import Reach, gathers
+from fivefold.parallel.graph.values import stayed
 
 __all__ = ["Guards", "Looked", "settings"]
 

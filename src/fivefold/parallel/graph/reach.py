@@ -19,288 +19,54 @@ from __future__ import annotations
 import collections
 import dis
 import functools
-import pickle
 import random
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ABSENT", "Bag", "Change", "Container", "Found", "Held", "Items", "Reach", "Row", "Subset", "is_plain",
-    "named", "stayed", "user_code",
-]  # fmt: skip
-
-
-class _Absent:
-    """In the place of what is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT = _Absent()
-
-_SCALARS = (
-    int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice,
-    torch.layout, torch.memory_format, np.generic,
+from fivefold.parallel.graph.containers import (
+    Bag,
+    Change,
+    ClassItems,
+    Container,
+    Found,
+    Held,
+    Items,
+    Row,
+    Subset,
+    Whole,
+    named,
+    of_array,
+    of_cell,
+    of_generator,
 )  # fmt: skip
+from fivefold.parallel.graph.values import (
+    ABSENT,
+    CLOSED,
+    holds_tensor,
+    is_scalar,
+    replaced,
+    tensors_in,
+    untouched,
+)  # fmt: skip
+
+__all__ = ["Reach", "gathers", "user_code"]
+
+
 _FOREIGN = (
     "torch", "numpy", "fivefold", "functools", "collections", "logging", "threading", "typing",
 )  # fmt: skip
 """packages whose functions and classes read nothing that a user changes"""
-_CLOSED = (
-    "torch.distributed", "torch.fx", "torch.jit", "torch.utils.data", "torch.optim", "torch.cuda", "torch._",
-    "fivefold", "logging", "threading", "weakref", "concurrent", "asyncio", "multiprocessing", "_thread",
-    "re", "pathlib", "_io",
-)  # fmt: skip
-"""packages into whose objects no walk goes"""
 _PYTHON: Any = random._inst  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _CACHED = type(functools.lru_cache(len))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_DEEPEST = 6
 _MOST = 200_000
 """values that are looked at"""
-
-
-class Container(Protocol):
-    """Something that holds values under keys, in an order."""
-
-    path: str
-    """how a message names it"""
-    shared: bool
-    """whether others than this net hold it too: it was reached through a function or a class"""
-    generates: bool
-    """whether it is the state of a generator of random numbers"""
-
-    def keys(self) -> list[Any]:
-        """Names, or numbers."""
-        ...
-
-    def values(self) -> list[Any]:
-        """What is held now, in the order of `keys`."""
-        ...
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """Hold just this."""
-        ...
-
-
-@dataclass(eq=False)
-class Items:
-    """A dict; that of an object holds its attributes: its `members`."""
-
-    owner: dict[Any, Any]
-    path: str
-    shared: bool = False
-    members: bool = False
-    kind: str = ""
-    """of a dict that every module has: `_buffers`, say"""
-    generates: bool = False
-
-    def keys(self) -> list[Any]:
-        """See `Container`."""
-        return list(dict.keys(self.owner))
-
-    def values(self) -> list[Any]:
-        """See `Container`."""
-        return list(dict.values(self.owner))
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """See `Container`. Untouched keys keep their place."""
-        kind: Any = (
-            collections.OrderedDict
-            if isinstance(self.owner, collections.OrderedDict)
-            else dict[Any, Any]
-        )
-        if list(kind.keys(self.owner)) != list(keys):
-            kind.clear(self.owner)
-        for key, value in zip(keys, values, strict=True):
-            kind.__setitem__(self.owner, key, value)
-
-
-@dataclass(eq=False)
-class Subset:
-    """Some names of a dict that is none of the net's: the globals that its code names."""
-
-    owner: dict[str, Any]
-    names: list[str]
-    path: str
-    shared: bool = True
-    generates: bool = False
-
-    def keys(self) -> list[Any]:
-        """See `Container`."""
-        return self.names
-
-    def values(self) -> list[Any]:
-        """See `Container`."""
-        return [self.owner.get(name, ABSENT) for name in self.names]
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """See `Container`."""
-        for key, value in zip(keys, values, strict=True):
-            if value is ABSENT:
-                self.owner.pop(key, None)
-            else:
-                self.owner[key] = value
-
-
-@dataclass(eq=False)
-class _ClassItems:
-    """The attributes of a class of the user's."""
-
-    owner: type
-    path: str
-    shared: bool = True
-    generates: bool = False
-
-    def keys(self) -> list[Any]:
-        return list(vars(self.owner))
-
-    def values(self) -> list[Any]:
-        return list(vars(self.owner).values())
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        wanted = dict(zip(keys, values, strict=True))
-        for name in [name for name in vars(self.owner) if name not in wanted]:
-            delattr(self.owner, name)
-        for name, value in wanted.items():
-            if vars(self.owner).get(name, ABSENT) is not value:
-                setattr(self.owner, name, value)
-
-
-@dataclass(eq=False)
-class Row:
-    """A list or a deque."""
-
-    owner: Any
-    path: str
-    shared: bool = False
-    generates: bool = False
-
-    def keys(self) -> list[Any]:
-        """See `Container`."""
-        return list(range(len(self.owner)))
-
-    def values(self) -> list[Any]:
-        """See `Container`."""
-        return list(self.owner)
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:  # noqa: ARG002 - numbers in order
-        """See `Container`."""
-        self.owner.clear()
-        self.owner.extend(values)
-
-
-@dataclass(eq=False)
-class Bag:
-    """A set, whose content counts as one value."""
-
-    owner: set[Any]
-    path: str
-    shared: bool = False
-    generates: bool = False
-
-    def keys(self) -> list[Any]:
-        """See `Container`."""
-        return [0]
-
-    def values(self) -> list[Any]:
-        """See `Container`."""
-        return [frozenset(self.owner)]
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:  # noqa: ARG002 - there is one
-        """See `Container`."""
-        self.owner.clear()
-        self.owner.update(values[0])
-
-
-@dataclass(eq=False)
-class _Whole:
-    """Something whose content is one value: a cell of a closure, an array, a generator."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-    path: str
-    shared: bool = False
-    generates: bool = False
-
-    def keys(self) -> list[Any]:
-        return [0]
-
-    def values(self) -> list[Any]:
-        return [self.get()]
-
-    def put(self, keys: Sequence[Any], values: Sequence[Any]) -> None:  # noqa: ARG002 - there is one
-        self.set(values[0])
-
-
-@dataclass(frozen=True)
-class Change:
-    """A container whose content has become another."""
-
-    container: Container
-    keys: list[Any]
-    values: list[Any]
-    before: dict[Any, Any]
-
-    def names(self) -> list[str]:
-        """The values that have changed, as messages name them."""
-        now = dict(zip(self.keys, self.values, strict=True))
-        changed = [
-            key
-            for key in {**self.before, **now}
-            if not _untouched(self.before.get(key, ABSENT), now.get(key, ABSENT))
-        ]
-        return [named(self.container, key) for key in changed] or [self.container.path]
-
-
-def named(container: Container, key: Any) -> str:
-    """How a message names a value of a container."""
-    if isinstance(container, Row) or (isinstance(container, Items) and not container.members):
-        return f"{container.path}[{key!r}]"
-    return container.path if isinstance(container, _Whole) else f"{container.path}{key}"
-
-
-@dataclass
-class Found:
-    """A tensor, and where it is held."""
-
-    tensor: Tensor
-    container: Container
-    key: Any
-    path: str
-    inner: tuple[int, ...] = ()
-    """where it is in a tuple"""
-
-    def now(self) -> Any:
-        """What is there now."""
-        if isinstance(self.container, Items):
-            value = self.container.owner[self.key]
-        else:
-            value = self.container.values()[self.container.keys().index(self.key)]
-        for number in self.inner:
-            value = value[number]
-        return value
-
-
-@dataclass
-class Held:
-    """A container with what it held when it was reached."""
-
-    container: Container
-    keys: list[Any]
-    values: list[Any]
-    placed: list[Any] = field(default_factory=list[Any])
-    """what stands there since `put_in_place`, or just what it held"""
 
 
 class Reach:
@@ -331,7 +97,7 @@ class Reach:
     # ---- walking
 
     def _visit(self, value: Any, path: str, shared: bool) -> None:  # noqa: C901 - one case per kind
-        known = isinstance(value, (*_SCALARS, _Absent, Tensor, type, types.ModuleType))
+        known = is_scalar(value) or isinstance(value, (Tensor, type, types.ModuleType))
         if known or id(value) in self._seen:
             return
         if self._count > _MOST:
@@ -352,10 +118,10 @@ class Reach:
         elif isinstance(value, set):
             self._add(Bag(cast(set[Any], value), path, shared))
         elif isinstance(value, np.ndarray):
-            self._add(_of_array(value, path, shared))
+            self._add(of_array(value, path, shared))
         elif callable(value) or isinstance(value, (property, classmethod)):
             self._visit_callable(value, path, shared)
-        elif (generator := _of_generator(value, path)) is not None:
+        elif (generator := of_generator(value, path)) is not None:
             self._add(generator)
         else:
             self._visit_object(value, path, shared)
@@ -380,7 +146,7 @@ class Reach:
         if not user_code(cls.__module__) or id(cls) in self._seen:
             return
         self._seen[id(cls)] = cls
-        self._add(_ClassItems(cls, f"{cls.__qualname__}."), skip=_MAGIC)
+        self._add(ClassItems(cls, f"{cls.__qualname__}."), skip=_MAGIC)
 
     def _visit_callable(self, value: Any, path: str, shared: bool) -> None:
         if isinstance(value, functools.partial):
@@ -416,7 +182,7 @@ class Reach:
         ):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._add(_of_cell(cell, f"{variable} of {name}"))
+                self._add(of_cell(cell, f"{variable} of {name}"))
         self._todo.append((function.__defaults__ or (), f"defaults of {name}", True))
         self._todo.append((function.__kwdefaults__ or {}, f"defaults of {name}", True))
         self._todo.append((vars(function), f"attributes of {name}", True))
@@ -451,7 +217,7 @@ class Reach:
 
     def _visit_object(self, value: Any, path: str, shared: bool) -> None:
         where = type(value).__module__
-        if where.startswith(_CLOSED):
+        if where.startswith(CLOSED):
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict) and own and id(own) not in self._seen:
@@ -467,15 +233,15 @@ class Reach:
         self._count += len(values)
         for key, value in zip(keys, values, strict=True):
             path = named(container, key)
-            for inner, tensor in _tensors_in(value):
+            for inner, tensor in tensors_in(value):
                 self.tensors.append(Found(tensor, container, key, path, inner))
             if follow and not (isinstance(key, str) and key in skip):
                 self._todo.append((value, path, container.shared))
 
     def _add_generators(self) -> None:
         """Python's and numpy's, if the forward may draw from them: other threads may, too."""
-        python = _Whole(random.getstate, random.setstate, "Python's random", True, True)
-        numpy = _Whole(_numpy_state, np.random.set_state, "numpy.random", True, True)
+        python = Whole(random.getstate, random.setstate, "Python's random", True, True)
+        numpy = Whole(_numpy_state, np.random.set_state, "numpy.random", True, True)
         for container, name in ((python, "python"), (numpy, "numpy")):
             if name not in self._draws:
                 continue
@@ -487,8 +253,8 @@ class Reach:
     def put_in_place(self, stand_in: Callable[[Tensor], Tensor]) -> None:
         """Put `stand_in(tensor)` where the net holds a tensor; what is shared stays as it is."""
         for held in self.held:
-            if not held.container.shared and any(map(_holds_tensor, held.values)):
-                held.placed = [_replaced(value, stand_in) for value in held.values]
+            if not held.container.shared and any(map(holds_tensor, held.values)):
+                held.placed = [replaced(value, stand_in) for value in held.values]
                 held.container.put(held.keys, held.placed)
 
     def changes(self) -> list[Change]:
@@ -496,7 +262,7 @@ class Reach:
         found: list[Change] = []
         for held in self.held:
             now = held.container.values()
-            same = len(now) == len(held.placed) and all(map(_untouched, held.placed, now))
+            same = len(now) == len(held.placed) and all(map(untouched, held.placed, now))
             if same and held.container.keys() == held.keys:
                 continue
             before = dict(zip(held.keys, held.placed, strict=True))
@@ -560,133 +326,13 @@ def _assigns_globals(code: types.CodeType) -> bool:
     return _STORE_GLOBAL in code.co_code[::2] or any(map(_assigns_globals, inner))
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string or the like: equal ones are the same."""
-    return isinstance(value, _SCALARS)
-
-
-def stayed(one: Any, other: Any) -> bool:
-    """Whether a forward that looks at `other` sees what it saw of `one`; of tensors, numbers apart."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return _described(one) == _described(other)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(stayed, one, other))
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    if isinstance(one, (*_SCALARS, frozenset)):
-        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - NaN
-    return False
-
-
-def _untouched(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether a value is as it was put: the same, or one that is equal to the last bit of its content."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, Tensor) or depth > _DEEPEST:
-        return False
-    if isinstance(one, weakref.ReferenceType):
-        return True  # a cache, which its owner checks
-    if isinstance(one, (list, tuple, collections.deque)):
-        return len(one) == len(other) and all(
-            _untouched(a, b, depth + 1) for a, b in zip(one, other, strict=True)
-        )
-    if isinstance(one, dict):
-        same = list(one) == list(other)
-        return same and all(_untouched(one[key], other[key], depth + 1) for key in one)
-    if stayed(one, other):
-        return True
-    inner = _members(one), _members(other)
-    return None not in inner and _untouched(*inner, depth + 1)
-
-
 def _derived(held: Held, now: Sequence[Any]) -> bool:
     """Whether only what a recurrent layer of torch's keeps of its own parameters has changed."""
     keys = held.container.keys()
     if keys != held.keys or "_flat_weight_refs" not in keys:
         return False
     pairs = zip(keys, held.placed, now, strict=True)
-    return all(_untouched(a, b) for key, a, b in pairs if not str(key).startswith("_flat_weight"))
-
-
-def _members(value: Any) -> dict[str, Any] | None:
-    """The attributes of a plain object of the user's."""
-    own = getattr(value, "__dict__", None)
-    plain = not isinstance(value, (nn.Module, type)) and not callable(value)
-    open_ = not type(value).__module__.startswith(_CLOSED)
-    return own if plain and open_ and isinstance(own, dict) else None
-
-
-def _described(tensor: Tensor) -> tuple[Any, ...]:
-    """Of a tensor what a forward can see without its numbers."""
-    return (
-        tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad,
-        isinstance(tensor, nn.Parameter),
-    )  # fmt: skip
-
-
-def _tensors_in(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    if isinstance(value, Tensor):
-        yield (), value
-    elif isinstance(value, tuple):
-        for number, item in enumerate(cast(tuple[Any, ...], value)):
-            for inner, tensor in _tensors_in(item):
-                yield (number, *inner), tensor
-
-
-def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, tuple) and any(map(_holds_tensor, value))
-    )
-
-
-def _replaced(value: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return stand_in(value)
-    if isinstance(value, tuple) and _holds_tensor(value):
-        items = [_replaced(item, stand_in) for item in value]
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[attr-defined]
-    return value
-
-
-def _of_cell(cell: types.CellType, path: str) -> Container:
-    def get() -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:  # not assigned yet
-            return ABSENT
-
-    def put(content: Any) -> None:
-        if content is ABSENT:
-            del cell.cell_contents
-        else:
-            cell.cell_contents = content
-
-    return _Whole(get, put, path, shared=True)
-
-
-def _of_array(array: np.ndarray[Any, Any], path: str, shared: bool) -> Container:
-    def put(content: Any) -> None:
-        array[...] = content
-
-    return _Whole(array.copy, put, path, shared)
-
-
-def _of_generator(value: Any, path: str) -> Container | None:
-    """A generator of random numbers, by its state."""
-    if isinstance(value, random.Random):
-        return _Whole(value.getstate, value.setstate, path, True, True)
-    if isinstance(value, np.random.Generator):
-
-        def put(state: Any) -> None:
-            value.bit_generator.state = pickle.loads(state)  # noqa: S301 - our own, from just before
-
-        # As bytes, which can be compared.
-        return _Whole(lambda: pickle.dumps(value.bit_generator.state), put, path, True, True)
-    return None
+    return all(untouched(a, b) for key, a, b in pairs if not str(key).startswith("_flat_weight"))
 
 
 def _numpy_state() -> tuple[Any, ...]:

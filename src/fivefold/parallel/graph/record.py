@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fivefold.errors import FivefoldError, UsageError
+from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.effects import Effects, noted
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.hooks import hooked
 from fivefold.parallel.graph.numbered import by_row
-from fivefold.parallel.graph.reach import Found, Reach, gathers
+from fivefold.parallel.graph.reach import Reach, gathers
 from fivefold.parallel.graph.recorder import WHOLE_MODULES, Look, Recorder
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape

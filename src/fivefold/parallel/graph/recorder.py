@@ -1,11 +1,6 @@
 """The calls of a running forward, noted one by one; see `record` for what they are put together to.
 
-A function mode sees every call of torch's public functions. What a call changes in place becomes a new
-value, and so does everything that shares its memory:
-
-    v = x[:, 1]        v is a view of x
-    v.mul_(2)          v' = mul(v, 2);  x' = assigned(x, v')
-    w = x + 1          reads x'; other views of x are made again from x' once they are read
+A function mode sees every call of torch's public functions. `writer` has what it writes.
 """
 
 from __future__ import annotations
@@ -25,20 +20,19 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from fivefold.errors import UsageError
-from fivefold.parallel.graph.functional import Functional, assigned, renumbered
+from fivefold.parallel.graph.containers import Change, Items, named
+from fivefold.parallel.graph.functional import Functional, assigned
 from fivefold.parallel.graph.guards import Looked
 from fivefold.parallel.graph.names import asks_in_place, base_name
 from fivefold.parallel.graph.numbers import Check, Unknown, assumed, known
-from fivefold.parallel.graph.reach import Change, Items, is_plain, named
-from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value, filled
-from fivefold.parallel.graph.tape import Autocast, Node, depends
+from fivefold.parallel.graph.refs import Constant, Slot, State, Value, filled
+from fivefold.parallel.graph.tape import depends
+from fivefold.parallel.graph.values import is_plain
+from fivefold.parallel.graph.writer import Writer, tensors_of
 from fivefold.parallel.graph.writes import Writes, user_line
-from fivefold.parallel.intercept import draws_mask
 
 __all__ = ["WHOLE_MODULES", "Recorder"]
 
@@ -50,14 +44,6 @@ WHOLE_MODULES = (
 _NORMS = frozenset({"batch_norm", "instance_norm"})
 _NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training")
 _TORCH_NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training")
-_DETACHED = frozenset({"detach", "data"})
-_SAME_NUMBERS = frozenset({
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "view_as", "reshape_as",
-    "atleast_1d", "atleast_2d", "atleast_3d", "contiguous", "alias",
-})  # fmt: skip
-_REORDERED = frozenset({
-    "permute", "transpose", "T", "mT", "t", "movedim", "moveaxis", "swapaxes", "swapdims",
-})  # fmt: skip
 _RESHAPED_IN_PLACE = frozenset({
     "unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims", "resize", "resize_as", "as_strided",
     "set",
@@ -72,20 +58,6 @@ _NUMBERS = (
     "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to compute "
     "cannot be planned. Let it depend on shapes or options, or use torch.where"
 )
-
-
-@dataclass(frozen=True)
-class _View:
-    """How a tensor was made of another one whose memory it shares."""
-
-    parent: Tensor
-    function: Callable[..., Any]
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: list[Tensor]
-    """all results of the call"""
-    grad: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +80,7 @@ class Hook:
     """whether it has not been removed"""
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Writer):
     """Notes calls as nodes.
 
     Args:
@@ -127,40 +99,20 @@ class Recorder(TorchFunctionMode):
         device: torch.device,
         look: Look,
     ) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        self.dtypes: dict[int, torch.dtype] = {}
-        self.held: list[Tensor] = []
-        """every tensor seen: an id means nothing once its tensor is gone"""
+        super().__init__(named, inputs, writes, device)
         self.statistics: set[str] = set()
         """names of buffers that norms update by themselves"""
         self.looked: list[Looked] = []
         self.hooks: list[Hook] = []
-        self.scopes: list[str] = [""]
-        """the modules that are running"""
         self.failed = ""
         """the module that raised"""
-        self._writes, self._device, self._look = writes, device, look
-        self._refs: dict[int, Ref] = {}
-        self._current: dict[int, int] = {}
-        """by tensor: which state of its memory its ref stands for"""
-        self._states: dict[int, int] = {}
-        """by storage: how often it was changed"""
-        self._views: dict[int, _View] = {}
-        self._used: set[int] = set()
-        """storages whose numbers autograd may have kept"""
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._draws: Counter[str] = Counter()
+        self._look = look
         self._silent = False
-        self._again = self._again_known = 0
+        self._again_known = 0
         self._counted: Counter[str] = Counter()
         """how often running statistics are updated"""
         self._twice: set[str] = set()
         """those that are updated in a part which one process runs twice"""
-        self._around = self._autocast()
-        self.named = [(tensor, self._bind(tensor, ref)) for tensor, ref in named]
-        self.inputs = tuple(self._new(tensor) for tensor in inputs)
 
     # ---- seeing calls
 
@@ -186,7 +138,7 @@ class Recorder(TorchFunctionMode):
         return self._seen(func, name, args, kwargs)
 
     def _seen(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _tensors((args, kwargs))
+        given = tensors_of((args, kwargs))
         self._check(name, func, args, given)
         graded = {id(leaf) for leaf in given if leaf.requires_grad}
         self._writes.changed.clear()
@@ -214,7 +166,7 @@ class Recorder(TorchFunctionMode):
         graded: set[int],
     ) -> None:
         """Note a call that was made."""
-        made, changed = _tensors(result), self._changed(given)
+        made, changed = tensors_of(result), self._changed(given)
         if changed and name not in _NORMS:
             self._note_changing(func, name, args, kwargs, changed, made, graded)
         elif made:
@@ -222,7 +174,7 @@ class Recorder(TorchFunctionMode):
 
     def opaque(self, apply: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         """A call whose inside is not looked at: an autograd function of the user's."""
-        given = _tensors(args)
+        given = tensors_of(args)
         graded = {id(leaf) for leaf in given if leaf.requires_grad}
         before = set(self._states)
         self._writes.changed.clear()
@@ -369,62 +321,9 @@ class Recorder(TorchFunctionMode):
         for leaf in made:
             parent = before.get(self._writes.storage(leaf))
             if parent is not None and parent is not leaf:
-                grad = torch.is_grad_enabled()
-                self._views[id(leaf)] = _View(parent, func, name, args, kwargs, list(made), grad)
+                self._viewed(leaf, parent, func, name, args, kwargs, made)
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in made):
             self._used.update(before)
-
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], list[Ref]]:
-        """Arguments with slots in the place of tensors; these, and what they are called."""
-        operands: list[Tensor] = []
-
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            operands.append(leaf)
-            return Slot(len(operands) - 1)
-
-        placed = tree_map(place, (tuple(args), kwargs))
-        return placed, operands, [self.ref(leaf) for leaf in operands]
-
-    def _emit(  # noqa: PLR0917 - the parts of a node
-        self,
-        func: Any,
-        name: str,
-        placed: tuple[Any, Any],
-        refs: Sequence[Ref],
-        shapes: Sequence[tuple[int, ...]],
-        outputs: Sequence[int],
-        *,
-        grad: bool | None = None,
-    ) -> None:
-        scope, autocast = self.scopes[-1], self._autocast()
-        self.nodes.append(
-            Node(
-                function=func,
-                name=name,
-                args=placed[0],
-                kwargs=placed[1],
-                operands=tuple(refs),
-                shapes=tuple(shapes),
-                outputs=tuple(outputs),
-                output_shapes=tuple(self.shapes[index] for index in outputs),
-                output_bytes=self.dtypes[outputs[0]].itemsize if outputs else 0,
-                scope=scope,
-                call=self._calls[scope, name],
-                draw=self._draws[scope],
-                grad=torch.is_grad_enabled() if grad is None else grad,
-                autocast=None if autocast == self._around else autocast,
-                line=user_line(),
-                again=self._again > 0 and torch.is_grad_enabled(),
-            )
-        )
-        self._calls[scope, name] += 1
-        self._draws[scope] += draws_mask(func, *placed)
-
-    def _autocast(self) -> Autocast:
-        kind = self._device.type
-        return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def _check_statistics(self, func: Any, args: Any, kwargs: Any) -> None:
         """Running statistics that a functional norm updates have to be tensors of the net's own."""
@@ -551,7 +450,7 @@ class Recorder(TorchFunctionMode):
 
     def _out(self, kwargs: dict[str, Any], changed: list[Tensor]) -> list[Tensor]:
         """What `f(x, out=y)` writes to."""
-        out = _tensors(kwargs["out"])
+        out = tensors_of(kwargs["out"])
         if {id(tensor) for tensor in out} != {id(tensor) for tensor in changed}:
             self.refuse("writes into out=... and changes another operand as well")
         return out
@@ -577,180 +476,5 @@ class Recorder(TorchFunctionMode):
         for tensor, value in zip(changed, values, strict=True):
             self._overwrite(tensor, Value(value), id(tensor) in graded)
 
-    def _overwrite(self, tensor: Tensor, ref: Ref, graded: bool) -> None:
-        """From here on the numbers of `tensor` are `ref`; so are those of what it is a view of."""
-        silent = not torch.is_grad_enabled() or tensor.is_leaf
-        if graded and silent:
-            ref = self._renumber(self._refs[id(tensor)], ref, tensor)
-        line: list[tuple[_View, Ref]] = []
-        view = self._views.get(id(tensor))
-        while view is not None:
-            if view.name == "data":
-                self._check_kept(view.parent)
-            line.append((view, self.ref(view.parent)))
-            view = self._views.get(id(view.parent))
-        self._states[self._writes.storage(tensor)] += 1
-        self._bind(tensor, ref)
-        child = tensor
-        for view, before in line:
-            ref = self._put_back(view, child, before, ref)
-            if view.name in _DETACHED or (silent and view.parent.requires_grad):
-                ref = self._renumber(before, ref, view.parent)
-            child = view.parent
-            self._bind(child, ref)
-
-    def _put_back(self, view: _View, child: Tensor, before: Ref, ref: Ref) -> Ref:
-        """What a tensor becomes when a view of it becomes `ref`."""
-        parent, value = view.parent, self._value
-        shape, given = tuple(parent.shape), [tuple(child.shape)]
-        same = child.numel() == parent.numel() and child.dtype == parent.dtype
-        if view.name in _DETACHED:
-            return ref
-        made = [value(parent)]
-        if same and view.name in _SAME_NUMBERS:
-            self._emit(torch.reshape, "reshape", ((Slot(0), shape), {}), [ref], given, made)
-        elif same and view.name in _REORDERED:
-            placed = ((Slot(0), _inverse_order(view)), {})
-            self._emit(torch.permute, "permute", placed, [ref], given, made)
-        elif view.name == "__getitem__" and _is_basic(view.args[1]):
-            placed = ((Slot(0), view.args[1], Slot(1)), {})
-            self._emit(assigned, "assigned", placed, [before, ref], [shape, *given], made)
-        else:
-            self._write_by(view, child, [before, ref], made)
-        return Value(made[0])
-
-    def _write_by(self, view: _View, child: Tensor, refs: list[Ref], made: list[int]) -> None:
-        """By the view itself: of a copy, into which the new numbers are copied."""
-        number = next(n for n, one in enumerate(view.made) if one is child)
-        others: list[Tensor] = []
-
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if leaf is view.parent:
-                return Slot(0)
-            others.append(leaf)
-            return Slot(len(others) + 1)
-
-        placed, function = tree_map(place, (view.args, view.kwargs)), view.function
-
-        def write(*operands: Tensor) -> None:  # keeps no tensor of the recording
-            args, kwargs = filled(placed, operands)
-            _tensors(function(*args, **kwargs))[number].copy_(operands[1])
-
-        slots = tuple(Slot(position) for position in range(len(others) + 2))
-        shapes = [tuple(t.shape) for t in (view.parent, child, *others)]
-        refs = [*refs, *(self.ref(leaf) for leaf in others)]
-        call = Functional(write, (slots, {}), (0,))
-        self._emit(call, f"{view.name} in place", (slots, {}), refs, shapes, made)
-
-    def _renumber(self, before: Ref, after: Ref, like: Tensor) -> Ref:
-        """`after` where autograd sees `before`."""
-        value, shape = self._value(like), tuple(like.shape)
-        placed = ((Slot(0), Slot(1)), {})
-        self._emit(
-            renumbered, "renumbered", placed, [before, after], [shape] * 2, [value], grad=True
-        )
-        return Value(value)
-
-    def _check_kept(self, tensor: Tensor) -> None:
-        """Refuse numbers that change behind autograd's back once it may have kept them."""
-        own = isinstance(self._refs.get(id(tensor)), (State, Constant))
-        if not own and tensor.requires_grad and self._writes.storage(tensor) in self._used:
-            self.refuse(
-                "changes a tensor by .data that it has computed with before: its backward would use the "
-                "new numbers"
-            )
-
-    # ---- what tensors are called
-
-    def _value(self, like: Tensor) -> int:
-        index = len(self.shapes)
-        self.shapes[index], self.dtypes[index] = tuple(like.shape), like.dtype
-        return index
-
-    def _new(self, tensor: Tensor) -> int:
-        index = self._value(tensor)
-        self._bind(tensor, Value(index))
-        return index
-
-    def _bind(self, tensor: Tensor, ref: Ref) -> Ref:
-        storage = self._writes.storage(tensor)
-        self._refs[id(tensor)] = ref
-        self._current[id(tensor)] = self._states.setdefault(storage, 0)
-        self.held.append(tensor)
-        return ref
-
-    def ref(self, tensor: Tensor) -> Ref:
-        """What `tensor` is called here."""
-        if id(tensor) not in self._refs:
-            if self._writes.own(tensor):
-                self.refuse("uses a tensor that was made where calls cannot be seen")
-            self.named.append((tensor, self._bind(tensor, Constant(tensor))))
-        if self._current[id(tensor)] != self._states[self._writes.storage(tensor)]:
-            self._make_again(tensor)
-        return self._refs[id(tensor)]
-
-    def _make_again(self, tensor: Tensor) -> None:
-        """Make a view again whose memory was changed by way of another tensor."""
-        view = self._views.get(id(tensor))
-        if view is None:
-            self.refuse(
-                "uses a tensor whose memory another one has changed: what it sees cannot be followed. "
-                "Use the variant that returns a new tensor"
-            )
-        self.ref(view.parent)
-        placed, operands, refs = self._placed(view.args, view.kwargs)
-        values = [self._value(one) for one in view.made]
-        shapes = [tuple(t.shape) for t in operands]
-        self._emit(view.function, view.name, placed, refs, shapes, values, grad=view.grad)
-        now = self._states[self._writes.storage(tensor)]
-        for made, value in zip(view.made, values, strict=True):
-            if self._current[id(made)] != now:
-                self._bind(made, Value(value))
-
-    def output(self, tensor: Tensor) -> Value:
-        """A tensor that the net returns, as a value."""
-        ref = self.ref(tensor)
-        if not isinstance(ref, Value):
-            value, shape = self._value(tensor), tuple(tensor.shape)
-            self._emit(torch.clone, "clone", ((Slot(0),), {}), [ref], [shape], [value], grad=True)
-            ref = Value(value)
-        return ref
-
-    def written(self) -> list[tuple[State | Constant, Ref]]:
-        """Tensors of the net's, or of its user's, whose numbers have become others."""
-        found: list[tuple[State | Constant, Ref]] = []
-        for tensor, before in self.named:
-            now = self._refs[id(tensor)]
-            if now != before and isinstance(before, (State, Constant)):
-                found.append((before, self.ref(tensor)))
-        return found
-
-    def refuse(self, why: str, cause: Exception | None = None) -> NoReturn:
-        """Raise `UsageError`, naming the module and the line of the user's."""
-        module = f"the module {self.scopes[-1]!r}" if self.scopes[-1] else "the net"
-        line = user_line()
-        raise UsageError(f"{module}{f' ({line})' if line else ''} {why}") from cause
-
 
 _TORCH_NORMS = (torch.batch_norm, torch.instance_norm)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _is_basic(index: Any) -> bool:
-    """Whether an index names rows by numbers and slices only."""
-    return all(
-        entry is None or entry is Ellipsis or isinstance(entry, slice) or type(entry) is int
-        for entry in (index if isinstance(index, tuple) else (index,))
-    )
-
-
-def _inverse_order(view: _View) -> list[int]:
-    """The order of dims that undoes a view's."""
-    probe = torch.empty([dim + 1 for dim in range(view.parent.dim())], device="meta")
-    order = [n - 1 for n in view.function(probe, *view.args[1:], **view.kwargs).shape]
-    return [order.index(dim) for dim in range(len(order))]

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.effects import Effects
 from fivefold.parallel.graph.guards import Guards
-from fivefold.parallel.graph.reach import Found
 from fivefold.parallel.graph.refs import Ref, Slot, State, Value, filled
 
 __all__ = ["Autocast", "Node", "Tape", "depends"]

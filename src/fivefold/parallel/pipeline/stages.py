@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.parallel.graph.reach import Found
+from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of, uses_of

@@ -7,10 +7,8 @@ inputs (this rank's parts) ── a program that holds for them and for the net 
 from __future__ import annotations
 
 import itertools
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,18 +19,15 @@ from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.graph.effects import apply
-from fivefold.parallel.graph.fingerprint import Fingerprint, difference, fingerprint
-from fivefold.parallel.graph.guards import settings
 from fivefold.parallel.graph.numbers import known
-from fivefold.parallel.graph.reach import is_plain
-from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
 from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
-from fivefold.parallel.tiles.program import Program, cheapest_thinnest, planned
+from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.tiles.programs import Programs
 from fivefold.parallel.tiles.rule import Here, Moment, Piece, as_held, everything
 from fivefold.parallel.tiles.run import execute
 from fivefold.parallel.tiles.spread import Cut, Grid, Spread
@@ -42,13 +37,6 @@ from fivefold.plan import AXES
 __all__ = ["ALIKE", "Outputs", "Prepared", "Samples", "TiledNet", "grid_of"]
 
 ALIKE = "give all of them the same, and let the net draw the same random numbers on all"
-_KEPT = 8
-"""programs that are kept for inputs of one shape"""
-_LOOKED_AT = (2, 3)
-"""steps with a program before which the net is recorded again, to see whether it still does the same"""
-_RARELY = 1000
-_TOLD_AFTER = 4
-"""recordings one after the other until it is told that every step takes one"""
 
 
 def grid_of(mesh: Mesh, *, samples: bool = False) -> Grid:
@@ -115,20 +103,6 @@ class Outputs:
         return self.ready.samples
 
 
-@dataclass(eq=False)
-class _Known:
-    """A program, and what it was made from."""
-
-    program: Program
-    mark: Fingerprint
-    uses: int = 0
-    """steps that have used it"""
-    step: int = 0
-    """the last of them"""
-    inputs: list[Any] = field(default_factory=list[Any])
-    """objects among the inputs, which are told apart by their identity"""
-
-
 class TiledNet:
     """The user's net on the ranks that compute a batch together. Creating it is collective: it makes groups.
 
@@ -141,7 +115,7 @@ class TiledNet:
     def __init__(
         self, net: nn.Module, mesh: Mesh, costs: Costs | None = None, *, apart: bool = False
     ) -> None:
-        self._net, self._device, self._mesh = net, mesh.device, mesh
+        self._mesh = mesh
         self.grid = grid_of(mesh, samples=not apart and mesh.plan.parallel.rows != "apart")
         self._image_dims = 1 - min(
             (TILE_DIMS[a] for a in self.grid.axes if a in TILE_DIMS), default=0
@@ -161,20 +135,9 @@ class TiledNet:
             auto = fuse == "auto" and len(tiles) > 0
             costs = measured(self.lines.within, everyone, mesh.device) if auto else Costs()
         self.costs = costs
-        self._options = Options(fuse, plan.tiles.strict, costs)
+        options = Options(fuse, plan.tiles.strict, costs)
         self._agreement = mesh.agreement
-        self._known: dict[Any, list[_Known]] = {}
-        self._left: dict[int, tuple[Tensor, Spread]] = {}
-        """what a forward has left in attributes, of which this rank has a part"""
-        self._computed: set[str] = set()
-        """where a forward has left something computed, of which other ranks may have nothing"""
-        self._step = 0
-        """number of the step that is prepared"""
-        self._anew = 0
-        """recordings one after the other, for the same reason"""
-        self._reason = ""
-        self._volatile = False
-        """whether the net does not do the same from one recording to the next"""
+        self.programs = Programs(net, self.grid, mesh.device, options, once=mesh.predicts)
 
     # ---- where things lie
 
@@ -288,7 +251,7 @@ class TiledNet:
         """
         found: list[Prepared] = []
         problem: FivefoldError | None = None
-        self._step = share.step
+        self.programs.step = share.step
         try:
             for number, inputs in enumerate(batches):
                 found.append(self._prepared(call, inputs, share, (number, len(batches))))
@@ -302,7 +265,7 @@ class TiledNet:
     def _agree(
         self, found: Sequence[Prepared], share: Share, problem: FivefoldError | None
     ) -> None:
-        marks = [self._mark(ready.program) for ready in found]
+        marks = [ready.program.marked() for ready in found]
         said = (share.total, share.step, *(ready.samples.bounds for ready in found))
         token = (
             hash((said, *(mark.digest for mark in marks))) & (2**62 - 1) if problem is None else -1
@@ -318,10 +281,6 @@ class TiledNet:
             most=1,
         )
 
-    def _mark(self, program: Program) -> Fingerprint:
-        assert program.mark is not None
-        return program.mark
-
     def _prepared(
         self, call: Callable[..., Any], inputs: Any, share: Share, micro: tuple[int, int]
     ) -> Prepared:
@@ -335,7 +294,7 @@ class TiledNet:
         if self.grid.data is None:
             fewest = share.total // self._mesh.layout.data // micro[1]
         here = self._here(known, fewest)
-        program = self._program(call, inputs, spreads, here)
+        program = self.programs.program(call, inputs, spreads, here)
         carried = [found.now() for found in program.tape.carried]
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
@@ -462,7 +421,7 @@ class TiledNet:
             shape, spread = tape.shapes[ref.index], ready.program.spreads[ref.index].tight()
             made = torch.empty(shape, dtype=tape.dtypes[ref.index], device="meta")
             if not spread.is_whole:
-                self._left[id(made)] = (made, spread)
+                self.programs.left[id(made)] = (made, spread)
             return made
 
         apply([one for one in tape.effects.sets if one.plain or not one.there], blank, blank)
@@ -471,10 +430,10 @@ class TiledNet:
         """Something that is left in an attribute, of which the next forward is told how it lies."""
         leaf = self._noted(leaf, spread, ready)
         if not spread.is_whole:
-            self._left = {k: v for k, v in self._left.items() if v[0] is not leaf}
-            self._left[id(leaf)] = (leaf, spread)
-            while len(self._left) > 4096:
-                self._left.pop(next(iter(self._left)))
+            self.programs.left = {k: v for k, v in self.programs.left.items() if v[0] is not leaf}
+            self.programs.left[id(leaf)] = (leaf, spread)
+            while len(self.programs.left) > 4096:
+                self.programs.left.pop(next(iter(self.programs.left)))
         return leaf
 
     def plan_for(self, example: Any, share: Callable[[int], range]) -> Program:
@@ -497,7 +456,7 @@ class TiledNet:
         ]
         fewest = first // len(replicas)
         with torch.enable_grad():
-            return self._program(call_with, inputs, spreads, self._here(samples, fewest))
+            return self.programs.program(call_with, inputs, spreads, self._here(samples, fewest))
 
     # ---- programs
 
@@ -506,109 +465,13 @@ class TiledNet:
         samples = self.samples(share)
         located = [self.lies(leaf) for leaf in leaves(inputs)]
         spreads = [self.joined(spread, samples) for _, spread in located]
-        return self._program(call, inputs, spreads, self._here(samples, samples.fewest))
-
-    def _program(
-        self, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
-    ) -> Program:
-        """The program for such inputs and the net as it is: found, or recorded and planned."""
-        around = (here.fewest >= self.grid.tiles, *settings(self._device))
-        key, objects = _key(inputs, spreads, around)
-        kept, reason = self._known.setdefault(key, []), ""
-        for one in () if self._volatile else kept:
-            assert one.program.tape.guards is not None
-            reason = one.program.tape.guards.broken() or ""
-            if not reason:
-                self._anew = 0
-                kept.remove(one)
-                kept.insert(0, one)
-                return self._looked_at(one, call, inputs, spreads, here)
-        begin = time.perf_counter()
-        tape = self._recorded(call, inputs, spreads)
-        program = self._planned(tape, call, inputs, spreads, here)
-        kept.insert(0, _Known(program, self._mark(program), 1, self._step, objects))
-        del kept[_KEPT:]
-        self._tell_anew(reason, time.perf_counter() - begin)
-        return program
-
-    def _planned(
-        self, tape: Tape, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
-    ) -> Program:
-        spreads = [*spreads, *(self._left[id(found.tensor)][1] for found in tape.carried)]
-        thinnest = self._thinnest(tape, call, inputs, spreads, here)
-        program = planned(tape, spreads, here, self._options, thinnest)
-        program.mark = fingerprint(tape, self._computed)
-        self._computed |= {one.path for one in tape.effects.sets if not one.plain}
-        return program
-
-    def _thinnest(
-        self, tape: Tape, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
-    ) -> int:
-        """Judged alike on all replicas; where each plans for itself, by the samples of the smallest."""
-        uneven = self.grid.data is None and here.fewest != here.rows
-        if not uneven or here.fewest < self.grid.tiles or self.grid.tiles == 1:
-            return cheapest_thinnest(tape, spreads, here, self._options)
-        even = [
-            Spread((here.fewest, *s.shape[1:]), s.cuts) if s.shape[:1] == (here.rows,) else s
-            for s in spreads
-        ]
-        judged = self._recorded(call, inputs, even)
-        return cheapest_thinnest(judged, even, replace(here, rows=here.fewest), self._options)
-
-    def _looked_at(
-        self,
-        known: _Known,
-        call: Callable[..., Any],
-        inputs: Any,
-        spreads: list[Spread],
-        here: Here,
-    ) -> Program:
-        """A program that holds, as far as guards know; now and then the net is recorded again to be sure."""
-        if known.step == self._step or self._mesh.predicts:
-            return known.program
-        known.step, known.uses = self._step, known.uses + 1
-        if known.uses not in _LOOKED_AT and known.uses % _RARELY:
-            return known.program
-        tape = self._recorded(call, inputs, spreads)
-        apart = difference(known.mark, fingerprint(tape, self._computed))
-        if apart is None:
-            return known.program
-        self._volatile = True
-        warnings.warn(
-            "the net does not compute the same twice, though nothing that it holds has changed, at "
-            f"{apart}. It is recorded anew in every step, which is exact and slow: let what changes be "
-            "an attribute of a module, an input, or a global that the forward names",
-            stacklevel=2,
-        )
-        return self._planned(tape, call, inputs, spreads, here)
-
-    def _tell_anew(self, reason: str, seconds: float) -> None:
-        """Warn once of a net that is recorded in every step."""
-        self._anew = self._anew + 1 if reason and reason == self._reason else 1
-        self._reason = reason
-        if self._anew == _TOLD_AFTER:
-            warnings.warn(
-                f"{reason} is another one in every forward, so the net is recorded anew in every step "
-                f"({seconds:.2f} s each): exact, and slow. Keep counters and the like out of the forward",
-                stacklevel=2,
-            )
-
-    def look_again(self) -> None:
-        """Let the next use of every program record the net again: an epoch begins, say."""
-        for one in itertools.chain.from_iterable(self._known.values()):
-            one.uses = 1
+        return self.programs.program(call, inputs, spreads, self._here(samples, samples.fewest))
 
     def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
         """The net as a list of calls, for inputs of these global shapes."""
-        return self._recorded(call, inputs, [Spread.whole(leaf.shape) for leaf in leaves(inputs)])
-
-    def _recorded(self, call: Callable[..., Any], inputs: Any, spreads: Sequence[Spread]) -> Tape:
-        shapes = [torch.Size(spread.shape) for spread in spreads]
-        return record(self._net, call, inputs, shapes, self._device, self._shape_of_left)
-
-    def _shape_of_left(self, tensor: Tensor) -> tuple[int, ...] | None:
-        found = self._left.get(id(tensor))
-        return None if found is None or found[0] is not tensor else found[1].shape
+        return self.programs.recorded(
+            call, inputs, [Spread.whole(leaf.shape) for leaf in leaves(inputs)]
+        )
 
     def _noted(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
         """A tensor of which it can be told which part of the whole batch's it is."""
@@ -620,15 +483,6 @@ class TiledNet:
         box = spread.held(self.grid, self.here.rank)
         origin = (_place(samples, box[0][0]), *(start for start, _ in box[1:]))
         return attach(leaf, Part((ready.share.total, *spread.shape[1:]), origin))
-
-
-def _key(inputs: Any, spreads: Sequence[Spread], around: Any) -> tuple[Any, list[Any]]:
-    """What a program is made for, besides the net; and the objects in it that have to stay."""
-    flat, structure = flatten(inputs)
-    others = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
-    told = tuple((type(leaf), leaf if is_plain(leaf) else id(leaf)) for leaf in others)
-    tensors = tuple((leaf.dtype, leaf.requires_grad) for leaf in flat if isinstance(leaf, Tensor))
-    return (tuple(spreads), tensors, str(structure.spec), told, around), others
 
 
 def _place(samples: Samples, row: int) -> int:

@@ -97,6 +97,11 @@ class Program:
     )
     """into segments that are computed again: by their number, what they keep, and the steps"""
 
+    def marked(self) -> Fingerprint:
+        """Its mark, which programs that a net runs have."""
+        assert self.mark is not None
+        return self.mark
+
     @functools.cached_property
     def dying(self) -> list[list[int]]:
         """By step: the values that nobody reads after it."""
