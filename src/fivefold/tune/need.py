@@ -104,8 +104,8 @@ def _kept(staged: Staged, span: range, grown: float) -> tuple[float, float]:
 
 @functools.lru_cache(4096)
 def _recomputed(staged: Staged, span: range, parts: int, grown: float) -> tuple[float, float]:
-    """Bytes kept at the borders of segments and of what was received, and the most that a segment makes again;
-    else as `_kept`.
+    """Bytes kept at the borders of segments and of what was received, and the most that one makes again; else
+    as `_kept`.
     """
     sizes = sizes_of(staged.program, staged.here)
     wanted = returned(staged.program)

@@ -127,7 +127,9 @@ def test_recomputation_keeps_borders_only() -> None:
     plain, again = (need.activations()[0][0] for need in saved.values())
     assert plain == pytest.approx(12 * 4 * IMAGE_BYTES / 2, rel=0.1)
     borders = (4 + 1) * 4 * IMAGE_BYTES / 2  # what segments take, and what the net returns
-    assert again == borders + 12 * 4 * IMAGE_BYTES / PIXELS  # and a column of a neighbour for every layer
+    assert (
+        again == borders + 12 * 4 * IMAGE_BYTES / PIXELS
+    )  # and a column of a neighbour for every layer
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def predicted(
 ) -> Predicted:
     """What a step of `model.step(inputs, targets)` needs on `rank` of `plan.layout`. Nothing is computed.
 
-    Gradients are taken to be there before the step, as with `zero_grad(set_to_none=False)`: those that come are
-    added to them in the end. By default there are none, and a step needs less by `gradients_bytes`.
+    Gradients are taken to be there before the step, as with `zero_grad(set_to_none=False)`: those that come
+    are added to them in the end. By default there are none, and a step needs less by `gradients_bytes`.
 
     Args:
         net: the plain net, on the device whose memory is asked for. It stays as it is.
