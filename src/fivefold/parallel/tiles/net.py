@@ -26,7 +26,7 @@ from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
 from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
-from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.tiles.program import Program, planned
 from fivefold.parallel.tiles.programs import Programs
 from fivefold.parallel.tiles.rule import Here, Moment, Piece, as_held, everything
 from fivefold.parallel.tiles.run import execute
@@ -468,6 +468,12 @@ class TiledNet:
         located = [self.lies(leaf) for leaf in leaves(inputs)]
         spreads = [self.joined(spread, samples) for _, spread in located]
         return self.programs.program(call, inputs, spreads, self._here(samples, samples.fewest))
+
+    def planned_with(self, program: Program, share: Share, alike: frozenset[int]) -> Program:
+        """The same net planned anew, with values that do not lie by samples though they have as many rows."""
+        samples, tape = self.samples(share), program.tape
+        here = replace(self._here(samples, samples.fewest), alike=alike)
+        return planned(tape, [program.spreads[index] for index in tape.inputs], here)
 
     def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
         """The net as a list of calls, for inputs of these global shapes."""
