@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "exactness"
 
@@ -36,4 +40,27 @@ def test_stages_of_one_model() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("pipe=2") == 2, "told as it is found, and in the table"
     assert "NOT exact" not in done.stdout
+    assert (HERE / "README.md").read_text() == page, "a part of the table replaces nothing"
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="the libraries are not installed")
+def test_a_model_of_a_library(tmp_path: Path) -> None:
+    page, kept = (HERE / "README.md").read_text(), tmp_path / "kept.jsonl"
+    command = [
+        sys.executable,
+        str(HERE / "libraries.py"),
+        "--libraries",
+        "timm",
+        "--models",
+        "timm/mixer",
+    ]
+    done = subprocess.run(
+        [*command, "--layouts", "data=2", "--kept", str(kept)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(kept.read_text())["outcome"] == "exact"
     assert (HERE / "README.md").read_text() == page, "a part of the table replaces nothing"

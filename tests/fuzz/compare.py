@@ -204,9 +204,10 @@ def _of_step(
     case: Case, truth: Record, nudged: Record, ranks: Sequence[Record], limits: _Limits
 ) -> Iterator[str]:
     scale = _norm(truth["loss"])
+    allowed_loss = limits.allowed(_error(nudged["loss"], truth["loss"], scale))
     for number, rank in enumerate(ranks):
         error = _error(rank["loss"].to(truth["loss"]), truth["loss"], scale)
-        if error > limits.allowed(0.0):
+        if error > allowed_loss:
             yield f"loss of rank {number} is off by {error:.1e}"
             break
     pieces = [piece for rank in ranks for piece in rank["outputs"]]

@@ -425,3 +425,110 @@ def test_rows_picked_by_their_numbers_stay_with_themselves(samples: int) -> None
         return model.eval()(model.shard(x)).detach()
 
     torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
+class Reads(nn.Module):
+    """Recurrent layers, with samples on either dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, (last, _) = self.lstm(x)
+        read, _ = self.gru(y.transpose(0, 1))
+        return read[-1] + last.sum((0, 2))[:, None]
+
+
+def test_recurrent_layers_leave_samples_to_themselves() -> None:
+    torch.manual_seed(3)
+    net, x, y = Reads(), torch.randn(5, 6, 4), torch.randn(5, 4)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
+class Relative(nn.Module):
+    """Every position against a table of its own; samples and rows are in one dim, as in video models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        x = x.permute(2, 0, 1, 3).reshape(3, n * 2, 4)
+        x = torch.matmul(x, self.table).transpose(0, 1)
+        return x.reshape(n, 2, 3, 6).sum((1, 2))
+
+
+def test_rows_of_matrices_leave_samples_to_themselves() -> None:
+    torch.manual_seed(3)
+    net, x, y = Relative(), torch.randn(5, 2, 3, 4), torch.randn(5, 6)
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
+class Backend:
+    """What einops keeps of a kind of tensors."""
+
+    def __init__(self) -> None:
+        self.torch, self.lazy = torch, Lazy(a="what takes long to import")
+
+
+class Lazy(dict[str, str]):
+    """What makes up its values when it is asked."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ImportError(key)
+
+    def keys(self) -> Any:
+        raise ImportError("all of them")
+
+
+class Remembers(nn.Module):
+    """A net that calls a library that remembers the types of tensors that it has met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kinds = nn.Linear(4, 4), dict[Any, Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds.setdefault(type(x), Backend())
+        self.kinds.setdefault("first", Backend())
+        return self.layer(x)
+
+
+def test_what_a_library_remembers_of_kinds_of_tensors() -> None:
+    net, x = Remembers(), torch.randn(5, 4)
+
+    def check(mesh: Mesh) -> Tensor:
+        model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        loss = model.step(*model.shard(x, torch.zeros(5, 4)))
+        assert set(model.module.kinds) == {Tensor, "first"}
+        return loss
+
+    loss = run_ranks(2, check)[0]
+    torch.testing.assert_close(loss, nn.MSELoss()(net(x), torch.zeros(5, 4)).detach())

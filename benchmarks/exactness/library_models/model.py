@@ -27,6 +27,8 @@ class Model:
     loss: Callable[[Any, Tensor], Tensor]
     rows: int = 4
     tiled: bool = True
+    rounds: float = 1e-10
+    """what a layout may be off by in any case: more for nets that compute parts in float32 by themselves"""
 
 
 def image(

@@ -37,10 +37,15 @@ MODELS: dict[str, Model] = {
     ),
     "efficientnet": image(
         lambda: nets.EfficientNetBN(
-            "efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=1, num_classes=CLASSES
+            "efficientnet-b0",
+            pretrained=False,
+            spatial_dims=2,
+            in_channels=1,
+            num_classes=CLASSES,
         ),
         65,
         49,
+        rows=8,
         channels=1,
     ),
     "flexible_unet": image_map(

@@ -15,11 +15,11 @@ from library_models.model import CLASSES, Model, image
 __all__ = ["MODELS"]
 
 
-def _model(name: str, height: int, width: int, **options: Any) -> Model:
+def _model(name: str, height: int, width: int, *, rows: int = 4, **options: Any) -> Model:
     def make() -> nn.Module:
         return timm.create_model(name, num_classes=CLASSES, **options)
 
-    return image(make, height, width)
+    return image(make, height, width, rows=rows)
 
 
 def _made(module: str, kind: str, height: int, width: int, **options: Any) -> Model:
@@ -120,7 +120,7 @@ MODELS: dict[str, Model] = {
     "efficientformer_v2": _model("efficientformerv2_s0", 64, 64, img_size=64, depths=(1, 1, 2, 2)),
     "efficientnet": _model("test_efficientnet", 65, 49),
     "efficientvit_mit": _model("efficientvit_b0", 64, 64),
-    "efficientvit_msra": _model("efficientvit_m0", 64, 64, img_size=64),
+    "efficientvit_msra": _model("efficientvit_m0", 64, 64, rows=8, img_size=64),
     "eva": _model(
         "eva02_tiny_patch14_336",
         28,
@@ -238,7 +238,7 @@ MODELS: dict[str, Model] = {
     "resnest": _model("resnest14d", 65, 49, stem_width=16, base_width=16),
     "resnet": _model("test_resnet", 65, 49),
     "resnetv2": _model("resnetv2_18", 65, 49, channels=(16, 24, 32, 48)),
-    "rexnet": _model("rexnet_100", 65, 49, width_mult=0.5),
+    "rexnet": _model("rexnet_100", 65, 49, rows=8, width_mult=0.5),
     "samvit": _model(
         "samvit_base_patch16",
         64,
@@ -262,9 +262,9 @@ MODELS: dict[str, Model] = {
         embed_dims=(16, 24, 24, 24),
         hidden_sizes=(8, 12, 12, 12),
     ),
-    "shvit": _model("shvit_s1", 64, 64, depth=(1, 1, 1)),
+    "shvit": _model("shvit_s1", 64, 64, rows=8, depth=(1, 1, 1)),
     "sknet": _model("skresnet18", 65, 49, layers=[1, 1, 1, 1]),
-    "starnet": _model("starnet_s050", 64, 64),
+    "starnet": _model("starnet_s050", 64, 64, rows=8),
     "swiftformer": _model("swiftformer_xs", 64, 64),
     "swin": _model(
         "swin_tiny_patch4_window7_224",

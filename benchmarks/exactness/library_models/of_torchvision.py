@@ -253,7 +253,7 @@ MODELS: dict[str, Model] = {
     "r3d": image(_video(_Block, Conv3DSimple, BasicStem), 4, 33, 25),
     "mvit_v1": image(_mvit(second=False), 4, 32, 32),
     "mvit_v2": image(_mvit(second=True), 4, 32, 32),
-    "s3d": image(_s3d, 14, 64, 64),
+    "s3d": image(_s3d, 14, 64, 64, rows=6),
     "swin3d": image(
         lambda: video.SwinTransformer3d(
             patch_size=[2, 4, 4],

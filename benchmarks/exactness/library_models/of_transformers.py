@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import transformers as hf
@@ -83,7 +84,9 @@ MODELS: dict[str, Model] = {
         max_position_embeddings=32,
         attention_dropout=0.0,
     ),
-    "gemma": _text("GemmaForCausalLM", "GemmaConfig", **_CAUSAL, head_dim=12),
+    "gemma": dataclasses.replace(  # its norms are in float32, their weights too
+        _text("GemmaForCausalLM", "GemmaConfig", **_CAUSAL, head_dim=12), rounds=1e-6
+    ),
     "gpt2": _text(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -129,6 +132,7 @@ MODELS: dict[str, Model] = {
     "t5": _text(
         "T5ForConditionalGeneration",
         "T5Config",
+        attn_implementation="eager",
         decoder=True,
         vocab_size=WORDS,
         d_model=24,

@@ -107,7 +107,7 @@ class SharedLoss:
             self._check_graph(numerator, outputs, since)
             self._check_equal(numerator, self._tiles)
         else:
-            self._check_leaves(numerator, _functions_of(outputs))
+            self._check_leaves(numerator, outputs)
         return numerator, torch.as_tensor(
             denominator, device=self._device
         ).detach().double().clone()
@@ -177,15 +177,18 @@ class SharedLoss:
                 "the loss depends on a tensor that the net has made and not returned, an attribute say, "
                 "of which every rank has its part only: return it from the net's forward"
             )
-        self._check_leaves(loss, known)
+        self._check_leaves(loss, outputs)
 
-    def _check_leaves(self, loss: Tensor, known: Iterable[Any]) -> None:
-        """Refuse a loss that trains what is neither the net's nor its own."""
+    def _check_leaves(self, loss: Tensor, outputs: Any) -> None:
+        """Refuse a loss that trains what is neither the net's nor its own.
+
+        What another stage has returned ends the graph of this rank.
+        """
         if self._alone:
             return
         own = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
-        ours = {id(p) for p in (*self._net.parameters(), *own)}
-        for leaf in _leaves(loss, known):
+        ours = {id(p) for p in (*self._net.parameters(), *own, *leaves(outputs))}
+        for leaf in _leaves(loss, _functions_of(outputs)):
             if id(leaf) not in ours and not isinstance(leaf, DTensor):
                 raise UsageError(
                     f"the loss trains a tensor of shape {tuple(leaf.shape)} that is a parameter neither "

@@ -251,6 +251,41 @@ class Known:
         return numerator / denominator
 
 
+class Aside(nn.Module):
+    """A net with a second head, long before its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.aside = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.body = nn.Sequential(nn.Tanh(), nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 6, 3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        aside = self.aside(x.mean((2, 3)))
+        return self.head(self.body(x).mean((2, 3))), aside
+
+
+class Both(Known):
+    def share(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        (main, denominator), (aside, _) = (super(Both, self).share(o, targets) for o in outputs)
+        return main + 0.4 * aside, denominator
+
+
+def test_a_loss_of_what_several_stages_return() -> None:
+    net = Aside()
+    plain = copy.deepcopy(net)
+    Both()(plain(X), UNEVEN).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, net, loss=Both())
+        model.step(*model.shard(X, UNEVEN))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+    on_pipe(check, cut="body.1")
+
+
 UNEVEN = torch.tensor([1, -1, -1, 2, 4, 0, -1, 3])
 
 
@@ -287,6 +322,80 @@ def test_the_batch_at_once_takes_any_loss() -> None:
             torch.testing.assert_close(parameter.grad, expected)
 
     on_pipe(check, schedule="layer")
+
+
+class Counts(nn.BatchNorm2d):
+    """A norm that counts its batches as timm's do, in training only."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return torch.nn.functional.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            0.1,
+            self.eps,
+        )
+
+
+def test_a_stage_that_begins_with_what_is_done_in_training_only() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), Counts(4), nn.Flatten(), nn.Linear(4 * 7 * 5, 5))
+    plain = copy.deepcopy(net)
+    plain(X)
+    expected = plain.eval()(X)
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(net), mesh, example=X, loss=nn.CrossEntropyLoss())
+        model.step(*model.shard(X, Y))
+        torch.testing.assert_close(model.eval()(X), expected)
+
+    on_pipe(check, cut="1", micro_batches=1)
+
+
+class Relative(nn.Module):
+    """Distances of pixels, a buffer that is made anew where the size of images has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("distances", torch.zeros(1, 1), persistent=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.distances.shape[1] != x.shape[3]:
+            there = torch.arange(x.shape[3], dtype=torch.float32)
+            self.distances = (there - there[:, None]).abs().to(self.scale)
+        return x @ torch.softmax(self.scale * self.distances, 1)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_buffer_that_gets_another_shape_in_one_stage(place: int) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5)
+    )
+    net.insert(place, Relative())
+    if place:
+        net.insert(place, nn.Conv2d(3, 3, 1))
+    plain = copy.deepcopy(net)
+    for _ in range(2):
+        nn.CrossEntropyLoss()(plain(X), Y).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, net)
+        for _ in range(2):
+            model.step(*model.shard(X, Y))
+        assert model.stages is not None
+        every = model.stages.everywhere(dict(model.module.named_buffers()))
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(every[name], buffer)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        torch.testing.assert_close(model.eval()(X), plain.eval()(X))
+
+    on_pipe(check)
 
 
 def test_stages_begin_where_the_plan_says() -> None:

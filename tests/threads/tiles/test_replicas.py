@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.plan import Layout
+from fivefold.plan import Layout, Plan, Tiles
 from fivefold.train.verify import verify
 from fivefold.train.verify.report import Report
 from ranks import run_ranks
@@ -61,3 +61,24 @@ def test_norms_and_masks_of_replicas_in_tiles(layout: Layout) -> None:
     report = run_ranks(layout, check, timeout_s=60)[0]
     assert report.passed, (report.verdict(), report.notes, report.worst)
     assert report.replicas.difference == 0
+
+
+@pytest.mark.parametrize("fuse", ["1", "2", "never"])
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_replicas_without_samples_whatever_shares_an_exchange(fuse: str, samples: int) -> None:
+    layout, loss = Layout(data=3, height=2), nn.CrossEntropyLoss()
+    torch.manual_seed(samples)
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=1)
+    )
+    batches = [
+        (torch.randn(samples, 3, 10, 8), torch.randint(0, 4, (samples, 10, 8))) for _ in range(2)
+    ]
+
+    def check(mesh: Mesh) -> Report:
+        build = lambda: copy.deepcopy(net)  # noqa: E731
+        return verify(build, mesh, loss=loss, batch=batches.__getitem__, steps=2)
+
+    plan = Plan(layout=layout, tiles=Tiles(fuse=fuse))
+    report = run_ranks(layout, check, plan=plan, timeout_s=60)[0]
+    assert report.passed, (report.verdict(), report.worst)

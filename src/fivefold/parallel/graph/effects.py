@@ -14,12 +14,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Container as Container_
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.containers import Change, Container, Items, named
@@ -28,6 +30,9 @@ from fivefold.parallel.graph.values import ABSENT
 from fivefold.parallel.trees import leaves
 
 __all__ = ["Effects", "Set", "apply", "noted"]
+
+_CLOSED = (str, bytes, type, types.ModuleType, nn.Module)
+"""what holds no tensor of a recording"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +67,16 @@ class Set:
     @property
     def there(self) -> bool:
         """Whether the container holds tensors there already, as many as will be."""
+        return len(self._now()) == len(list(self.refs()))
+
+    def fits(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
+        """Whether the tensors that are there have the shapes of those that will be."""
+        will = [shapes[r.index] for r in self.refs() if isinstance(r, Value)]
+        return not will or [tuple(leaf.shape) for leaf in self._now()] == will
+
+    def _now(self) -> list[Tensor]:
         keys = self.container.keys()
-        value = self.container.values()[keys.index(self.key)] if self.key in keys else None
-        return len(leaves(value)) == len(list(self.refs()))
+        return leaves(self.container.values()[keys.index(self.key)] if self.key in keys else None)
 
     @property
     def plain(self) -> bool:
@@ -129,6 +141,8 @@ def noted(
         keys = [*now, *(key for key in before if key not in now)]
         whole = not isinstance(container, Items) and len(now) != len(before)
         for key in keys:
+            if key is FakeTensor:  # what a library remembers of the recording's kind of tensor
+                continue
             value = now.get(key, ABSENT)
             same = key in before and before[key] is value
             if whole or not same:
@@ -179,7 +193,7 @@ def _emptied(value: Any) -> Any:
 def _items(value: Any) -> Mapping[Any, Any] | None:
     """What something holds; None for what is not known."""
     if isinstance(value, dict):
-        return dict(value)
+        return dict(dict.items(value))  # what it holds, not what a mapping of the user's makes up
     if isinstance(value, (list, tuple, collections.deque)):
         return dict(enumerate(value))
     return dict(vars(value)) if hasattr(value, "__dict__") else None
@@ -188,7 +202,7 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
 def _holds(value: Any, own: Callable[[Tensor], bool], seen: set[int]) -> bool:
     if isinstance(value, Tensor):
         return own(value)
-    if id(value) in seen or isinstance(value, (str, bytes, type, nn.Module)) or callable(value):
+    if id(value) in seen or isinstance(value, _CLOSED) or callable(value):
         return False
     seen.add(id(value))
     items = _items(value)

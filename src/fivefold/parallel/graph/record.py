@@ -39,6 +39,7 @@ from fivefold.parallel.graph.hooks import hooked
 from fivefold.parallel.graph.numbered import by_row
 from fivefold.parallel.graph.reach import Reach, gathers
 from fivefold.parallel.graph.recorder import WHOLE_MODULES, Look, Recorder
+from fivefold.parallel.graph.recurrent import from_zeros
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.writes import Writes
@@ -354,7 +355,7 @@ def _tape(recorder: Recorder, returned: Any, effects: Effects) -> Tape:
     outputs = map_refs(rename, outputs)
     effects = effects.renamed(rename)
     wanted = [*refs_of(outputs), *effects.refs()]
-    nodes = _alive(by_row(nodes), wanted)
+    nodes = _alive(by_row(from_zeros(nodes)), wanted)
     uses = Counter(ref.index for node in nodes for ref in node.operands if isinstance(ref, Value))
     uses.update(ref.index for ref in wanted if isinstance(ref, Value))
     return Tape(

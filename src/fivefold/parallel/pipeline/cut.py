@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from torch import nn
@@ -27,6 +28,7 @@ __all__ = ["MEASURED", "Cut", "balanced", "changed_by", "named", "states_of", "u
 MEASURED = "measured"
 """`pipeline.cut` that asks for stages of about equal measured time"""
 
+_BEHIND = 8
 _Call = tuple[str, str, int]
 """module, operation, and how many calls of it came before"""
 
@@ -36,6 +38,15 @@ class Cut:
     """The calls that begin the second stage, the third, and so on."""
 
     begins: tuple[_Call, ...]
+    behind: tuple[tuple[_Call, ...], ...]
+    """the calls that follow each of them: a norm that counts its batches does so in training only"""
+
+    @classmethod
+    def before(cls, nodes: Sequence[Node], starts: Sequence[int]) -> Cut:
+        """A cut in front of these nodes."""
+        calls = [_call(node) for node in nodes]
+        behind = [calls[n + 1 : end][:_BEHIND] for n, end in pairwise((*starts, len(calls)))]
+        return cls(tuple(calls[n] for n in starts), tuple(map(tuple, behind)))
 
     @property
     def stages(self) -> int:
@@ -48,7 +59,10 @@ class Cut:
         Raises `UsageError` where the net takes another way for this shape of input.
         """
         where = {_call(node): number for number, node in enumerate(tape.nodes)}
-        found = [where.get(begin) for begin in self.begins]
+        found = [
+            next((where[call] for call in (begin, *behind) if call in where), None)
+            for begin, behind in zip(self.begins, self.behind, strict=True)
+        ]
         if None in found or found != sorted(n for n in found if n is not None):
             raise UsageError(
                 "for this shape of input the net calls its layers in another way than for the example that "
@@ -87,7 +101,7 @@ def balanced(
             f"the net can be cut at {len(free)} places, which gives at most {len(free) + 1} stages, not "
             f"{stages}{_because(tied)}: use pipe={len(free) + 1} or less, or fewer stages per rank"
         )
-    return Cut(tuple(_call(tape.nodes[n]) for n in _slowest_least(times, sent, free, stages)))
+    return Cut.before(tape.nodes, _slowest_least(times, sent, free, stages))
 
 
 def named(tape: Tape, modules: Sequence[str], stages: int, *, ties: bool = True) -> Cut:
@@ -115,7 +129,7 @@ def named(tape: Tape, modules: Sequence[str], stages: int, *, ties: bool = True)
         starts.append(inside[0])
     if starts != sorted(set(starts)):
         raise PlanError(f"pipeline.cut = {', '.join(modules)!r} is not in the order of the net")
-    return Cut(tuple(_call(tape.nodes[n]) for n in starts))
+    return Cut.before(tape.nodes, starts)
 
 
 def states_of(node: Node) -> frozenset[str]:

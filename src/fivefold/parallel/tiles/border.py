@@ -102,6 +102,8 @@ def border(
         return None
     if source[:first] != everything[:first] or to[:first] != everything[:first]:
         return None
+    if exchange.result[:first] != exchange.shape[:first]:  # it brings samples as well
+        return None
     padding = tuple(
         to[dim].start - source[dim].start if cut else window.padding
         for dim, (window, cut) in enumerate(zip(windows, explicit, strict=True), first)

@@ -408,7 +408,8 @@ class TiledNet:
         apply(sets, own, whole)
 
     def leave_ahead(self, ready: Prepared) -> None:
-        """Leave behind what is no tensor's; for tensors something of their shape, where nothing is yet.
+        """Leave behind what is no tensor's; for tensors something of their shape, where nothing is yet or
+        something of another shape that is not read any more.
 
         Before the stages of a micro-batch run: each rank has some of them, and all have to record alike.
         """
@@ -426,7 +427,12 @@ class TiledNet:
                 self.programs.left[id(made)] = (made, spread)
             return made
 
-        apply([one for one in tape.effects.sets if one.plain or not one.there], blank, blank)
+        read = {found.path for name, found in tape.places.items() if name in tape.named}
+        due = [
+            one for one in tape.effects.sets
+            if one.plain or not one.there or not (one.fits(tape.shapes) or one.path in read)
+        ]  # fmt: skip
+        apply(due, blank, blank)
 
     def _kept(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
         """Something that is left in an attribute, of which the next forward is told how it lies."""

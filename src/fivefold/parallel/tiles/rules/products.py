@@ -47,9 +47,14 @@ class Products:
     """Products of the matrices in the last two dims; those in front are batches."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """Batches as the operands have them; the matrices whole. Or as `linear`, which may be written so."""
+        """Batches as the operands have them; the matrices whole. Or as `linear`, which may be written so.
+
+        Rows of the first may be cut where all ranks have the second, a table of positions say.
+        """
         if op.node.name in {"matmul", "mm"} and len(op.given[1].shape) == 2:
             return Linear().place(op)
+        if self._by_rows(op):
+            return [broadcast(op.given, op.node.output_shapes[0])]
         if any(len(s.shape) < 2 or s.cuts[-1] or s.cuts[-2] for s in op.given):
             return None
         made = broadcast(op.given, op.node.output_shapes[0])
@@ -61,12 +66,22 @@ class Products:
         if op.node.name in {"matmul", "mm"} and len(op.given[1].shape) == 2:
             return Linear().lower(op)
         made = op.made[0]
-        wants = tuple(
+        wants = [
             broadcast_wants(shape[:-2], Spread(made.shape[:-2], made.cuts[:-2]))
             + everything(shape[-2:])
             for shape in op.node.shapes
+        ]
+        if self._by_rows(op):
+            rows = want_of(op.node.shapes[0][-2], made.cuts[-2])
+            wants[0] = (*wants[0][:-2], rows, wants[0][-1])
+        return Local(tuple(wants), call(op.node))
+
+    def _by_rows(self, op: Operation) -> bool:
+        first, second = op.given[0], op.given[-1]
+        matrices = (
+            op.node.name in {"matmul", "bmm"} and min(len(first.shape), len(second.shape)) > 1
         )
-        return Local(wants, call(op.node))
+        return matrices and len(op.given) == 2 and second.is_whole and first.cuts[-1] is None
 
 
 @rule("einsum")
