@@ -44,7 +44,7 @@ nitpick_ignore_regex = [
     # Types that a signature shows but nobody outside the room uses.
     (
         r"py:.*",
-        r"fivefold\.(parallel\.pipeline\.net\.PipelinedNet|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|checkpoint\.checkpointer\._Batch)",
+        r"fivefold\.(mesh\.agreement\.Agreement|parallel\.pipeline\.net\.PipelinedNet|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|checkpoint\.checkpointer\._Batch)",
     ),
     (r"py:.*", r"Images|Transform|Trace"),
     (r"py:.*", r"dict\[str"),  # half of `dict[str, Any]` in a docstring

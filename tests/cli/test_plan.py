@@ -95,7 +95,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
         ("resnet20 --out no/plan.toml", "--out no/plan.toml: there is no folder"),
         ("resnet20 --input 3xx", "--input 3xx is not the shape of a sample"),
         ("unet3d --input 3x64x64", "takes volumes"),
-        ("resnet20 --input 12 --cluster boxes.toml", "the model cannot take a batch of shape (1, 12)"),
+        ("resnet20 --input 12 --cluster boxes.toml", "with a batch of shape (1, 12), the module 'conv1'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_a_line(words: str, said: str, tmp_path: Path) -> None:

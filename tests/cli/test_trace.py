@@ -271,7 +271,7 @@ def test_a_recipe_is_recorded_unless_its_plan_says_no(folder: Path) -> None:
         assert trace.meta["plan"]["layout.data"] == {"value": 2, "origin": "user: -n"}
         assert [note["step"] for note in trace.notes if note["kind"] == "loss"][-1] == 12
         tags = {TAGS[row["tag"]] for row in trace.sums if row["kind"]}
-        assert tags == {"parameters and gradients", "batch-norm statistics", "loss"}
+        assert tags == {"parameters and gradients", "batch-norm statistics", "loss", "control"}
 
 
 def test_saves_are_noted(folder: Path) -> None:

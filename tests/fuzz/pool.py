@@ -142,9 +142,8 @@ class Ranks:
                 rank = open_lines.pop(line)  # type: ignore[index]
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], Ended) or found[rank]["ended"] != "done":
-                    until = min(
-                        until, time.monotonic() + GRACE_S
-                    )  # the others follow, or wait for it
+                    # The others follow, or wait for it; some may only just have been started.
+                    until = min(until, time.monotonic() + max(GRACE_S, self.limit_s / 2))
         for rank in open_lines.values():
             found[rank] = Ended("hang", self._where(rank))
         return found

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +42,11 @@ _BY_SHAPE = frozenset({
     "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "split", "narrow", "as_strided",
 })  # fmt: skip
 """calls among whose numbers are sizes, which show in the shape of their result"""
+_NEW = frozenset({
+    "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn",
+    "uniform", "exponential", "repeat", "tile", "expand", "broadcast_to",
+})  # fmt: skip
+"""calls that make a tensor of a shape of their own"""
 
 
 class Rows:
@@ -51,7 +56,8 @@ class Rows:
         self.tiles = TiledNet(net, mesh, Costs())
         """the net over all replicas, for when samples meet"""
         self._agreement = mesh.agreement
-        self._told = False
+        self._problem = ""
+        """why the net cannot be recorded"""
 
     def meet(self, call: Callable[..., Any], inputs: Any, share: Share) -> bool:
         """Whether samples depend on each other in a step; if so, `tiles` computes it. Collective.
@@ -66,7 +72,11 @@ class Rows:
         if not self._agreement.same(hash(said) & (2**62 - 1)):
             batch = f"{share.total} samples, shares {share.bounds}, step {share.step}"
             meeting = "apart" if found is None else f"meeting in {found}"
-            lines = [(batch, "the batch"), (meeting, "whether samples depend on each other")]
+            lines = [
+                (batch, "the batch"),
+                (self._problem if program is None else "yes", "whether the net can be recorded"),
+                (meeting, "whether samples depend on each other"),
+            ]
             lines += [] if mark is None else mark.lines
             remedy = f'{ALIKE}; or vouch for the net with parallel.rows = "apart"'
             self._agreement.check(lines, "what they do", remedy, most=1)
@@ -119,8 +129,8 @@ class Rows:
             )
 
     def _tell(self, problem: UsageError) -> None:
-        if not self._told:
-            self._told = True
+        told, self._problem = bool(self._problem), f"no, {problem}"
+        if not told:
             warnings.warn(
                 "whether the samples of a batch depend on each other in the net was not checked, as it "
                 f"cannot be recorded: {problem}. If they do, what replicas compute differs from one "
@@ -132,22 +142,22 @@ class Rows:
         self, program: Program, call: Callable[..., Any], inputs: Any, share: Share
     ) -> str:
         """Where samples meet, in words; empty if nowhere."""
-        joined = _joined(program)
-        if joined:
-            return joined
-        sizes = {b - a for a, b in itertools.pairwise(share.bounds)} - {0}
-        for rows in sorted(sizes):
-            rank = next(
-                r for r, (a, b) in enumerate(itertools.pairwise(share.bounds)) if b - a == rows
-            )
+        found = _joined(program)
+        if found and not _fresh(program):
+            return found
+        sizes = {b - a: rank for rank, (a, b) in enumerate(itertools.pairwise(share.bounds))}
+        alone: dict[int, Tape] = {}
+        for rows, rank in sorted(sizes.items()):
             try:
-                alone = self.tiles.recorded(call, _resized(inputs, rows))
+                alone[rank] = self.tiles.recorded(call, _resized(inputs, rows))
             except UsageError as problem:
-                return f"a way that it cannot go with {rows} samples ({problem})"
-            different = _different(program, alone, self.tiles, rank)
-            if different:
-                return different
-        return ""
+                return found or f"a way that it cannot go with {rows} samples ({problem})"
+        found = found or _different(program, alone, self.tiles)
+        alike = _alike(program.tape, [*alone.values()]) if found else frozenset[int]()
+        if alike:
+            again = self.tiles.planned_with(program, share, alike)
+            return _joined(again) or _different(again, alone, self.tiles)
+        return found
 
 
 def _without_empty(share: Share) -> Share:
@@ -216,8 +226,34 @@ def _resized(inputs: Any, rows: int) -> Any:
     )
 
 
-def _different(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str:
-    """Where a replica that runs the net as it is does something else than the program; empty if nowhere."""
+def _fresh(program: Program) -> bool:
+    """Whether new tensors lie by samples, which may have as many rows by chance."""
+    return any(
+        node.name in _NEW and not all(program.spreads[index].is_whole for index in node.outputs)
+        for node in program.tape.nodes
+    )
+
+
+def _alike(whole: Tape, alone: Sequence[Tape]) -> frozenset[int]:
+    """The values that have the same shape for a replica's samples as for the whole batch."""
+    found: set[int] = {i for node in whole.nodes for i in node.outputs}
+    for tape in alone:
+        shapes = [[tuple(shape) for shape in node.output_shapes] for node in tape.nodes]
+        for node, others in itertools.zip_longest(whole.nodes, shapes[: len(whole.nodes)]):
+            same = others is not None and [tuple(s) for s in node.output_shapes] == others
+            found -= set() if same else {*node.outputs}
+    return frozenset(
+        index for index in found if whole.shapes[index][:1] == whole.shapes[whole.inputs[0]][:1]
+    )
+
+
+def _different(program: Program, alone: Mapping[int, Tape], tiles: TiledNet) -> str:
+    """Where a rank that runs the net as it is does something else than the program; empty if nowhere."""
+    found = (_apart(program, tape, tiles, rank) for rank, tape in alone.items())
+    return next(filter(None, found), "")
+
+
+def _apart(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str:
     whole = program.tape
     for one, other in itertools.zip_longest(whole.nodes, alone.nodes):
         if one is None:

@@ -104,18 +104,21 @@ def _kept(staged: Staged, span: range, grown: float) -> tuple[float, float]:
 
 @functools.lru_cache(4096)
 def _recomputed(staged: Staged, span: range, parts: int, grown: float) -> tuple[float, float]:
-    """Bytes kept at the borders of segments, and the most that one of them makes again; else as `_kept`."""
+    """Bytes kept at the borders of segments and of what was received, and the most that one makes again; else
+    as `_kept`.
+    """
     sizes = sizes_of(staged.program, staged.here)
     wanted = returned(staged.program)
     segments = divided(staged.program, parts, wanted, lambda index: sizes.get(index, 0), span)
-    gradients = grown * staged.gradient_bytes
+    gradients, received = grown * staged.gradient_bytes, staged.work.held.received
     kept: set[int] = set()
     alive: list[float] = []
     for segment in segments:
         kept |= set(segment.takes)
         own = staged.work.held.peak_bytes(range(segment.first, segment.stop), gradients)
+        own += float(received[span.start : segment.first].sum())
         later = float(gradients[segment.stop : span.stop].sum())
         alive.append(sum(sizes[index] for index in kept) + own + later)  # what lies behind is gone
     kept |= set(segments[-1].gives)  # what is sent stays until its gradient comes
-    borders = float(sum(sizes[index] for index in kept))
+    borders = float(sum(sizes[index] for index in kept) + received[span.start : span.stop].sum())
     return borders, max(max(alive) - borders, 0.0)

@@ -49,6 +49,8 @@ class Held:
     """bytes of every value"""
     beside: np.ndarray
     """what else a step saves: masks, what was received of neighbours"""
+    received: np.ndarray
+    """the latter alone, which is kept even where a step is computed again"""
     passing: np.ndarray
     """gradients that are alive while the step is differentiated"""
     aliases: Mapping[int, int]
@@ -98,7 +100,8 @@ def sizes_of(program: Program, here: Here) -> dict[int, int]:
 def held_bytes(program: Program, here: Here) -> Held:
     """What every step of `here.rank` saves, and the gradients beside it."""
     sizes, count = sizes_of(program, here), len(program.steps)
-    beside = np.zeros(count)
+    received = np.array([_strips(program, step) for step in program.steps])
+    beside = received.copy()
     saved: list[tuple[int, ...]] = []
     roots: dict[int, int] = {}
     made: dict[int, int] = {}
@@ -107,7 +110,6 @@ def held_bytes(program: Program, here: Here) -> Held:
         return roots.get(index, index)
 
     for number, step in enumerate(program.steps):
-        beside[number] += _strips(program, step)
         if isinstance(step, Move):
             made[step.target] = number
             if isinstance(step.source, Value) and _mostly_own(step):
@@ -120,7 +122,7 @@ def held_bytes(program: Program, here: Here) -> Held:
             roots |= dict.fromkeys(step.node.outputs, root(read[0]))
         saved.append(tuple(root(index) for index in _kept(step.node, read)))
         beside[number] += _beside(step.node, sizes)
-    return Held(saved, sizes, beside, _passing(program, sizes, made, count), roots)
+    return Held(saved, sizes, beside, received, _passing(program, sizes, made, count), roots)
 
 
 def _passing(
@@ -131,7 +133,14 @@ def _passing(
         last = program.last_use.get(index, number)
         change[number] += sizes[index]
         change[last + 1] -= sizes[index]
-    return np.cumsum(change)[:count]
+    passing = np.cumsum(change)[:count]
+    for number, step in enumerate(program.steps):
+        if isinstance(step, Compute) and step.border is not None:
+            # The gradient comes in parts, of the interior and of strips: two of them and their sum.
+            parts = zip(step.operands[1:], step.node.shapes[1:], strict=True)
+            each = (program.tape.element_bytes(ref) * math.prod(shape) for ref, shape in parts)
+            passing[number] += 2 * sum(each)
+    return passing
 
 
 def changed_in_place(node: Node) -> bool:

@@ -250,17 +250,14 @@ def _tiled(shape: tuple[int, ...], grid: Grid) -> Spread:
 
 @contextmanager
 def _told_briefly(shape: tuple[int, ...]) -> Generator[None]:
-    """Make a `UsageError` of what a net says to samples that it does not take."""
+    """Say with what samples a net was tried that does not take them, or cannot be recorded."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # would print a traceback of its own
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
-    except UsageError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as problem:
-        said = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise UsageError(f"the model cannot take a batch of shape {shape}: {said}") from problem
+    except UsageError as problem:
+        raise UsageError(f"with a batch of shape {shape}, {problem}") from problem
     finally:
         log.setLevel(level)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fivefold as ff
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.plan import Layout, Plan, Provenance
 from fivefold.trace import Tag, recording
@@ -50,6 +51,43 @@ def test_frozen_batch_norm_is_not_disturbed() -> None:
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     expect_tiles(net, (2, 3, 29, 23), Layout(width=2), recompute=3)
+
+
+class Changing(nn.Module):
+    """A weight that its forward changes before it is used."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.last.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.last.weight.data.mul_(0.5)
+        return self.last(self.first(x).square()).square()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_a_forward_changes_is_not_changed_twice(trained: bool) -> None:
+    net, reference = Changing(trained).double(), Changing(trained).double()
+    reference.load_state_dict(net.state_dict())
+    x, y = torch.randn(2, 3, 8, 8).double(), torch.randn(2, 4, 8, 8).double()
+    loss = nn.MSELoss()
+    loss(reference(x), y).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        model.step(*model.shard(x, y))
+        for own, other in zip(model.module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own, other)
+            torch.testing.assert_close(own.grad, other.grad)
+
+    plan = Plan(layout=Layout(width=2)).replace({"memory.recompute": "all"}, Provenance())
+    if not trained:
+        run_ranks(Layout(width=2), check, plan=plan)
+        return
+    with pytest.raises(UsageError, match=r"the forward changes last\.weight, which is trained"):
+        run_ranks(Layout(width=2), check, plan=plan)
 
 
 def test_nothing_is_sent_again() -> None:

@@ -46,7 +46,7 @@ class Predicted:
     parameters_bytes: int
     """parameters and buffers of the net"""
     gradients_bytes: int
-    """of all parameters that are trained; 0 with stages, where they count among what the step makes"""
+    """that are there before the step, of all parameters that are trained; 0 with stages"""
     buckets_bytes: int
     """copies of gradients, in which they travel"""
     batch_bytes: int
@@ -95,8 +95,8 @@ def predicted(
 ) -> Predicted:
     """What a step of `model.step(inputs, targets)` needs on `rank` of `plan.layout`. Nothing is computed.
 
-    Gradients are taken to be there before the step, as with `zero_grad(set_to_none=False)`. By default they
-    come while activations go, and a step needs less by up to `gradients_bytes`.
+    Gradients are taken to be there before the step, as with `zero_grad(set_to_none=False)`: those that come
+    are added to them in the end. By default there are none, and a step needs less by `gradients_bytes`.
 
     Args:
         net: the plain net, on the device whose memory is asked for. It stays as it is.

@@ -26,7 +26,7 @@ from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs, Options, measured
 from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
-from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.tiles.program import Program, planned
 from fivefold.parallel.tiles.programs import Programs
 from fivefold.parallel.tiles.rule import Here, Moment, Piece, as_held, everything
 from fivefold.parallel.tiles.run import execute
@@ -295,6 +295,8 @@ class TiledNet:
             fewest = share.total // self._mesh.layout.data // micro[1]
         here = self._here(known, fewest)
         program = self.programs.program(call, inputs, spreads, here)
+        if self._recompute not in {0, "none"} and torch.is_grad_enabled():
+            _check_recomputed(program.tape)
         carried = [found.now() for found in program.tape.carried]
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
@@ -311,16 +313,16 @@ class TiledNet:
         return Prepared(program, given, moment, share, samples)
 
     def state(self, ready: Prepared) -> Mapping[str, Tensor]:
-        """The net's tensors that a program names; buffers that it changes in the end as they are now."""
+        """The net's tensors that a program names, as they are now; what is trained, itself."""
         tape = ready.program.tape
-        changed = {
-            r.name for r, _ in tape.effects.written if isinstance(r, State)
-        } - tape.statistics
+        changed = _changed(tape)
         found: dict[str, Tensor] = {}
         for name in tape.named:
             tensor = cast(Tensor, tape.places[name].now())
-            keeps = name in changed and not isinstance(tensor, nn.Parameter)
-            found[name] = tensor.detach().clone() if keeps else tensor
+            if name in changed and not _trained(tensor):
+                now = tensor.detach().clone()
+                tensor = nn.Parameter(now, False) if isinstance(tensor, nn.Parameter) else now
+            found[name] = tensor
         return found
 
     def finish(self, ready: Prepared, made: Mapping[int, Tensor]) -> Outputs:
@@ -473,6 +475,12 @@ class TiledNet:
         spreads = [self.joined(spread, samples) for _, spread in located]
         return self.programs.program(call, inputs, spreads, self._here(samples, samples.fewest))
 
+    def planned_with(self, program: Program, share: Share, alike: frozenset[int]) -> Program:
+        """The same net planned anew, with values that do not lie by samples though they have as many rows."""
+        samples, tape = self.samples(share), program.tape
+        here = replace(self._here(samples, samples.fewest), alike=alike)
+        return planned(tape, [program.spreads[index] for index in tape.inputs], here)
+
     def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
         """The net as a list of calls, for inputs of these global shapes."""
         return self.programs.recorded(
@@ -515,6 +523,25 @@ def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dis
             else:
                 found[axes, False] = mesh.group(*names)
     return found
+
+
+def _changed(tape: Tape) -> set[str]:
+    """Names of the net's tensors that it changes in the end, statistics of norms apart."""
+    return {r.name for r, _ in tape.effects.written if isinstance(r, State)} - tape.statistics
+
+
+def _trained(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def _check_recomputed(tape: Tape) -> None:
+    """Refuse to compute again what reads a parameter that is another one by then."""
+    for name in sorted(_changed(tape)):
+        if _trained(cast(Tensor, tape.places[name].now())):
+            raise UsageError(
+                f"the forward changes {name}, which is trained, so its activations cannot be computed again "
+                'from what it was: set memory.recompute = "none"'
+            )
 
 
 def _one_row(leaf: Tensor) -> Tensor:

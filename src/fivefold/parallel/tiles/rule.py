@@ -58,11 +58,14 @@ class Here:
     """samples of the smallest replica: with as many as tile ranks, tiles may be turned into samples"""
     cut: Cut | None = None
     """how samples are divided among replicas, if the grid has all of them"""
+    alike: frozenset[int] = frozenset()
+    """values that have as many rows as there are samples, but would have them with fewer as well"""
 
-    def fresh(self, shape: Sequence[int]) -> Spread:
+    def fresh(self, node: Node) -> Spread:
         """How a new tensor lies that is the same everywhere: by samples, if it has as many rows."""
-        made = Spread.whole(shape)
+        made = Spread.whole(node.output_shapes[0])
         by_samples = self.cut is not None and not self.cut.empty and made.shape[:1] == (self.rows,)
+        by_samples = by_samples and node.outputs[0] not in self.alike
         return made.with_cut(0, self.cut) if by_samples else made
 
 

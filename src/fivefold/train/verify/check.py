@@ -104,6 +104,18 @@ def _verified(
 ) -> Report:
     batches = [_cast(batch, dtype) for batch in batches]
     judge = _judged(build, loss, batches, mesh, dtype)
+    with contextlib.nullcontext() if judge is None else contextlib.closing(judge):
+        return _compared(judge, build, loss, batches, mesh, dtype)
+
+
+def _compared(  # noqa: PLR0917 - what verify was given
+    judge: Judge | None,
+    build: Callable[[], Any],
+    loss: Any,
+    batches: list[Any],
+    mesh: Mesh,
+    dtype: torch.dtype,
+) -> Report:
     net, loss = _built(build, loss, mesh, dtype)
     layout = OnLayout(net, mesh, loss, example=batches[0][0])
     uncontrolled = _told("yes" if judge and judge.uncontrolled else "", mesh) == "yes"
@@ -138,6 +150,7 @@ def _judged(
         try:
             judge = Judge(reference, mesh, dtype, _described(schedules, mesh))
         except CannotRun as cannot:
+            reference.close()
             shapes = [", ".join(str(tuple(leaf.shape)) for leaf in leaves(t)) for t in batches[0]]
             problem = (
                 f"one process alone cannot train the model on inputs of shape {shapes[0] or 'none'} with "

@@ -90,6 +90,10 @@ class Judge:
             report = dataclasses.replace(report, notes=(hint, *report.notes))
         return report
 
+    def close(self) -> None:
+        """Ask the reference no more."""
+        self._reference.close()
+
     @property
     def uncontrolled(self) -> bool:
         """Whether the net draws random numbers that do not follow the global sample."""

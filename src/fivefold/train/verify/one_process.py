@@ -12,7 +12,7 @@ as the other side, so hooks, closures and caches are real ones; nothing is copie
     event      what is called with an event                steps     see below
     masks      seed of random masks; null: torch's own     evaluate  numbers of batches to run in eval mode
     nudged     whether to do everything once more, with every number moved to the neighbouring one
-    answer     file for the results
+    answer     file for the results                        apart     whether a process of its own answers
 
     device     where the net computes, "cpu" by default     threads   of torch, 1 by default
     round      dtype that the state is rounded to before every step, or null
@@ -51,6 +51,7 @@ import random
 import struct
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -515,8 +516,35 @@ def main() -> None:
     os.dup2(2, 1)
     sys.path.pop(0)  # our own folder, whose names are not for others
     for line in sys.stdin:
-        answers.write(json.dumps(answered(json.loads(line))) + "\n")
+        request = json.loads(line)
+        answers.write((_apart if request.get("apart") else _said)(request) + "\n")
         answers.flush()
+
+
+def _said(request: dict[str, Any]) -> str:
+    return json.dumps(answered(request))
+
+
+def _apart(request: dict[str, Any]) -> str:
+    """What a process of its own says, which begins with torch and nothing else. If it dies, so do we."""
+    here, there = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which only wait for work
+        child = os.fork()
+    if not child:
+        try:
+            with os.fdopen(there, "w") as pipe:
+                pipe.write(_said(request))
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here) as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not said:
+        sys.exit(code if code >= 0 else 128 - code)
+    return said
 
 
 if __name__ == "__main__":

@@ -76,7 +76,10 @@ class CannotRun(Exception):
 
 
 class Reference:
-    """One process; `loss` is a loss, or `Named` what makes one, or None if `build` returns (net, loss)."""
+    """One process; `loss` is a loss, or `Named` what makes one, or None if `build` returns (net, loss).
+
+    To be closed, since it may have started one.
+    """
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class Reference:
         device: torch.device,
     ) -> None:
         self._build, self._loss, self._batches = build, loss, list(batches)
+        self._process: subprocess.Popen[str] | None = None
         self._request: dict[str, Any] = {
             "seed": seed,
             "masks": seed,
@@ -154,19 +158,37 @@ class Reference:
             if states is not None:
                 torch.save(list(states), folder / "states.pt")
                 request["states"] = str(folder / "states.pt")
-            done = subprocess.run(
-                [sys.executable, one_process.__file__],
-                input=json.dumps(request) + "\n",
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            if not done.stdout:
-                raise CannotRun(f"the process that tried ended with {done.returncode}")
-            answer = json.loads(done.stdout)
+            said = self._told(json.dumps({**request, "apart": True}))
+            answer = json.loads(said)
             if answer["error"] is not None:
                 raise CannotRun(_said(answer["kind"], answer["error"]))
             return torch.load(folder / "answer.pt", weights_only=True)["steps"]
+
+    def _told(self, request: str) -> str:
+        """What the other process says. Importing torch takes longer than most questions: it does so once."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, one_process.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None and answers is not None
+        with contextlib.suppress(BrokenPipeError):
+            asked.write(request + "\n")
+            asked.flush()
+        said = answers.readline()
+        if not said:
+            raise CannotRun(f"the process that tried ended with {self._process.wait()}")
+        return said
+
+    def close(self) -> None:
+        """Let the other process end."""
+        if self._process is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
+            self._process = None
 
 
 def _step(record: Mapping[str, Any]) -> Step:

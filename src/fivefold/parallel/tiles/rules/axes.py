@@ -105,7 +105,7 @@ def _by_samples(op: Operation, made: Spread) -> Spread:
     """What is stretched to the samples is divided as they are."""
     shape = op.node.shapes[0]
     stretched = len(made.shape) > len(shape) or shape[:1] == (1,)
-    cut = op.here.fresh(made.shape).cuts[0] if made.shape and stretched else None
+    cut = op.here.fresh(op.node).cuts[0] if made.shape and stretched else None
     free = cut is not None and made.cuts[0] is None and not set(cut.axes) & set(made.axes)
     return made.with_cut(0, cut) if free else made
 

@@ -130,8 +130,7 @@ class Sampled:
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the tensor whose shape they take; whole if there is none."""
         warn_layout(op.node.where)
-        shape = op.node.output_shapes[0]
-        return [op.given[0].tight() if op.given else op.here.fresh(shape)]
+        return [op.given[0].tight() if op.given else op.here.fresh(op.node)]
 
     def lower(self, op: Operation) -> Local:
         """This rank's box of them."""
@@ -320,8 +319,8 @@ class Fresh:
         """As that tensor, or whole: they are the same everywhere."""
         if self._follows(op):
             return [op.given[0].tight()]
-        shape = op.node.output_shapes[0]
-        return [Spread.whole(shape) if op.node.name == "new_tensor" else op.here.fresh(shape)]
+        whole = op.node.name == "new_tensor"
+        return [Spread.whole(op.node.output_shapes[0]) if whole else op.here.fresh(op.node)]
 
     def lower(self, op: Operation) -> Local:
         """As many elements as are held."""
