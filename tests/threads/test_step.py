@@ -532,3 +532,26 @@ def test_what_a_library_remembers_of_kinds_of_tensors() -> None:
 
     loss = run_ranks(2, check)[0]
     torch.testing.assert_close(loss, nn.MSELoss()(net(x), torch.zeros(5, 4)).detach())
+
+
+class Attending(nn.Module):
+    """Dropout inside attention, in a net whose samples meet or not."""
+
+    def __init__(self, meet: bool) -> None:
+        super().__init__()
+        self.inner, self.meet = nn.Linear(8, 8), meet
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.inner(x).view(len(x), 5, 2, 4).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, dropout_p=0.3).flatten(1)
+        return y - y.mean(0) if self.meet else y
+
+
+@pytest.mark.parametrize("meet", [False, True])
+def test_random_numbers_out_of_reach_are_told_whether_samples_meet_or_not(meet: bool) -> None:
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(Attending(meet), mesh, loss=nn.MSELoss())
+        model.step(*model.shard(torch.randn(4, 5, 8), torch.randn(4, 40)))
+
+    with pytest.warns(UserWarning, match="draws random numbers in the model that do not follow"):
+        run_ranks(2, check)

@@ -77,7 +77,7 @@ class _Here(threading.local):
 
     module: str = ""
     replay: Replay | None = None
-    quiet: bool = False
+    noted: list[str] | None = None
 
 
 _here = _Here()
@@ -292,23 +292,24 @@ def _pass(_share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextmanager
-def quietly() -> Generator[None]:
-    """Within the block this thread tells nothing about layouts: it only finds something out."""
-    before, _here.quiet = _here.quiet, True
+def quietly() -> Generator[list[str]]:
+    """Within the block this thread only notes what it would tell about layouts, in the list that is given."""
+    before, _here.noted = _here.noted, list[str]()
     try:
-        yield
+        yield _here.noted
     finally:
-        _here.quiet = before
+        _here.noted = before
 
 
 def is_quiet() -> bool:
     """Whether this thread is within `quietly`."""
-    return _here.quiet
+    return _here.noted is not None
 
 
 def warn_layout(what: str) -> None:
     """Tell that `what` makes a run depend on its layout."""
-    if _here.quiet:
+    if _here.noted is not None:
+        _here.noted.append(what)
         return
     warnings.warn(
         f"{what} draws random numbers in the model that do not follow the global sample: the run is "

@@ -28,7 +28,7 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
-from fivefold.parallel.intercept import Share, quietly
+from fivefold.parallel.intercept import Share, quietly, warn_layout
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import ALIKE, TiledNet
 from fivefold.parallel.tiles.program import Compute, Program, exchange_of
@@ -108,7 +108,7 @@ class Rows:
         share = _without_empty(share)
         inputs = _resized(inputs, share.rows)
         try:
-            with quietly():
+            with quietly() as told:
                 program = self.tiles.program_for(call, inputs, share)
         except UsageError as problem:
             self._tell(problem)
@@ -117,6 +117,8 @@ class Rows:
             with quietly():
                 program.meeting = self._meeting(program, call, inputs, share)
             self._tell_unknown(program)
+            for what in dict.fromkeys(told) if program.meeting else ():
+                warn_layout(what)  # replicas that compute apart tell it themselves
         return program, program.meeting or (None if norms else _statistics(program))
 
     def _tell_unknown(self, program: Program) -> None:
