@@ -154,7 +154,7 @@ class Subject:
         laid = self._program(shape)
         program, here = laid.program, laid.here
         if stages == 1:
-            cut, spans = Cut(()), (range(len(program.steps)),)
+            cut, spans = Cut((), ()), (range(len(program.steps)),)
             tile = program.spreads[program.tape.inputs[0]].local_shape(here.grid, here.rank)
             takes, bound, packed = (4.0 * math.prod(tile) / shape.rows,), (0.0,), (0.0,)
         else:
