@@ -183,7 +183,7 @@ class Loader(Closing):
     def _placed(self, made: Made, batch_id: BatchId, *, whole: bool = False) -> Any:
         batch, boxes = made.batch if self._tiled else (made.batch, None)
         here = self._finished(pytree.tree_map_only(Tensor, self._moved, batch), batch_id)
-        position = Position(self._made, str(batch_id))
+        position = Position(self._made, str(batch_id), batch_id.epoch)
         pytree.tree_map_only_(Tensor, lambda leaf: note_position(leaf, position), here)
         samples = self._source.size(batch_id)
         if self._source.on_error == "skip":

@@ -41,6 +41,7 @@ class Position:
     made: tuple[Line, ...]
     """what the loader was made with"""
     batch: str
+    epoch: int
 
     @property
     def token(self) -> int:

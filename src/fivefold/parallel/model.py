@@ -107,6 +107,8 @@ class ParallelModel(nn.Module):
         self.steps = 0
         """number of `step` calls so far: random masks are a function of it"""
         self.seed = mesh.plan.numerics.seed
+        self._epoch = 0
+        """the latest whose batches were seen: when it changes, the net is recorded again"""
         self._mesh = mesh
         self._group = mesh.group("data")
         self._hooks = ParameterHooks(net) if mesh.size > 1 else None
@@ -467,7 +469,13 @@ class ParallelModel(nn.Module):
         )
 
     def _share(self, inputs: Any, targets: Any = None) -> Share:
-        self._mesh.agreement.position = position_of([*leaves(inputs), *leaves(targets)])
+        position = position_of([*leaves(inputs), *leaves(targets)])
+        self._mesh.agreement.position = position
+        if position is not None and position.epoch > self._epoch:
+            self._epoch = position.epoch
+            for tiles in (self._tiles, self._rows.tiles if self._rows is not None else None):
+                if tiles is not None:
+                    tiles.programs.look_again()
         return self._batches.share(inputs, self.seed, self.steps)
 
     # ---- the user's names: those of the plain net

@@ -243,7 +243,7 @@ class Writer(TorchFunctionMode):
     def _check_kept(self, tensor: Tensor) -> None:
         """Refuse numbers that change behind autograd's back once it may have kept them."""
         own = isinstance(self._refs.get(id(tensor)), (State, Constant))
-        if not own and tensor.requires_grad and self._writes.storage(tensor) in self._used:
+        if (own or tensor.requires_grad) and self._writes.storage(tensor) in self._used:
             self.refuse(
                 "changes a tensor by .data that it has computed with before: its backward would use the "
                 "new numbers"

@@ -151,8 +151,9 @@ def check_holders(stages: list[Stage], holders: Mapping[str, tuple[int, ...]]) -
         strange = sorted(n for n in stage.states if number not in holders.get(n, (number,)))
         if strange:
             raise UsageError(
-                f"for this shape of input stage {number} uses {', '.join(strange[:3])}, which stage "
-                f"{holders[strange[0]][0]} holds: give `example` the shapes that are trained"
+                f"for this shape of input, or with the net as it is now stage {number} uses "
+                f"{', '.join(strange[:3])}, which stage {holders[strange[0]][0]} holds: give `example` the "
+                "shapes that are trained, and parallelize the net in the state that it is trained in"
             )
 
 
