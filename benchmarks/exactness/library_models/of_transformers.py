@@ -132,7 +132,6 @@ MODELS: dict[str, Model] = {
     "t5": _text(
         "T5ForConditionalGeneration",
         "T5Config",
-        attn_implementation="eager",
         decoder=True,
         vocab_size=WORDS,
         d_model=24,
