@@ -78,6 +78,8 @@ class PipelinedNet:
         self.holders = holders(net, tape, self.cut)
         """parameter or buffer -> the stages that use it"""
         paired = self.schedule.chains > 1
+        if paired:
+            check_norms(net)
         chains = range(self.schedule.chains)
         channels_last = mesh.plan.numerics.memory_format == "channels_last"
         # All ranks make the same groups in the same order.
@@ -94,8 +96,6 @@ class PipelinedNet:
         ]
         opposite = mesh.pair_group() if paired else None
         self._opposite = None if opposite is None or opposite.size() == 1 else opposite
-        if paired:
-            check_norms(net)
         released(
             net, {name for name, stages in self.holders.items() if not held.isdisjoint(stages)}
         )
@@ -365,10 +365,10 @@ def pipelined(
             "a layout with a pipe axis needs parallelize(net, mesh, example=x, ...): the net is cut into "
             "stages for the shapes of a global batch; tensors on the meta device will do"
         )
-    stages = PipelinedNet(net, mesh, example)
+    # Before groups are made: a rank that ends meanwhile breaks the others off.
     if (
         loss is not None
-        and stages.schedule.micro_batches > 1
+        and Schedules(mesh).usual.micro_batches > 1
         and split_loss(loss) is None
         and not hasattr(loss, "share")
     ):
@@ -378,7 +378,7 @@ def pipelined(
             "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or choose "
             'pipeline.schedule = "layer", which takes the batch at once'
         )
-    return stages
+    return PipelinedNet(net, mesh, example)
 
 
 def _shapes(example: Any) -> Any:
