@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -183,3 +184,21 @@ def test_parameters_of_a_loss_that_shares_itself_are_refused() -> None:
             parallelize(Unused(), mesh, loss=Scaled())
 
     run_ranks(2, check)
+
+
+@pytest.mark.filterwarnings("ignore:the loss MSELoss is not one")
+def test_a_loss_of_torch_with_a_hook_is_not_taken_apart() -> None:
+    def doubled(_module: nn.Module, _inputs: object, loss: Tensor) -> Tensor:
+        return 2 * loss
+
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    net = nn.Linear(3, 2)
+
+    def check(mesh: Mesh) -> float:
+        criterion = nn.MSELoss()
+        criterion.register_forward_hook(doubled)
+        model = parallelize(copy.deepcopy(net), mesh, loss=criterion)
+        return float(model.step(*model.shard(x, y)))
+
+    expected = 2 * nn.functional.mse_loss(net(x), y).item()
+    assert run_ranks(2, check) == pytest.approx([expected] * 2, rel=1e-5)

@@ -97,7 +97,7 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
 
     Raises `UsageError` for `reduction="none"`, which leaves no scalar to differentiate.
     """
-    if type(loss) in _WEIGHTED or type(loss) in _ELEMENTWISE:
+    if (type(loss) in _WEIGHTED or type(loss) in _ELEMENTWISE) and not _altered(loss):
         return _from_module(cast(nn.Module, loss))
     function, options = loss, {}
     while isinstance(function, functools.partial) and not function.args:
@@ -113,6 +113,12 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
             pointwise=not _FUNCTIONS[function] and function not in _BY_SAMPLE,
         )
     return None
+
+
+def _altered(loss: Any) -> bool:
+    """Whether hooks, or a method of its own, make a module compute something else than its class."""
+    hooks = (loss._forward_hooks, loss._forward_pre_hooks, loss._backward_hooks)  # noqa: SLF001
+    return any(hooks) or not {"forward", "__call__"}.isdisjoint(vars(loss))
 
 
 def _from_module(loss: Any) -> Loss:
