@@ -393,6 +393,24 @@ def test_what_stands_for_a_missing_package_is_not_touched(monkeypatch: pytest.Mo
     assert torch.allclose(run_ranks(2, check)[0], nn.MSELoss()(net(X), y))
 
 
+def expect_as_alone(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Two replicas compute what one process does, and have nothing to tell."""
+    net, x, y = net.double(), x.double(), y.double()
+    plain = copy.deepcopy(net)
+    nn.MSELoss()(plain(x), y).backward()
+
+    def check(mesh: Mesh) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+            model.step(*model.shard(x, y))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return model.eval()(model.shard(x)).detach()
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+
+
 class Picks(nn.Module):
     """What rows are asked for by their numbers: a class of each, and words that are known."""
 
@@ -412,19 +430,7 @@ class Picks(nn.Module):
 def test_rows_picked_by_their_numbers_stay_with_themselves(samples: int) -> None:
     torch.manual_seed(2)
     net, x, y = Picks(), torch.randn(samples, 6), torch.randn(samples, 7)
-    plain = copy.deepcopy(net)
-    nn.MSELoss()(plain(x), y).backward()
-
-    def check(mesh: Mesh) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
-            model.step(*model.shard(x, y))
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
-        return model.eval()(model.shard(x)).detach()
-
-    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+    expect_as_alone(net, x, y)
 
 
 class Reads(nn.Module):
@@ -444,19 +450,7 @@ class Reads(nn.Module):
 def test_recurrent_layers_leave_samples_to_themselves() -> None:
     torch.manual_seed(3)
     net, x, y = Reads(), torch.randn(5, 6, 4), torch.randn(5, 4)
-    plain = copy.deepcopy(net)
-    nn.MSELoss()(plain(x), y).backward()
-
-    def check(mesh: Mesh) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
-            model.step(*model.shard(x, y))
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
-        return model.eval()(model.shard(x)).detach()
-
-    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+    expect_as_alone(net, x, y)
 
 
 class Relative(nn.Module):
@@ -476,19 +470,7 @@ class Relative(nn.Module):
 def test_rows_of_matrices_leave_samples_to_themselves() -> None:
     torch.manual_seed(3)
     net, x, y = Relative(), torch.randn(5, 2, 3, 4), torch.randn(5, 6)
-    plain = copy.deepcopy(net)
-    nn.MSELoss()(plain(x), y).backward()
-
-    def check(mesh: Mesh) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
-            model.step(*model.shard(x, y))
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
-        return model.eval()(model.shard(x)).detach()
-
-    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+    expect_as_alone(net, x, y)
 
 
 class Backend:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.compare import Agreement, Comparing, check_given, given
+from fivefold.checkpoint.compare import Agreed, Comparing, check_given, given
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.members import members_of, resolved_scheme
 from fivefold.checkpoint.node import Node
@@ -374,7 +374,7 @@ class Checkpointer(Closing):
     def _received(self) -> int:
         return 0 if self._signals is None else self._signals.received
 
-    def _act_on(self, agreed: Agreement) -> None:
+    def _act_on(self, agreed: Agreed) -> None:
         if agreed.signal:
             self._stop()
         if agreed.failed:

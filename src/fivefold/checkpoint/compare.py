@@ -17,7 +17,7 @@ from fivefold.checkpoint.settings import Settings
 from fivefold.errors import UsageError
 from fivefold.mesh.agreement import Line, differences
 
-__all__ = ["Agreement", "Comparing", "check_given", "given"]
+__all__ = ["Agreed", "Comparing", "check_given", "given"]
 
 _EVERY_S = 0.05
 """A comparison takes about a tenth of a millisecond: where steps are short, not each has one"""
@@ -25,7 +25,7 @@ _MOST_CALLS = 64
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreed:
     """What all ranks know after a comparison."""
 
     signal: int = 0
@@ -47,14 +47,14 @@ class Comparing:
         """calls from one comparison to the next"""
         self._begun = 0.0
 
-    def tell(self, step: int, signal: int, *, due: bool, failed: bool = False) -> Agreement:
+    def tell(self, step: int, signal: int, *, due: bool, failed: bool = False) -> Agreed:
         """What was agreed since the last call, if anything; and what this rank tells now. Collective.
 
         Raises `UsageError` if ranks are not at the same step.
         """
         if self._ranks.size == 1:
-            return Agreement(signal, due, failed)
-        found = Agreement()
+            return Agreed(signal, due, failed)
+        found = Agreed()
         if self._pending is not None:
             self._calls += 1
             if self._calls < self._every:
@@ -68,7 +68,7 @@ class Comparing:
 
     _wish = 1
 
-    def _read(self, pending: Comparison) -> Agreement:
+    def _read(self, pending: Comparison) -> Agreed:
         passed_s = (time.monotonic() - self._begun) / max(1, self._calls)
         signal, due, failed, every, most, least = pending.wait()
         self._wish = min(_MOST_CALLS, max(1, math.ceil(_EVERY_S / max(passed_s, 1e-6))))
@@ -78,7 +78,7 @@ class Comparing:
                 f"ranks call maybe_save after different steps, from {-least} to {most}: all ranks have to "
                 "call it after each step, with the same number"
             )
-        return Agreement(signal, bool(due), bool(failed))
+        return Agreed(signal, bool(due), bool(failed))
 
     def close(self) -> None:
         """Wait for what is under way."""

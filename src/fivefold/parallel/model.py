@@ -531,6 +531,7 @@ class ParallelModel(nn.Module):
 
 
 def sums_of(sums: Any) -> Tensor:
+    """What a score returned, which has to be sums (sums,), float64; else raises `UsageError`."""
     if not isinstance(sums, Tensor) or sums.dim() != 1 or sums.dtype != torch.float64:
         found = f"{sums.dtype} {tuple(sums.shape)}" if isinstance(sums, Tensor) else repr(sums)
         raise UsageError(

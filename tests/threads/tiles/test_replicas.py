@@ -64,7 +64,7 @@ def test_norms_and_masks_of_replicas_in_tiles(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("fuse", ["1", "2", "never"])
-@pytest.mark.parametrize("samples", [2, 4])
+@pytest.mark.parametrize("samples", [1, 2, 4])
 def test_replicas_without_samples_whatever_shares_an_exchange(fuse: str, samples: int) -> None:
     layout, loss = Layout(data=3, height=2), nn.CrossEntropyLoss()
     torch.manual_seed(samples)

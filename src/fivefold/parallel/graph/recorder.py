@@ -81,15 +81,7 @@ class Hook:
 
 
 class Recorder(Writer):
-    """Notes calls as nodes.
-
-    Args:
-        named: tensors that the net holds, with what they are called.
-        inputs: stand-ins of the inputs.
-        writes: the mode below.
-        device: where the net computes.
-        look: at the net.
-    """
+    """Notes calls as nodes. Arguments are those of `Writer`, and what there is to `look` at."""
 
     def __init__(
         self,

@@ -396,9 +396,7 @@ class Run:
         """What the forward of a step has done to generators, beside moving on torch's for every mask."""
         count, now = 0 if masks is None else masks.count, _generators(self._device)
         state = torch.get_rng_state()
-        torch.random.default_generator.set_state(
-            torch.frombuffer(bytearray(self._seeded[0]), dtype=torch.uint8)
-        )
+        torch.set_rng_state(torch.frombuffer(bytearray(self._seeded[0]), dtype=torch.uint8))
         for _ in range(count):
             torch.rand(1)
         expected = [torch.get_rng_state().numpy().tobytes(), *self._seeded[1:]]
