@@ -23,7 +23,7 @@ from fuzz.events import ANYTIME
 from fuzz.grammar import BLOCKS
 
 __all__ = [
-    "Case", "complete", "label", "looseness", "micro_batches", "random_case", "ranks_of", "tags",
+    "Case", "coarse", "complete", "label", "looseness", "micro_batches", "random_case", "ranks_of", "tags",
 ]  # fmt: skip
 
 Case = dict[str, Any]
@@ -37,6 +37,7 @@ _LAYOUTS = (
 _SOLID = (({"depth": 2}, 3), ({"depth": 2, "width": 2}, 2), ({"data": 2, "depth": 2}, 1))
 _NOTABLE = ("affine", "bias", "track_running_stats")
 """options that are on unless a case says otherwise"""
+_COARSE = 1e-2
 _PAIRED = ("gems", "gems-overlap", "chimera")
 _SCHEDULES = (
     "layer",
@@ -283,6 +284,12 @@ def looseness(case: Case) -> float:
     if "net" not in case:
         return 0.0
     return max((BLOCKS[name].loose for _, name, _ in drawing.paths(case["net"])), default=0.0)
+
+
+def coarse(case: Case) -> float:
+    """The same where low precision is trained with, whose rounding goes on into all that follows."""
+    loose = looseness(case)
+    return loose if loose > _COARSE else 0.0
 
 
 def label(case: Case) -> str:

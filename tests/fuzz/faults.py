@@ -178,6 +178,17 @@ def one_refuses() -> Any:
     return _around(change)
 
 
+def one_raises() -> Any:
+    """Something on a rank that is no refusal."""
+
+    def change(model: ParallelModel, step: Step) -> Tensor:
+        if model.mesh.rank == 1:
+            raise RuntimeError("a mistake of ours")
+        return step()
+
+    return _around(change)
+
+
 def all_refuse() -> Any:
     """A clear refusal."""
 
@@ -215,7 +226,8 @@ NUMBERS = (
 )  # fmt: skip
 """those that make a case wrong"""
 OTHERS = {
-    "one_refuses": "traceback",
+    "one_refuses": "refused",
+    "one_raises": "traceback",
     "all_refuse": "refused",
     "hang": "hang",
     "crash": "crash",

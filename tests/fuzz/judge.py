@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fuzz.cases import Case, micro_batches
+from fuzz.cases import Case, coarse, micro_batches
 
 __all__ = ["Judge", "Rejected", "called", "made_by", "request"]
 
@@ -67,7 +67,7 @@ def request(case: Case) -> dict[str, Any]:
         "optimizer": {**OPTIMIZER, **case.get("optimizer", {})},
         "steps": steps,
         "evaluate": [last, last],
-        "nudged": True,
+        "nudged": coarse(case) / 20 or True,
     }
 
 

@@ -25,7 +25,7 @@ from fuzz.cases import Case, ranks_of
 __all__ = ["Ended", "Ranks"]
 
 TESTS = str(Path(__file__).resolve().parents[1])
-LIMIT_S, GRACE_S = 20.0, 4.0
+LIMIT_S, GRACE_S, START_S = 20.0, 4.0, 240.0
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -51,6 +51,7 @@ def _serve(line: Connection, rank: int, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, told_stacks, all_threads=False)
     for stream in (1, 2):  # what nets and torch print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    line.send("ready")
     while True:
         try:
             case, fault, size, path = line.recv()
@@ -93,6 +94,7 @@ class Ranks:
         _context.set_forkserver_preload(["fuzz.warm", *warm])
 
     def _grow(self, size: int) -> None:
+        started: list[Connection] = []
         for rank in range(len(self._processes), size):
             here, there = _context.Pipe()
             process = _context.Process(
@@ -102,6 +104,10 @@ class Ranks:
             there.close()
             self._lines.append(here)
             self._processes.append(process)
+            started.append(here)
+        for line in started:  # importing torch counts as no case's time
+            if not line.poll(START_S) or line.recv() != "ready":
+                raise RuntimeError(f"a rank did not start within {START_S:.0f} s")
 
     def _stacks(self, rank: int) -> str:
         return str(Path(self._folder.name) / f"stacks-{rank}")
@@ -130,6 +136,8 @@ class Ranks:
         found = self._collected(size)
         if any(isinstance(told, Ended) or told["ended"] == "raised" for told in found):
             self.stop()  # nobody knows what an exception has left behind
+        if case["plan"].get("memory.shard", "none") != "none":
+            self.stop()  # DTensor's caches would ask for the groups of this case
         path.unlink(missing_ok=True)
         return found
 

@@ -182,9 +182,11 @@ class _Under:
         return pieces
 
     @torch.no_grad()
-    def _outside(self, number: int) -> dict[str, Any]:
-        """The plain net on the whole batch, without Fivefold."""
+    def _outside(self, number: int) -> dict[str, Any] | None:
+        """The plain net on the whole batch, without Fivefold; None if it keeps parts of tensors."""
         net = self.model.module
+        if _parts(self.model):
+            return None
         net.eval()
         _seed(self.case["seed"])
         inputs = called(self.made["batch"], number)[0]
@@ -194,6 +196,13 @@ class _Under:
             returned = net(*inputs) if isinstance(inputs, tuple) else net(inputs)
         net.train()
         return {p: _real(v) if isinstance(v, Tensor) else v for p, v in flat(returned).items()}
+
+
+def _parts(model: ff.ParallelModel) -> bool:
+    """Whether the forward has left tensors in attributes of which this rank has a part."""
+    tiles: Any = model._tiles
+    left = {} if tiles is None else tiles.programs.left
+    return any(not spread.is_whole for _, spread in left.values())
 
 
 def _real(value: Any) -> Any:

@@ -11,7 +11,8 @@ as the other side, so hooks, closures and caches are real ones; nothing is copie
     batch      how to make batch number i, or a file       state     what else of a net is of interest
     event      what is called with an event                steps     see below
     masks      seed of random masks; null: torch's own     evaluate  numbers of batches to run in eval mode
-    nudged     whether to do everything once more, with every number moved to the neighbouring one
+    nudged     whether to do everything once more, with every number moved to the neighbouring one, or by
+               such a part of itself
     answer     file for the results                        apart     whether a process of its own answers
 
     device     where the net computes, "cpu" by default     threads   of torch, 1 by default
@@ -61,6 +62,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Masks", "Run", "answered", "cast_net", "flat", "main", "neighbour", "uniform"]
 
@@ -262,20 +264,25 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
 
 
-def neighbour(leaf: Any, generator: torch.Generator) -> Any:
-    """A leaf whose floating-point numbers are each moved to a neighbouring one, up or down at random."""
+def neighbour(leaf: Any, generator: torch.Generator, part: float = 0.0) -> Any:
+    """A leaf whose floating-point numbers are each moved to a neighbouring one, up or down at random.
+
+    With `part` they are moved by so much of themselves instead.
+    """
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
     up = torch.rand(leaf.shape, generator=generator, dtype=torch.float32) < 0.5
+    if part:
+        return leaf * torch.where(up, 1.0 + part, 1.0 - part).to(leaf)
     return torch.nextafter(leaf, torch.where(up, math.inf, -math.inf).to(leaf))
 
 
-def _moved_weights(weights: Tensor, generator: torch.Generator) -> Tensor:
+def _moved_weights(weights: Tensor, generator: torch.Generator, part: float) -> Tensor:
     """Neighbouring weights; those of exactly zero stay.
 
     A norm whose weight starts at zero leaves ReLUs exactly on their kink. The neighbour of zero opens them.
     """
-    return torch.where(weights == 0, weights, neighbour(weights, generator))
+    return torch.where(weights == 0, weights, neighbour(weights, generator, part))
 
 
 class Run:
@@ -284,8 +291,9 @@ class Run:
     Whatever the user's code raises passes through; `where` tells what was going on.
     """
 
-    def __init__(self, told: Mapping[str, Any], nudged: bool = False) -> None:
+    def __init__(self, told: Mapping[str, Any], nudged: bool | float = False) -> None:
         self.where = "building the net"
+        self._part = 0.0 if isinstance(nudged, bool) else nudged
         self._seeded: list[bytes] = []
         self._draws = self._uncontrolled = False
         _seed(told["seed"])
@@ -304,7 +312,7 @@ class Run:
         self._own = dict(self.loss.named_parameters()) if isinstance(self.loss, nn.Module) else {}
         if self._generator is not None:
             for parameter in self.net.parameters():
-                parameter.data.copy_(_moved_weights(parameter.data, self._generator))
+                parameter.data.copy_(_moved_weights(parameter.data, self._generator, self._part))
         self.optimizer = torch.optim.SGD(
             [*self.net.parameters(), *self._own.values()], **told["optimizer"]
         )
@@ -417,7 +425,9 @@ class Run:
         if self._told.get("moved") is not None:
             generator = torch.Generator().manual_seed(self._told["moved"] + number)
         if generator is not None:
-            inputs = _mapped(functools.partial(neighbour, generator=generator), inputs)
+            inputs = _mapped(
+                functools.partial(neighbour, generator=generator, part=self._part), inputs
+            )
         if "cast" not in self._told:
             return inputs, targets
         dtype = getattr(torch, self._told["cast"])
@@ -444,7 +454,8 @@ class Run:
         outputs = made[0] if len(made) == 1 else _mapped(joined, *made)
         told = {path: _copy(leaf) for path, leaf in flat(outputs).items()}
         loss = self.loss(outputs, targets)
-        loss.backward()
+        with _LaidOut():
+            loss.backward()
         return told, loss
 
     @torch.no_grad()
@@ -454,6 +465,18 @@ class Run:
         outputs = self._call(self._batch(number)[0])
         self.net.train()
         return {path: _copy(leaf) for path, leaf in flat(outputs).items()}
+
+
+class _LaidOut(TorchDispatchMode):
+    """Gives the backward of batch and instance norm contiguous tensors.
+
+    Where a dim has one element, torch's kernel for CPUs may take memory in one order for another.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
+        return func(*args, **(kwargs or {}))
 
 
 def _some(leaf: Any, samples: list[int], rows: int) -> Any:
@@ -495,7 +518,7 @@ def answered(told: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = run.results()
         found["nudged"] = None
         if told.get("nudged"):
-            run = Run(told, nudged=True)
+            run = Run(told, nudged=told["nudged"])
             found["nudged"] = run.results()
         torch.save(found, told["answer"])
     except Exception as problem:  # noqa: BLE001 - the user's code may raise anything
