@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
 from ranks import run_ranks
@@ -170,20 +169,6 @@ LOSSES: dict[str, Case] = {
 @pytest.mark.parametrize("case", LOSSES)
 def test_losses(case: str, ranks: int, samples: int) -> None:
     expect_exact(LOSSES[case], ranks, samples)
-
-
-class Scaled(MainOnly):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-def test_parameters_of_a_loss_that_shares_itself_are_refused() -> None:
-    def check(mesh: Mesh) -> None:
-        with pytest.raises(UsageError, match="make them parameters of the net"):
-            parallelize(Unused(), mesh, loss=Scaled())
-
-    run_ranks(2, check)
 
 
 @pytest.mark.filterwarnings("ignore:the loss MSELoss is not one")

@@ -12,7 +12,7 @@ from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.tiles.net import TiledNet
-from fivefold.parallel.trees import leaves, map_tensors, rows_of
+from fivefold.parallel.trees import flatten, leaves, map_tensors, rows_of
 
 __all__ = ["Batches", "own_samples"]
 
@@ -22,6 +22,21 @@ def own_samples(leaf: Tensor, mesh: Mesh) -> Tensor:
     mine = mesh.share(leaf.shape[0])
     part = Part(tuple(leaf.shape), (mine.start, *(0,) * (leaf.dim() - 1)))
     return attach(leaf[mine.start : mine.stop], part)
+
+
+def _check_lists(tree: Any) -> None:
+    rows = {leaf.shape[0] for leaf in leaves(tree) if leaf.dim()}
+    for leaf in flatten(tree, is_leaf=_is_list)[0]:
+        if _is_list(leaf) and len(leaf) in rows:
+            raise UsageError(
+                f"the batch holds a list of {len(leaf)} entries without tensors, as many as it has samples: "
+                "make it a tensor, which is divided with the samples, or a tuple if all samples share it"
+            )
+
+
+def _is_list(tree: Any) -> bool:
+    """Whether it is a list with entries of its own, none of them tensors."""
+    return isinstance(tree, list) and bool(tree) and not leaves(tree)
 
 
 class Batches:
@@ -41,7 +56,12 @@ class Batches:
         return map_tensors(move, tree)
 
     def shard(self, trees: tuple[Any, ...]) -> tuple[Any, ...]:
-        """This rank's part of trees that every rank holds whole; the first one is cut into tiles as well."""
+        """This rank's part of trees that every rank holds whole; the first one is cut into tiles as well.
+
+        Raises `UsageError` for a list with an entry for every sample, which nobody would cut.
+        """
+        for tree in trees if self._group.size() > 1 else ():
+            _check_lists(tree)
         return tuple(
             map_tensors(self._tile if self._tiles and not number else self._cut, tree)
             for number, tree in enumerate(trees)

@@ -35,15 +35,16 @@ def given(
         flat, structure = flatten(example)
         lines.append((_ADDRESS.sub("", str(structure.spec)), "the example"))
         lines += [(_described(leaf), "a tensor of the example") for leaf in flat]
-    return [*lines, *_of_loss(loss, "the loss"), *_of_net(net)]
+    return [*lines, *_of_loss(loss, "the loss", net), *_of_net(net)]
 
 
 def _described(leaf: object) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else in_words(leaf)
 
 
-def _of_loss(loss: Any, name: str) -> Iterator[Line]:
-    """What it is, and its numbers: class weights, say."""
+def _of_loss(loss: Any, name: str, net: nn.Module) -> Iterator[Line]:
+    """What it is, and its numbers: class weights, say; those of the net are made equal anyhow."""
+    of_net = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
     if isinstance(loss, functools.partial):
         yield in_words((loss.args, loss.keywords)), f"an argument of {name}"
         loss = loss.func
@@ -56,7 +57,7 @@ def _of_loss(loss: Any, name: str) -> Iterator[Line]:
             held |= dict(one.named_buffers(recurse=False))
         for key, value in held.items():
             plain = isinstance(value, (Tensor, str, int, float, type(None)))
-            if plain and not key.startswith("_"):
+            if plain and not key.startswith("_") and id(value) not in of_net:
                 yield in_words(value), f"{'.'.join(filter(None, (path, key)))} of {name}"
 
 

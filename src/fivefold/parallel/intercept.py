@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fivefold.parallel import randomness
 from fivefold.parallel.keys import Keys, Replay
-from fivefold.parallel.norms import global_batch_norm, global_instance_norm
+from fivefold.parallel.norms import global_batch_norm, global_instance_norm, laid_out
 
 __all__ = [
     "DROPOUTS", "Share", "draws_mask", "dropout_arguments", "exact", "is_quiet", "quietly", "warn_layout",
@@ -183,7 +183,7 @@ def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str
     a: dict[str, Any] = {"training": False, "momentum": 0.1, "eps": 1e-5}
     a.update(_named(names, args, kwargs))
     if not a["training"] or share.group is None:
-        return func(*args, **kwargs)
+        return _laid_out(func, args, kwargs)
     return global_batch_norm(
         a["input"], a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
         momentum=a["momentum"], eps=a["eps"], group=share.group, counted=share.rows > 0,
@@ -198,8 +198,15 @@ _INSTANCE_NORM = (
 def _instance_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a = _named(_INSTANCE_NORM, args, kwargs)
     if not a.get("use_input_stats", True) or a.get("running_mean") is None or share.group is None:
-        return func(*args, **kwargs)
+        return _laid_out(func, args, kwargs)
     return global_instance_norm(a, share.rows, share.total, share.group)
+
+
+def _laid_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return laid_out(lambda x: func(x, *args[1:], **kwargs), args[0])
+    others = {name: value for name, value in kwargs.items() if name != "input"}
+    return laid_out(lambda x: func(x, **others), kwargs["input"])
 
 
 _DROPOUT = ("input", "p", "training", "inplace")

@@ -129,8 +129,11 @@ class SharedLoss:
                 )
             return gather_rows(leaf, counts, self._group, Tag.LOSS)
 
-        # Computed alike on every rank, so each contributes its part of one loss.
-        return self.alike(map_tensors(gather, outputs), map_tensors(gather, targets)) / len(counts)
+        # Computed alike on every rank that has samples, so each contributes its part of one loss.
+        found = self.alike(map_tensors(gather, outputs), map_tensors(gather, targets))
+        if rows:
+            return found / sum(count > 0 for count in counts)
+        return found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0.0)
 
     def alike(self, outputs: Any, targets: Any) -> Tensor:
         """The loss of outputs and targets that all ranks have. Collective over replicas and tiles.
@@ -223,7 +226,7 @@ class SharedLoss:
             f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all ranks "
             "are gathered for it: exact, at the cost of that traffic in every step. Give it a method "
             "share(outputs, targets) -> (numerator, denominator) to avoid it.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fivefold import comm
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh
+from fivefold.mesh import Mesh, part_of
 from fivefold.mesh.agreement import position_of
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
@@ -30,6 +30,7 @@ from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.gathering import check_shard, gathering_reducer
 from fivefold.parallel.given import given
 from fivefold.parallel.intercept import Share, exact, watched_modules
+from fivefold.parallel.loss_parameters import loss_parameters
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
@@ -37,7 +38,7 @@ from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
-from fivefold.parallel.refuse import check_loss, check_net
+from fivefold.parallel.refuse import check_net
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
@@ -80,7 +81,6 @@ def parallelize(
             example for a layout with a `pipe` axis; or ranks were given different things.
     """
     check_net(net, mesh.layout.data)
-    check_loss(loss)
     check_shard(net, mesh)
     if mesh.size > 1:
         mesh.agreement.check(given(net, mesh, example, loss), "the arguments of parallelize")
@@ -111,7 +111,10 @@ class ParallelModel(nn.Module):
         """the latest whose batches were seen: when it changes, the net is recorded again"""
         self._mesh = mesh
         self._group = mesh.group("data")
-        self._hooks = ParameterHooks(net) if mesh.size > 1 else None
+        of_loss = loss_parameters(loss, net, mesh)
+        self._of_loss = (of_loss,)  # in a tuple, as the reducer below
+        hooked = [net, *([loss] if isinstance(loss, nn.Module) else [])]
+        self._hooks = ParameterHooks(*hooked) if mesh.size > 1 else None
         self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
@@ -186,14 +189,20 @@ class ParallelModel(nn.Module):
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
         self.steps += 1
+        (of_loss,) = self._of_loss
         with nullcontext() if self._hooks is None else self._hooks.once():
-            return self._stepped(inputs, targets, share, scaler)
+            if of_loss is not None:
+                of_loss.begin()
+            if self._stages is not None:
+                return self._step_in_stages(self._stages, inputs, targets, share, scaler)
+            loss = self._stepped(inputs, targets, share, scaler)
+            if of_loss is not None:
+                of_loss.finish(counted=share.rows > 0 or not self._loss.shares)
+            return loss
 
     def _stepped(self, inputs: Any, targets: Any, share: Share, scaler: Any) -> Tensor:
-        """A step, but for the hooks of parameters."""
+        """A step without stages, but for the hooks of parameters and what the loss trains."""
         assert self._loss is not None
-        if self._stages is not None:
-            return self._step_in_stages(self._stages, inputs, targets, share, scaler)
         if self._tiles is not None:
             assert self._tile_loss is not None
             return self._step_in_tiles(self._tiles, self._tile_loss, inputs, targets, share, scaler)
@@ -269,7 +278,8 @@ class ParallelModel(nn.Module):
 
         scaled = _as_it_is if scaler is None else scaler.scale
         batch = Batch(call_with, inputs, share)
-        total = stages.step(batch, own, scaled, divided=loss.split is None and loss.shares)
+        divided = loss.split is None and loss.shares
+        total = stages.step(batch, own, scaled, divided=divided, of_loss=self._of_loss[0])
         if scaler is not None:
             scaler.scale(total)  # it begins with its first use, which may be on other ranks only
             stages.agree_on_overflow()
@@ -367,7 +377,8 @@ class ParallelModel(nn.Module):
                 outputs, "each rank has its tile of the outputs, and the loss of all"
             )
         if self._rows is not None:
-            alone = self._share_alone(inputs)
+            known = part_of(leaves(inputs)[0]) is not None  # then all ranks judge the same batch
+            alone = self._share(inputs) if known else self._share_alone(inputs)
             self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
@@ -384,6 +395,10 @@ class ParallelModel(nn.Module):
         replicas, trains = self._group.size(), any(leaf.requires_grad for leaf in leaves(outputs))
         if replicas == 1 or not trains:
             return outputs
+        if self._of_loss[0] is not None:
+            return bare.refused(
+                outputs, "the parameters of the loss would get the gradients of this rank alone"
+            )
         if self._hooks is not None and self._hooks:
             return bare.refused(
                 outputs,

@@ -14,6 +14,8 @@ the same order, so all of them get the same bits. torch's SyncBatchNorm does thi
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -24,7 +26,24 @@ from torch.autograd.function import once_differentiable
 from fivefold import comm
 from fivefold.trace import Tag
 
-__all__ = ["global_batch_norm", "global_instance_norm"]
+__all__ = ["global_batch_norm", "global_instance_norm", "laid_out"]
+
+
+def laid_out(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`norm(x)`, with tensors and gradients whose memory torch's kernels for CPUs take for what it is.
+
+    Where a dim has one element, its stride may be anything. The kernels then take channels-last memory for
+    contiguous, or the reverse, and give other gradients (torch 2.11 to 2.15).
+    """
+    if not (x.requires_grad and _misleads(x)):
+        return norm(x)
+    made = norm(x.contiguous())
+    made.register_hook(Tensor.contiguous)
+    return made
+
+
+def _misleads(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dim() >= 4 and 1 in (x.shape[0], *x.shape[2:])
 
 
 def global_batch_norm(
@@ -132,6 +151,8 @@ class _BatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight, mean, var, total = ctx.saved_tensors
+        if _misleads(x):
+            x, dy = x.contiguous(), dy.contiguous()
         # The inference kernel gives both local sums, and w dy / sqrt(var + eps) on request.
         half = x.dtype in (torch.bfloat16, torch.float16)
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -171,7 +192,9 @@ def global_instance_norm(
     buffers = [arguments.get("running_mean"), arguments.get("running_var")]
     held = [buffer for buffer in buffers if buffer is not None]
     before = [buffer.clone() for buffer in held]
-    result = torch.nn.functional.instance_norm(**arguments)
+    others = {name: value for name, value in arguments.items() if name != "input"}
+    instance_norm = functools.partial(torch.nn.functional.instance_norm, **others)
+    result = laid_out(instance_norm, arguments["input"])
     for buffer, old in zip(held, before, strict=True):
         change = (buffer - old) * (rows / total) if rows else torch.zeros_like(old)
         buffer.data.copy_(old + comm.all_reduce(change, group, Tag.BATCH_NORM))

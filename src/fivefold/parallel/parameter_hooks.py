@@ -40,13 +40,20 @@ class _Taken:
 
 
 class ParameterHooks:
-    """The hooks of a net's parameters. Made before replicas divide these, which gives the net other ones."""
+    """The hooks of parameters of a net, and of a loss that has some.
 
-    def __init__(self, net: nn.Module) -> None:
-        self._first = dict(net.named_parameters())
+    Made before replicas divide the net's, which gives it other ones.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        named = {f"{number}.": module for number, module in enumerate(modules)}
+        self._first = {
+            start + name: p for start, one in named.items() for name, p in one.named_parameters()
+        }
         self._held = [
-            (f"{path}." if path else "", module._parameters)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            for path, module in net.named_modules()
+            (f"{start}{path}." if path else start, module._parameters)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            for start, one in named.items()
+            for path, module in one.named_modules()
         ]
 
     @contextmanager

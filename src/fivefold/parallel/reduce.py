@@ -108,9 +108,9 @@ class Bucketed:
         self, share: Tensor, scaled: Callable[[Tensor], Tensor], *, counted: bool = True
     ) -> Tensor:
         """Differentiate `scaled` of the share; the sum of shares travels with the last bucket."""
-        last = self.buckets[-1].loss
-        value = share.detach()
-        travels = last.dtype == value.dtype and last.device == value.device
+        value = share.detach() if counted else torch.zeros_like(share)
+        last = self.buckets[-1].loss if self.buckets else value.new_empty(0)  # all may be frozen
+        travels = last.numel() > 0 and (last.dtype, last.device) == (value.dtype, value.device)
         last.copy_(value) if travels else last.zero_()
         before = set_aside(self._trained)
         self._steps, self._counted = True, counted
@@ -186,10 +186,7 @@ def _arrived(reducer: weakref.ref[Bucketed], bucket: int, number: int, _paramete
 
 def reducer_for(net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> Reducer:
     """The reducer for a net whose replicas are the ranks of `group`; see `Bucketed`."""
-    trains = any(parameter.requires_grad for parameter in net.parameters())
-    if group.size() == 1 or not trains:
-        return Alone()
-    return Bucketed(net, group, share_buffers)
+    return Alone() if group.size() == 1 else Bucketed(net, group, share_buffers)
 
 
 @contextmanager

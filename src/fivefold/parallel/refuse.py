@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fivefold.errors import UsageError
 
-__all__ = ["check_loss", "check_net"]
+__all__ = ["check_net"]
 
 
 def check_net(net: nn.Module, replicas: int = 1) -> None:
@@ -42,16 +42,6 @@ def _reason(module: nn.Module) -> str | None:
     if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
         return "is lazy and has no shape yet: run one batch through the net before parallelize"
     return None
-
-
-def check_loss(loss: object) -> None:
-    """Raise `UsageError` for a loss whose own parameters would get the gradients of this rank alone."""
-    trains = isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters())
-    if trains and hasattr(loss, "share"):
-        raise UsageError(
-            f"the loss {type(loss).__name__} shares itself and has parameters, whose gradients would not be "
-            "summed over the ranks: make them parameters of the net, and let it return what the loss needs"
-        )
 
 
 def _reason_of_replicas(module: nn.Module) -> str | None:

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fivefold.errors import UsageError
@@ -30,7 +30,7 @@ from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import Share, quietly, warn_layout
 from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.net import ALIKE, TiledNet
+from fivefold.parallel.tiles.net import ALIKE, TiledNet, check_divided
 from fivefold.parallel.tiles.program import Compute, Program, exchange_of
 from fivefold.parallel.trees import map_tensors
 
@@ -55,7 +55,8 @@ class Rows:
     def __init__(self, net: Any, mesh: Mesh) -> None:
         self.tiles = TiledNet(net, mesh, Costs())
         """the net over all replicas, for when samples meet"""
-        self._agreement = mesh.agreement
+        self._net, self._agreement = net, mesh.agreement
+        self._divides = mesh.plan.memory.shard != "none"
         self._problem = ""
         """why the net cannot be recorded"""
 
@@ -112,7 +113,9 @@ class Rows:
                 program = self.tiles.program_for(call, inputs, share)
         except UsageError as problem:
             self._tell(problem)
-            return None, None
+            return None, None if norms else _norm_of_batches(self._net)
+        if self._divides:
+            check_divided(program.tape)
         if program.meeting is None:
             with quietly():
                 program.meeting = self._meeting(program, call, inputs, share)
@@ -160,6 +163,14 @@ class Rows:
             again = self.tiles.planned_with(program, share, alike)
             return _joined(again) or _different(again, alone, self.tiles)
         return found
+
+
+def _norm_of_batches(net: nn.Module) -> str | None:
+    """The first batch norm that uses the statistics of the batch in evaluation mode too."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            return f"{name!r}, which has no running statistics"
+    return None
 
 
 def _without_empty(share: Share) -> Share:

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fivefold import comm
+from fivefold.errors import UsageError
 from fivefold.parallel.trees import map_tensors
 from fivefold.trace import Tag
 
@@ -134,6 +135,7 @@ class Shards:
         self._net, self._names, self._mesh = net, list(names), mesh
         self._holders = [held(net, chunk, mesh, keep=True) for chunk in _chunks(net, self._names)]
         self._had: list[bool] = []
+        self._versions: list[int] = []
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self._nothing = torch.zeros((), device=device, requires_grad=True)
 
@@ -151,12 +153,14 @@ class Shards:
             made.unshard()
         for parameter in self.parameters():  # of a step that was broken off
             parameter.grad = None
+        self._versions = [parameter._version for parameter in self.parameters()]  # noqa: SLF001
 
     def finish(self) -> list[bool]:
         """Sum the gradients over all ranks and go back to parts; which parameters this rank has used.
 
         Gradients that no rank has are zero afterwards; `forget` takes them away.
         """
+        check_unchanged(self._names, self.parameters(), self._versions)
         used = [parameter.grad is not None for parameter in self.parameters()]
         for parameter in self.parameters():
             if parameter.grad is None and parameter.requires_grad:
@@ -188,6 +192,18 @@ class Shards:
         if not torch.is_grad_enabled():
             self.rest()
         return outputs
+
+
+def check_unchanged(
+    names: Iterable[str], parameters: Iterable[Tensor], versions: Iterable[int]
+) -> None:
+    """Raise `UsageError` for a whole parameter that was written to since it had that version."""
+    for name, parameter, before in zip(names, parameters, versions, strict=True):
+        if parameter._version != before:  # noqa: SLF001
+            raise UsageError(
+                f"the net changes its parameter {name!r} in its forward, which replicas cannot keep that "
+                'divide parameters among them: register it as a buffer, or set memory.shard = "none"'
+            )
 
 
 def _chunks(net: nn.Module, names: Sequence[str]) -> list[list[str]]:

@@ -106,7 +106,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def rows_of(tree: object, what: str) -> int:
     """Number of samples: the leading dim, which all tensors of the tree must share.
 
-    Raises `UsageError` where they do not, or where a list has an entry for every sample: it is not cut.
+    Raises `UsageError` where they do not.
     """
     counts = {leaf.shape[0] if leaf.dim() else None for leaf in leaves(tree)}
     if len(counts) == 1 and None not in counts:

@@ -469,3 +469,57 @@ def test_a_net_that_nobody_holds_any_more_is_gone(layout: Layout) -> None:
     found = [held for of_rank in run_ranks(layout, check) for held in of_rank]
     gc.collect()
     assert found and not [held for held in found if held() is not None]
+
+
+class TwoHeads(nn.Module):
+    """A head of the first stage whose output a loss may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.second, self.main = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).tanh()
+        return self.main(self.second(x).tanh()), self.aside(x)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = False
+
+    def share(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        found = (outputs[0] - targets).square().sum()
+        if self.both:
+            found = found + (outputs[1] - targets).square().sum()
+        return found, torch.tensor(float(targets.numel()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "gems"])
+def test_what_a_loss_leaves_out_has_no_gradient_on_any_stage(schedule: Any) -> None:
+    torch.manual_seed(3)
+    net = TwoHeads().double()
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 2).double()
+
+    def check(mesh: Mesh) -> list[set[str]]:
+        loss = Heads()
+        model = ff.parallelize(copy.deepcopy(net), mesh, example=x, loss=loss)
+        found: list[set[str]] = []
+        for loss.both in (False, True, False):
+            model.zero_grad()
+            model.step(*model.shard(x, y))
+            found.append({name for name, p in model.named_parameters() if p.grad is not None})
+        return found
+
+    plan = Plan(layout=Layout(pipe=2), pipeline=Pipeline(schedule, 2, cut="second"))
+    first, second = run_ranks(plan.layout, check, plan=plan)
+    trained = {
+        f"{name}.{kind}" for name in ("first", "second", "main") for kind in ("weight", "bias")
+    }
+    aside = {"aside.weight", "aside.bias"}
+    assert [a | b for a, b in zip(first, second, strict=True)] == [
+        trained,
+        trained | aside,
+        trained,
+    ]

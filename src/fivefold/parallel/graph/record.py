@@ -106,7 +106,7 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
             look = Look(lambda n: places[n].now(), reach.changes)
             recorder = Recorder(named, given, writes, device, look)
-            with _ours_apart(net), _no_cache(), torch.inference_mode(False), writes, recorder:
+            with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
                 returned = _run(recorder, net, call, stand_ins)
             recorder.check_counted()
             changes = reach.changes()
@@ -349,6 +349,14 @@ def _ours_apart(net: nn.Module) -> Generator[None]:
 # ---- what came of it
 
 
+@contextmanager
+def _no_inference() -> Generator[None]:
+    """Out of inference mode, whose end would enable gradients."""
+    enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+        yield
+
+
 def _tape(recorder: Recorder, returned: Any, effects: Effects) -> Tape:
     outputs = map_tensors(recorder.output, returned)  # pyright: ignore[reportArgumentType]
     nodes, rename = hooked(recorder)
@@ -367,6 +375,7 @@ def _tape(recorder: Recorder, returned: Any, effects: Effects) -> Tape:
         uses,
         effects,
         recorder.statistics,
+        recorder.twice,
     )
 
 

@@ -103,7 +103,7 @@ class Recorder(Writer):
         self._again_known = 0
         self._counted: Counter[str] = Counter()
         """how often running statistics are updated"""
-        self._twice: set[str] = set()
+        self.twice: set[str] = set()
         """those that are updated in a part which one process runs twice"""
 
     # ---- seeing calls
@@ -189,6 +189,9 @@ class Recorder(Writer):
         self._silent = True
         try:
             result = x * 1
+            trained = next((p for p in module.parameters() if p.requires_grad), None)
+            if trained is not None:  # a checkpoint behind it asks whether it has a gradient
+                result = result + trained.sum().to(x.dtype) * 0
         finally:
             self._silent = False
         ref, shape = self.ref(x), tuple(x.shape)
@@ -307,6 +310,10 @@ class Recorder(Writer):
         placed, operands, refs = self._placed(args, kwargs)
         if name in _NORMS:
             self._check_statistics(func, args, kwargs)
+        if len(made) == 1 and not name.endswith("_"):
+            own = [ref for leaf, ref in zip(operands, refs, strict=True) if leaf is made[0]]
+            if own and not isinstance(own[0], Value):  # `weight.to(dtype)` is the weight
+                return
         shapes = [tuple(leaf.shape) for leaf in operands]
         before = {self._writes.storage(leaf): leaf for leaf in reversed(operands)}
         self._emit(func, name, placed, refs, shapes, [self._new(leaf) for leaf in made])
@@ -339,7 +346,7 @@ class Recorder(Writer):
         self.statistics.add(name)
         self._counted[name] += 1
         if self._again and torch.is_grad_enabled():
-            self._twice.add(name)
+            self.twice.add(name)
             if self._again > 1 or not self._again_known:
                 self.refuse(
                     f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times"
@@ -347,7 +354,7 @@ class Recorder(Writer):
 
     def check_counted(self) -> None:
         """Refuse statistics whose updates one process would make in another order."""
-        for name in sorted(self._twice):
+        for name in sorted(self.twice):
             if self._counted[name] > 1:
                 self.refuse(
                     f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own"

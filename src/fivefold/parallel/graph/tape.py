@@ -115,6 +115,8 @@ class Tape:
     """what the net does besides"""
     statistics: set[str] = field(default_factory=set[str])
     """names of the buffers that norms update by themselves"""
+    twice: set[str] = field(default_factory=set[str])
+    """those of them that one process updates once more while it goes backward"""
     guards: Guards | None = None
     """what the recording has seen; None for a tape that was not recorded"""
     places: Mapping[str, Found] = field(default_factory=dict[str, Found])

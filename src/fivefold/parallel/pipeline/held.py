@@ -54,9 +54,12 @@ def everywhere(
             name for name, is_there in zip(names, there.tolist(), strict=True) if is_there
         ):
             own = tensors[name] if mine else None
-            sent[name] = (
-                torch.empty_like(like[name], device=device) if own is None else own.detach()
-            )
+            if own is None:
+                sent[name] = torch.empty_like(like[name], device=device)
+            else:  # what is sent is written back, which torch refuses for a part of another tensor
+                part = own.untyped_storage().nbytes() != own.nbytes
+                copied = own.detach().clone(memory_format=torch.contiguous_format) if part else own
+                sent[name] = copied.detach()
         comm.broadcast_all(list(sent.values()), group, Tag.CONTROL, source=rank)
         found |= sent
     return found

@@ -23,6 +23,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share
+from fivefold.parallel.loss_parameters import LossParameters
 from fivefold.parallel.pipeline.batch import Batch, Schedules, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut, balanced, named
 from fivefold.parallel.pipeline.describe import described
@@ -31,8 +32,15 @@ from fivefold.parallel.pipeline.held import everywhere, released
 from fivefold.parallel.pipeline.run import Feed, Step
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.shards import StageShards
-from fivefold.parallel.pipeline.stages import Stage, check_holders, check_writers, divided, holders
-from fivefold.parallel.pipeline.statistics import Notes, check_effects, check_norms
+from fivefold.parallel.pipeline.stages import (
+    Stage,
+    check_holders,
+    check_hooks,
+    check_writers,
+    divided,
+    holders,
+)  # fmt: skip
+from fivefold.parallel.pipeline.statistics import Notes, check_counted, check_effects, check_norms
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
 from fivefold.parallel.sharded import joint_norm, local
@@ -71,6 +79,7 @@ class PipelinedNet:
         """by size of the batch"""
         self.schedule = self.schedules.usual
         tape = self._tape()
+        check_counted(tape, self.schedule.micro_batches)
         self.cut = self._cut(tape) if cut is None else cut
         self._writers: dict[str, int] = {}
         """where a forward leaves something -> the stage that does"""
@@ -172,6 +181,7 @@ class PipelinedNet:
         if id(program) not in self._divided:
             found = divided(program, self.cut, self.tiles.grid, self.tiles.here.rank)
             check_holders(found, self.holders)
+            check_hooks(program, found)
             check_writers(found, self._writers)
             self._divided[id(program)] = (program, found)  # kept, so that the id stays its
         return self._divided[id(program)][1]
@@ -191,12 +201,14 @@ class PipelinedNet:
         scaled: Callable[[Tensor], Tensor],
         *,
         divided: bool = False,
+        of_loss: LossParameters | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are complete on return.
 
         `loss` gives the share of some of this rank's samples, from what the net returns for them. With
         `divided` it gives a numerator over the number of samples, and this rank's part of the denominator,
-        which is known when all is done. Returns the sum of all shares, float64.
+        which is known when all is done. `of_loss` are the parameters that it trains besides the net's.
+        Returns the sum of all shares, float64.
         """
         for gradients in self.all_gradients():
             gradients.begin()
@@ -222,6 +234,8 @@ class PipelinedNet:
             gradients.launch()
         for gradients in self.all_gradients():
             gradients.finish(scale)
+        if of_loss is not None:
+            of_loss.finish(scale, counted=batch.share.rows > 0 or not divided)
         for notes in self._notes.values():
             notes.apply(self._opposite)
         total = summed.wait()[0]
@@ -269,8 +283,10 @@ class PipelinedNet:
         scaled: Callable[[Tensor], Tensor],
     ) -> Step:
         feeds = self._feeds(batch, micros)
+        tape = feeds[0].ready.program.tape
+        check_counted(tape, schedule.micro_batches)
         if schedule.chains > 1:
-            check_effects(feeds[0].ready.program.tape)
+            check_effects(tape)
         notes = self._notes if schedule.chains > 1 else {}
         step = Step(
             schedule, self.rank, self.tiles, self._wires, feeds.__getitem__, loss, scaled, self.gradients,

@@ -24,7 +24,7 @@ from fivefold.parallel.pipeline.statistics import Notes
 from fivefold.parallel.pipeline.wires import Arriving, Wire
 from fivefold.parallel.reduce import without_effect
 from fivefold.parallel.tiles.net import Prepared, TiledNet
-from fivefold.parallel.tiles.run import carry_out
+from fivefold.parallel.tiles.run import carry_out, returned
 from fivefold.trace import Phase, span
 
 __all__ = ["Feed", "Step"]
@@ -126,7 +126,7 @@ class Step:
             values, peer = self._incoming(action)
             if values:
                 wire = self.wires[action.chain, action.op is not Op.FORWARD]
-                self._arriving[action] = wire.expect(values, peer)
+                self._arriving[action] = wire.expect(values, peer, gaps=self._gaps(action))
 
     def _source(self, action: Action) -> int | None:
         """The stage whose message an action waits for."""
@@ -145,16 +145,28 @@ class Step:
         values = stage.takes if action.op is Op.FORWARD else _trained(stage.gives)
         return values, self.schedule.rank_of(action.chain, source)
 
+    def _gaps(self, action: Action) -> bool:
+        """Whether a loss may leave out something, whose gradient is None then and not zero.
+
+        Tiles exchange in backward, in which all of them have to take part.
+        """
+        several = len(returned(self.feed(action.micro).ready.program)) > 1
+        return action.op is not Op.FORWARD and several and self.net.grid.tiles == 1
+
     def _send(
-        self, action: Action, stage: int, values: Sequence[Crossing], tensors: Sequence[Tensor]
+        self,
+        action: Action,
+        stage: int,
+        values: Sequence[Crossing],
+        tensors: Sequence[Tensor | None],
     ) -> None:
         if values:
             peer = self.schedule.rank_of(action.chain, stage)
             wire = self.wires[action.chain, action.op is not Op.FORWARD]
-            messages = wire.send(values, tensors, peer)
+            messages = wire.send(values, tensors, peer, gaps=self._gaps(action))
             self._leaving.append(_Leaving(messages, peer, self._number(peer, action, stage)))
 
-    def _arrived(self, action: Action) -> list[Tensor]:
+    def _arrived(self, action: Action) -> list[Tensor | None]:
         """What an action waits for. It proves that what its sender has read before has left.
 
         Backends do not tell whether a message has left unless one waits for it, and till then it is alive.
@@ -162,7 +174,7 @@ class Step:
         arriving, source = self._arriving.pop(action, None), self._source(action)
         if arriving is None or source is None:
             return []
-        tensors = arriving.wait()
+        tensors = arriving.with_gaps()
         peer = self.schedule.rank_of(action.chain, source)
         sent = self._number(peer, action, source)
         for leaving in self._leaving:
@@ -185,7 +197,7 @@ class Step:
         feed = self.feed(action.micro)
         ready, stage = feed.ready, feed.stages[action.stage]
         if action.stage:
-            tensors = self._arrived(action)
+            tensors = [tensor for tensor in self._arrived(action) if tensor is not None]
         else:
             by_index = dict(zip(ready.program.tape.inputs, ready.inputs, strict=True))
             tensors = [by_index[value.index].detach() for value in stage.takes]
@@ -232,8 +244,7 @@ class Step:
         if action.stage:
             values = _trained(stage.takes)
             leaves = [flight.taken[value.index] for value in values]
-            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
-            self._send(action, action.stage - 1, values, back)
+            self._send(action, action.stage - 1, values, [leaf.grad for leaf in leaves])
         if action.op is Op.INPUT:
             self._flights[_key(action)] = _Flight({}, [], None, flight.deferred)
 
@@ -244,14 +255,19 @@ class Step:
         with span(Phase.BACKWARD), torch.autocast(device, enabled=False):
             yield
 
-    def _differentiate(self, stage: Stage, flight: _Flight, arrived: Sequence[Tensor]) -> None:
+    def _differentiate(
+        self, stage: Stage, flight: _Flight, arrived: Sequence[Tensor | None]
+    ) -> None:
         """Backward from the gradients of what the stage gave."""
         indices = (value.index for value in _trained(stage.gives))
         grads = dict(zip(indices, arrived, strict=True))
         given = zip(stage.gives, flight.given, strict=True)
-        roots = {v.index: tensor for v, tensor in given if v.trained and tensor.requires_grad}
+        roots = {
+            v.index: tensor for v, tensor in given
+            if v.trained and tensor.requires_grad and grads[v.index] is not None
+        }  # fmt: skip
         if roots:
-            torch.autograd.backward(list(roots.values()), [grads[index] for index in roots])
+            torch.autograd.backward([*roots.values()], [grads[index] for index in roots])
 
     def _counts(self, action: Action) -> bool:
         """Whether a micro-batch has samples here; else a stand-in is computed, which adds nothing."""

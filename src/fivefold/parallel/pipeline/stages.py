@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.containers import Found
+from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of, uses_of
@@ -23,7 +24,15 @@ from fivefold.parallel.tiles.program import Compute, Program
 from fivefold.parallel.tiles.run import left, returned
 from fivefold.parallel.tiles.spread import Grid
 
-__all__ = ["Crossing", "Stage", "check_holders", "check_writers", "divided", "holders"]
+__all__ = [
+    "Crossing",
+    "Stage",
+    "check_holders",
+    "check_hooks",
+    "check_writers",
+    "divided",
+    "holders",
+]
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int
 
     What was exchanged is a value of its own. What the net returns is read behind the last step.
     """
-    tape, trained = program.tape, _trained(program.tape)
+    tape, trained = program.tape, _trained(program)
     last = {**dict.fromkeys(left(program) & {*tape.given}, 0), **program.last_use}
     last |= dict.fromkeys(returned(program), len(program.steps))
     found: list[tuple[Crossing, int, int]] = []
@@ -157,6 +166,23 @@ def check_holders(stages: list[Stage], holders: Mapping[str, tuple[int, ...]]) -
             )
 
 
+def check_hooks(program: Program, stages: list[Stage]) -> None:
+    """Raises `UsageError` for a module whose hooks on tensors would be called on several stages: what they
+    count or keep is one process's.
+    """
+    first: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        steps = (program.steps[n] for n in stage.span)
+        nodes = (step.node for step in steps if isinstance(step, Compute))
+        for node in (node for node in nodes if isinstance(node.function, Hooked)):
+            if first.setdefault(node.scope, number) != number:
+                raise UsageError(
+                    f"a hook that the forward registers on a tensor ({node.where}) would be called on "
+                    "several stages, each of which sees its part: let pipeline.cut name the modules that "
+                    "begin stages, such that the module is used in one"
+                )
+
+
 def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:
     """Raises `UsageError` if some stage reads an attribute that the forward leaves on another one."""
     for number, stage in enumerate(stages):
@@ -177,9 +203,11 @@ def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:
                 )
 
 
-def _trained(tape: Tape) -> set[int]:
-    """Values through which a gradient may flow: they depend on a parameter, whether it is frozen or not."""
-    found: set[int] = set()
+def _trained(program: Program) -> set[int]:
+    """Values through which a gradient may flow: what is returned depends on them, and they on a parameter,
+    whether it is frozen or not.
+    """
+    tape, found = program.tape, set[int]()
     for node in tape.nodes:
         depends = bool(states_of(node)) or any(
             isinstance(ref, State) or (isinstance(ref, Value) and ref.index in found)
@@ -191,4 +219,8 @@ def _trained(tape: Tape) -> set[int]:
                 for i in node.outputs
                 if tape.dtypes[i].is_floating_point or tape.dtypes[i].is_complex
             }
-    return found
+    wanted = returned(program)
+    for node in reversed(tape.nodes):
+        if not (found & wanted).isdisjoint(node.outputs):
+            wanted |= {ref.index for ref in node.operands if isinstance(ref, Value)}
+    return found & wanted

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import State
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.tiles.rule import Statistics
 from fivefold.trace import Tag
 
-__all__ = ["Notes", "check_effects", "check_norms"]
+__all__ = ["Notes", "check_counted", "check_effects", "check_norms"]
 
 
 class Notes:
@@ -99,6 +100,23 @@ def check_effects(tape: Tape) -> None:
         raise UsageError(
             f"the net changes {computed[0]!r} in its forward, which schedules of two directions "
             f"({', '.join(sorted(PAIRED))}) cannot keep in order: use another schedule"
+        )
+    hook = next((node for node in tape.nodes if isinstance(node.function, Hooked)), None)
+    if hook is not None:
+        raise UsageError(
+            f"a hook that the forward registers on a tensor ({hook.where}) sees every other micro-batch in "
+            f"schedules of two directions ({', '.join(sorted(PAIRED))}): use another schedule"
+        )
+
+
+def check_counted(tape: Tape, micro_batches: int) -> None:
+    """Raise `UsageError` for running statistics that one process counts once more while it goes backward."""
+    if tape.twice and micro_batches > 1:
+        raise UsageError(
+            f"a part that updates {min(tape.twice)!r} is checkpointed (torch.utils.checkpoint): one process "
+            "counts statistics again while it goes backward, an order that stages do not have with several "
+            "micro-batches. Keep it out of the checkpoint and let memory.recompute save the memory, or set "
+            "pipeline.micro_batches = 1"
         )
 
 

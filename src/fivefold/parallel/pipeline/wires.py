@@ -28,9 +28,14 @@ class Arriving:
     messages: comm.Messages
     peer: int
     channels_last: bool
+    gaps: bool = False
 
     def wait(self) -> list[Tensor]:
         """Block until it is here; what it brought, in the order of `values`."""
+        return [tensor for tensor in self.with_gaps() if tensor is not None]
+
+    def with_gaps(self) -> list[Tensor | None]:
+        """The same, with None where that was sent."""
         flat, at = self.messages.wait()[self.peer], 0
         found: list[Tensor] = []
         for value in _packed(self.values):
@@ -39,7 +44,9 @@ class Arriving:
             found.append(_unrolled(part, value.shape, self.channels_last))
             at += size
         by_index = dict(zip((v.index for v in _packed(self.values)), found, strict=True))
-        return [by_index[value.index] for value in self.values]
+        tensors = [by_index[value.index] for value in self.values]
+        there = flat[at:].tolist() if self.gaps else [1] * len(tensors)
+        return [t if is_there else None for t, is_there in zip(tensors, there, strict=True)]
 
 
 @dataclass
@@ -51,23 +58,37 @@ class Wire:
     channels_last: bool
 
     def send(
-        self, values: Sequence[Crossing], tensors: Sequence[Tensor], peer: int
+        self,
+        values: Sequence[Crossing],
+        tensors: Sequence[Tensor | None],
+        peer: int,
+        *,
+        gaps: bool = False,
     ) -> comm.Messages:
-        """Begin to send one tensor for each of `values`."""
+        """Begin to send one tensor for each of `values`. None is sent as zeros, unless there may be `gaps`:
+        then it is None that arrives.
+        """
         by_index = {value.index: t for value, t in zip(values, tensors, strict=True)}
         rolled: list[Tensor] = []
         for value in _packed(values):
-            tensor = by_index[value.index].detach()
+            own = by_index[value.index]
+            if own is None:
+                own = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
+            tensor = own.detach()
             assert tuple(tensor.shape) == value.shape, (value, tensor.shape)
             rolled.append(_rolled(tensor.to(value.dtype), self.channels_last).view(torch.uint8))
+        if gaps:
+            there = [t is not None for t in tensors]
+            rolled.append(torch.tensor(there, dtype=torch.uint8, device=self.device))
         flat = rolled[0] if len(rolled) == 1 else torch.cat(rolled)
         return comm.start_messages({peer: flat}, {}, self.group, Tag.PIPELINE)
 
-    def expect(self, values: Sequence[Crossing], peer: int) -> Arriving:
+    def expect(self, values: Sequence[Crossing], peer: int, *, gaps: bool = False) -> Arriving:
         """Begin to receive one tensor for each of `values`."""
-        flat = torch.empty(sum(map(_bytes, values)), dtype=torch.uint8, device=self.device)
+        size = sum(map(_bytes, values)) + gaps * len(values)
+        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
         messages = comm.start_messages({}, {peer: flat}, self.group, Tag.PIPELINE)
-        return Arriving(values, messages, peer, self.channels_last)
+        return Arriving(values, messages, peer, self.channels_last, gaps)
 
 
 def _packed(values: Sequence[Crossing]) -> list[Crossing]:

@@ -111,10 +111,11 @@ class _Planner:
         if not asked:
             return [self._with(node, draft, ())]
         auto = self._options.fuse == "auto"
+        may = not self._lower_once(node, tuple(self._spreads[i] for i in node.outputs)).tight
         choices: list[tuple[int, ...]] = []
-        if auto or not self._fuses(draft, asked):
+        if auto or not (may and self._fuses(draft, asked)):
             choices.append(())
-        if auto or self._fuses(draft, asked):
+        if may and (auto or self._fuses(draft, asked)):
             choices.append(tuple(asked))
         return [self._with(node, draft.copy(), fused) for fused in choices]
 
@@ -140,18 +141,21 @@ class _Planner:
                 extra = self._margin(index, spread) * flops_of(node)
                 # Backward costs twice the forward.
                 draft.cost_s += self._options.costs.compute_s(3 * extra)
-        made = tuple(held.values())
-        key = (id(node), made)
-        if key not in self._lowered:
-            self._lowered[key] = self._lower(node, made)
-        for ref, wants in zip(node.operands, self._lowered[key].wants, strict=True):
+        local = self._lower_once(node, tuple(held.values()))
+        for ref, wants in zip(node.operands, local.wants, strict=True):
             if isinstance(ref, Value):
                 new = _asked_by(node, wants, self._spreads[ref.index], held, layers)
                 if new is not None:
-                    new.meanwhile_s = self._meanwhile(node, ref, self._lowered[key], held)
+                    new.meanwhile_s = self._meanwhile(node, ref, local, held)
                     draft.asked[ref.index] = _both(draft.asked.get(ref.index), new)
         self._done.update(node.outputs)
         return draft
+
+    def _lower_once(self, node: Node, made: tuple[Spread, ...]) -> Local:
+        key = (id(node), made)
+        if key not in self._lowered:
+            self._lowered[key] = self._lower(node, made)
+        return self._lowered[key]
 
     def exchanged(self, draft: _Draft, index: int) -> None:
         """Add what it costs to exchange the margin that is asked of a value."""

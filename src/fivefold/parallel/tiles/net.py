@@ -295,6 +295,8 @@ class TiledNet:
             fewest = share.total // self._mesh.layout.data // micro[1]
         here = self._here(known, fewest)
         program = self.programs.program(call, inputs, spreads, here)
+        if self._mesh.plan.memory.shard != "none" and self._mesh.layout.data > 1:
+            check_divided(program.tape)
         if self._recompute not in {0, "none"} and torch.is_grad_enabled():
             _check_recomputed(program.tape)
         carried = [found.now() for found in program.tape.carried]
@@ -528,6 +530,16 @@ def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dis
 def _changed(tape: Tape) -> set[str]:
     """Names of the net's tensors that it changes in the end, statistics of norms apart."""
     return {r.name for r, _ in tape.effects.written if isinstance(r, State)} - tape.statistics
+
+
+def check_divided(tape: Tape) -> None:
+    """Refuse a net that changes parameters which replicas divide: what it writes is let go with the step."""
+    for name in sorted(_changed(tape)):
+        if isinstance(tape.places[name].now(), nn.Parameter):
+            raise UsageError(
+                f"the net changes its parameter {name!r} in its forward, which replicas cannot keep that "
+                'divide parameters among them: register it as a buffer, or set memory.shard = "none"'
+            )
 
 
 def _trained(tensor: Tensor) -> bool:

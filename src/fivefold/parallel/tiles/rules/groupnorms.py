@@ -12,16 +12,18 @@ All that a rank holds is normalised; only what it owns counts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold import comm
-from fivefold.parallel.norms import global_batch_norm
+from fivefold.parallel.norms import global_batch_norm, laid_out
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, call, rule, want_of
 from fivefold.parallel.tiles.rules.along import widened
 from fivefold.parallel.tiles.rules.norms import owned_slices
@@ -192,27 +194,27 @@ def _instance_norm(moment: Moment, x: Tensor, op: Operation, a: dict[str, Any]) 
         weight=None if a["weight"] is None else a["weight"].repeat(n),
         bias=None if a["bias"] is None else a["bias"].repeat(n),
     )  # fmt: skip
-    if not moment.updates:
-        return result
     samples = moment.statistics(() if lies.cuts[0] is None else lies.cuts[0].axes)
     for buffer, new in zip((means, variances), found, strict=True):
         if buffer is not None and new is not None:
             for _ in range(1 + op.node.again):
-                _track(buffer, new.view(n, channels), a["momentum"], samples, moment.rows > 0)
+                mean = _over_all(new.view(n, channels), samples, moment.rows > 0)
+                if moment.updates:
+                    buffer.data.lerp_(mean.to(buffer.dtype), a["momentum"])
     return result
 
 
-def _track(
-    buffer: Tensor, new: Tensor, momentum: float, group: dist.ProcessGroup, counted: bool
-) -> None:
-    """Let a running buffer (channels) follow the mean over all samples; `new` are those of this rank."""
+def _over_all(new: Tensor, group: dist.ProcessGroup, counted: bool) -> Tensor:
+    """The mean over all samples (channels); `new` are those of this rank. Collective.
+
+    Also where something is computed again, and buffers stay: what was received then is taken in that order.
+    """
     total = new.new_zeros(new.shape[1] + 1, dtype=torch.float64)
     if counted:
         total[0] = new.shape[0]
-        total[1:] = new.sum(0)
+        total[1:] = new.detach().sum(0)
     comm.all_reduce(total, group, Tag.BATCH_NORM)
-    with torch.no_grad():
-        buffer.data.lerp_((total[1:] / total[0]).to(buffer.dtype), momentum)
+    return total[1:] / total[0]
 
 
 class _Instance:
@@ -243,7 +245,8 @@ class InstanceNorm(_Instance):
             a: dict[str, Any] = {"weight": None, "bias": None, "momentum": 0.1, "eps": 1e-5}
             a |= {**dict(zip(names, args, strict=False)), **kwargs}
             if not a.get("use_input_stats", True):
-                return node.function(*args, **kwargs)
+                x, _ = a.pop("input"), a.pop("cudnn_enabled", None)
+                return laid_out(functools.partial(F.instance_norm, **a), x)
             return _instance_norm(moment, a["input"], op, a)
 
         bound = node.bound(names)
@@ -272,7 +275,7 @@ class InstanceNormModule(_Instance):
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             x = operands[0]
             if not (module.training or not module.track_running_stats):
-                return module(x)
+                return laid_out(module, x)
             a: dict[str, Any] = {
                 "running_mean": module.running_mean, "running_var": module.running_var,
                 "weight": module.weight, "bias": module.bias,

@@ -43,7 +43,7 @@ class HookedTensor:
             alike = moment.groups(others, False)
             return cast(Tensor, _Hooked.apply(operands[0], hooks, whole, moment.lines, alike, box))
 
-        return Local((as_held(made),), run, collective="gradients for a hook")
+        return Local((as_held(made),), run, collective="gradients for a hook", tight=True)
 
 
 class _Hooked(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.parallel.norms import global_batch_norm
+from fivefold.parallel.norms import global_batch_norm, laid_out
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Statistics, as_held, rule
 from fivefold.parallel.tiles.spread import Spread
 
@@ -72,7 +73,7 @@ def _normalised(
     moment: Moment, x: Tensor, spread: Spread, slices: tuple[slice, ...] | None, **options: Any
 ) -> Tensor:
     if _alone(moment, spread, slices):
-        return F.batch_norm(x, training=True, **options)
+        return laid_out(functools.partial(F.batch_norm, training=True, **options), x)
     group = moment.statistics(spread.axes)
     samples = 0 in spread.cut_dims  # tiles-to-batch: what this rank has are its own samples
     return global_batch_norm(
@@ -114,9 +115,10 @@ class BatchNorm(_Norm):
             a: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1}
             a |= {"eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
             a.pop("cudnn_enabled", None)
+            x = a.pop("input")
             if not a.pop("training"):
-                return F.batch_norm(**a, training=False)
-            return _tracked(moment, a.pop("input"), spread, slices, None, op.node.again, **a)
+                return laid_out(functools.partial(F.batch_norm, **a, training=False), x)
+            return _tracked(moment, x, spread, slices, None, op.node.again, **a)
 
         return self.on_parts(op, run, trains=bool(op.node.bound(names).get("training", False)))
 
@@ -135,11 +137,11 @@ class BatchNormModule(_Norm):
             x = operands[0]
             tracked = module.track_running_stats and module.running_mean is not None
             if not module.training and tracked:
-                return module(x)
+                return laid_out(module, x)
             keep = module.training and tracked
             at_once = moment.updates and moment.note is None and not op.node.again
             if module.training and at_once and _alone(moment, spread, slices):
-                return module(x)
+                return laid_out(module, x)
             return _tracked(
                 moment, x, spread, slices, module.num_batches_tracked if keep else None, op.node.again,
                 running_mean=module.running_mean if keep else None,

@@ -223,12 +223,20 @@ class Assign:
 
         def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             if nothing:
-                return operands[0].clone()
+                return _linked(operands[0].clone(), operands[1:])
             value = operands[1] if len(operands) > 1 else op.node.args[2]
             return op.node.function(operands[0], tuple(index), value)
 
         others = (tuple(wants),) if len(op.node.shapes) > 1 else ()
         return Local((as_held(made), *others), run)
+
+
+def _linked(made: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The same numbers, with others in their graph: ranks wait for the gradients of what they exchanged."""
+    for other in others:
+        if other.requires_grad:
+            made = made + other.flatten()[:0].sum().to(made.dtype)
+    return made
 
 
 def _rows_within(entry: Rows | int, held: Range) -> Range:
