@@ -22,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     torch.set_num_threads(1)
+    if told.mutants:
+        return _mutants(told)
     return _replayed(told) if told.replay else _campaign(told)
 
 
@@ -50,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         "--fault",
         default="",
         help="break something on purpose: a function of fuzz.faults, or module:function",
+    )
+    add(
+        "--mutants",
+        action="store_true",
+        help="break parts of Fivefold in turn; how soon each is found",
     )
     add("--json", metavar="REPORT", help="write the report to a file")
     return parser
@@ -81,6 +88,24 @@ def _campaign(told: argparse.Namespace) -> int:
         Path(told.json).write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
     return 1 if campaign.bad else 0
+
+
+def _mutants(told: argparse.Namespace) -> int:
+    """How many cases it takes to find each seeded fault."""
+    from fuzz import mutants
+    from fuzz.campaign import Campaign, Wanted
+
+    missed = 0
+    for name in mutants.MUTANTS:
+        fault = f"fuzz.mutants:{name}"
+        wanted = Wanted(seed=told.seed, cases=told.cases, shrink=0, stop=True, fault=fault)
+        campaign = Campaign(wanted, tell=lambda _line: None)
+        campaign.run()
+        tried, what = sum(campaign.outcomes.values()), getattr(mutants, name).__doc__
+        found = campaign.bad[0]["outcome"].kind if campaign.bad else "not found"
+        print(f"{name:24} {found:10} {tried:4} cases   {what}", flush=True)
+        missed += not campaign.bad
+    return 1 if missed else 0
 
 
 def _replayed(told: argparse.Namespace) -> int:

@@ -46,6 +46,8 @@ class Wanted:
     jobs: int = 1
     sweep: bool = False
     """instead of random cases, every feature alone"""
+    stop: bool = False
+    """whether the first bad case ends it"""
     fault: str = ""
     """what is broken on purpose, as `worker.run` takes it"""
 
@@ -161,13 +163,16 @@ class Campaign:
                 outcome = runner.run(case, truth, self.wanted.fault)
                 if outcome.kind in ("hang", "crash", "traceback", "wrong"):
                     again = runner.run(case, truth, self.wanted.fault)
-                    if again.kind != outcome.kind:
+                    if outcome.kind == "hang" and not again.bad:
+                        self.tell(f"over the time limit, then {again.kind}: seed {case['seed']}")
+                        outcome = again
+                    elif again.kind != outcome.kind:
                         outcome = Outcome(
                             outcome.kind, f"{outcome.text} (then {again.kind})", outcome.details
                         )
                 with self._lock:
                     self._count(case, outcome)
-                if time.monotonic() > until:
+                if time.monotonic() > until or (self.wanted.stop and self.bad):
                     return
 
     def _count(self, case: Case, outcome: Outcome) -> None:
