@@ -11,7 +11,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -25,7 +25,7 @@ from fuzz.cases import Case, ranks_of
 __all__ = ["Ended", "Ranks"]
 
 TESTS = str(Path(__file__).resolve().parents[1])
-LIMIT_S, GRACE_S, START_S = 20.0, 4.0, 240.0
+LIMIT_S, GRACE_S, GONE_S, START_S = 20.0, 4.0, 3.0, 240.0
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -143,18 +143,27 @@ class Ranks:
 
     def _collected(self, size: int) -> list[dict[str, Any] | Ended]:
         found: list[Any] = [None] * size
-        until = time.monotonic() + self.limit_s
+        until, gone = time.monotonic() + self.limit_s, float("inf")
         open_lines = {self._lines[rank]: rank for rank in range(size)}
-        while open_lines and (left := until - time.monotonic()) > 0:
-            for line in wait(list(open_lines), left):
+        while open_lines and (now := time.monotonic()) < until:
+            for line in wait(list(open_lines), min(until - now, 1.0)):
                 rank = open_lines.pop(line)  # type: ignore[index]
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], Ended) or found[rank]["ended"] != "done":
                     # The others follow, or wait for it; some may only just have been started.
                     until = min(until, time.monotonic() + max(GRACE_S, self.limit_s / 2))
+                    gone = min(gone, time.monotonic() + GONE_S)
+            if open_lines and time.monotonic() > gone:
+                self._end(rank for rank in range(size) if found[rank] is not None)
         for rank in open_lines.values():
             found[rank] = Ended("hang", self._where(rank))
         return found
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        """End processes that have told all, as a launcher finds them; who waits for them hears of it."""
+        for rank in ranks:
+            self._processes[rank].kill()
+        self._count = self._most  # all are replaced before the next case
 
     def _received(self, rank: int) -> Any:
         try:

@@ -377,8 +377,7 @@ class ParallelModel(nn.Module):
                 outputs, "each rank has its tile of the outputs, and the loss of all"
             )
         if self._rows is not None:
-            known = part_of(leaves(inputs)[0]) is not None  # then all ranks judge the same batch
-            alone = self._share(inputs) if known else self._share_alone(inputs)
+            alone = self._share(inputs) if self._is_shared(inputs) else self._share_alone(inputs)
             self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
         if self.training:
             share = dataclasses.replace(self._share(inputs), draws=False)
@@ -474,6 +473,15 @@ class ParallelModel(nn.Module):
             return call(self.module, inputs)
         outputs = call(self.module, map_tensors(stand_in, inputs))
         return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)
+
+    def _is_shared(self, inputs: Any) -> bool:
+        """Whether these are this rank's samples of a batch of all replicas, which then judge the same."""
+        first = leaves(inputs)[0]
+        part = part_of(first)
+        if part is None:
+            return False
+        mine = self._mesh.share(part.shape[0])
+        return (part.origin[0], len(first)) == (mine.start, len(mine))
 
     def _share_alone(self, inputs: Any) -> Share:
         """Which samples a rank would have of a batch like its own, if all ranks had as many."""
