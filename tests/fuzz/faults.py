@@ -167,26 +167,23 @@ def fake_left() -> Any:
     return _around(change)
 
 
-def one_refuses() -> Any:
-    """A rank refuses, the others do not."""
-
+def _on_one(problem: Exception) -> Any:
     def change(model: ParallelModel, step: Step) -> Tensor:
         if model.mesh.rank == 1:
-            raise UsageError("not me")
+            raise problem
         return step()
 
     return _around(change)
+
+
+def one_refuses() -> Any:
+    """A rank refuses, the others do not."""
+    return _on_one(UsageError("not me"))
 
 
 def one_raises() -> Any:
     """Something on a rank that is no refusal."""
-
-    def change(model: ParallelModel, step: Step) -> Tensor:
-        if model.mesh.rank == 1:
-            raise RuntimeError("a mistake of ours")
-        return step()
-
-    return _around(change)
+    return _on_one(RuntimeError("a mistake of ours"))
 
 
 def all_refuse() -> Any:

@@ -25,7 +25,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.order import Order, explained
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.reduce import Reducer, without_effect
-from fivefold.parallel.sharded import Shards, averages, held, unviewed
+from fivefold.parallel.sharded import Shards, averages, check_unchanged, held, unviewed
 from fivefold.parallel.units import units_of
 from fivefold.trace import Tag
 
@@ -171,6 +171,7 @@ class WholeForLayers(_Gathering):
         self._replicas = replicas.size()
         self._whole = self._gathered_once()
         self._had: list[bool] = []
+        self._versions: list[int] = []
         self._used: set[int] = set()
         self._hooks: list[Any] = []
         self._trained: list[bool] = []
@@ -189,6 +190,7 @@ class WholeForLayers(_Gathering):
         averages(self._units, 1 if step else self._replicas)
         self._had = [parameter.grad is not None for parameter in self._net.parameters()]
         self._follow()
+        self._versions = [parameter._version for parameter in self._whole]  # noqa: SLF001
         with explained():
             outputs = cast(Any, self._holder)(lambda: self._order.to_the_end(run))
         if not torch.is_grad_enabled():
@@ -217,6 +219,8 @@ class WholeForLayers(_Gathering):
         """See `Reducer`."""
         with without_effect(() if counted else self._whole):
             scaled(share).backward()
+        names = (name for name, _ in self._net.named_parameters())
+        check_unchanged(names, self._whole, self._versions)
         self.rest()
         own = [number in self._used for number in range(len(self._whole))]
         total, used = self._agreed(share, own, count=not self._zeros)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,12 @@ __all__ = [
     "Holder",
     "Shards",
     "averages",
+    "check_unchanged",
     "held",
     "joint_norm",
     "local",
     "placed",
+    "refuse_write",
     "unviewed",
     "whole",
 ]
@@ -200,10 +202,15 @@ def check_unchanged(
     """Raise `UsageError` for a whole parameter that was written to since it had that version."""
     for name, parameter, before in zip(names, parameters, versions, strict=True):
         if parameter._version != before:  # noqa: SLF001
-            raise UsageError(
-                f"the net changes its parameter {name!r} in its forward, which replicas cannot keep that "
-                'divide parameters among them: register it as a buffer, or set memory.shard = "none"'
-            )
+            refuse_write(name)
+
+
+def refuse_write(name: str) -> NoReturn:
+    """Raise `UsageError` for a parameter that the forward writes: it is let go with the step."""
+    raise UsageError(
+        f"the net changes its parameter {name!r} in its forward, which replicas cannot keep that divide "
+        'parameters among them: register it as a buffer, or set memory.shard = "none"'
+    )
 
 
 def _chunks(net: nn.Module, names: Sequence[str]) -> list[list[str]]:

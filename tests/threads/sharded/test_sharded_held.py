@@ -254,3 +254,30 @@ def test_one_replica_has_nothing_to_divide() -> None:
         return not any(isinstance(p, DTensor) for p in model.parameters())
 
     assert on("parameters", 1, check) == [True]
+
+
+class Following(nn.Module):
+    """A teacher that follows its student in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(x) + self.teacher(x)
+
+
+@BOTH
+@pytest.mark.parametrize("rows", ["auto", "apart"])
+def test_what_a_forward_writes_to_a_divided_parameter_is_refused(shard: str, rows: Any) -> None:
+    def check(mesh: Mesh) -> None:
+        model = parallelize(Following(), mesh, loss=nn.MSELoss())
+        batch = model.shard(torch.randn(4, 4), torch.randn(4, 3))
+        with pytest.raises(
+            UsageError, match=r"changes its parameter 'teacher\.weight' in its forward"
+        ):
+            model.step(*batch)
+
+    run_ranks(2, check, plan=plan_of(shard, 2, parallel=Parallel(rows=rows)))

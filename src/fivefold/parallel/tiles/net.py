@@ -24,6 +24,7 @@ from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.randomness import key_of
+from fivefold.parallel.sharded import refuse_write
 from fivefold.parallel.tiles.costs import Costs, Options, measured
 from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
 from fivefold.parallel.tiles.program import Program, planned
@@ -536,10 +537,7 @@ def check_divided(tape: Tape) -> None:
     """Refuse a net that changes parameters which replicas divide: what it writes is let go with the step."""
     for name in sorted(_changed(tape)):
         if isinstance(tape.places[name].now(), nn.Parameter):
-            raise UsageError(
-                f"the net changes its parameter {name!r} in its forward, which replicas cannot keep that "
-                'divide parameters among them: register it as a buffer, or set memory.shard = "none"'
-            )
+            refuse_write(name)
 
 
 def _trained(tensor: Tensor) -> bool:
