@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 from page import circumstances, keep
 
 OUTCOMES = ("exact", "refused", "told", "wrong", "traceback", "crash", "hang")
