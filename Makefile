@@ -2,6 +2,8 @@
 # C compiler. Variables, as in `make demo PYTHON=python3.12`:
 #
 #   PYTHON         the interpreter that .venv is made from
+#   TORCH          another torch than the pinned one, as in `make test TORCH=2.15`, in an environment of its
+#                  own, .venv-torch-2.15
 #   TORCH_INDEX    where to look for torch besides PyPI, which offers only the build with 4 GB of GPU
 #                  libraries; by default the index of CPU builds where there is no NVIDIA GPU.
 #                  `make test TORCH_INDEX=` on a login node prepares .venv for the GPU nodes.
@@ -11,37 +13,46 @@
 #   JOBS           test processes at once, two more than cores: many a test waits
 
 PYTHON ?= python3
+TORCH ?=
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 FUZZ_FLAGS ?=
 JOBS ?= 4
 
-BIN := .venv/bin
-INSTALL_FLAGS := install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
+INSTALL_FLAGS := install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_FLAGS)
 NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
-INSTALL := $(BIN)/python -m pip $(INSTALL_FLAGS)
+# Another torch is asked for in spite of what a site's pip.conf holds it to.
+INSTALL := $(if $(TORCH),PIP_CONSTRAINT=$(CONSTRAINTS) )$(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz soak check format docs native sanitize torch-distributed clean
+.PHONY: help demo test smoke fuzz soak check format docs native sanitize torch-distributed clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
-demo: .venv/.run  ## train ResNet-20 on handwritten digits in two processes
+demo: $(VENV)/.run  ## train ResNet-20 on handwritten digits in two processes
 	$(BIN)/fivefold train digits -n 2
 
-test: .venv/.develop  ## run the test suite, the code in README and docs included
+test: $(VENV)/.develop  ## run the test suite, the code in README and docs included
 	@# Files in the order of their names: the longest have few tests, and sorting by number puts them last.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
-fuzz: .venv/.develop  ## random nets under random layouts against one process: 2,000 cases, an hour or so
+smoke: $(VENV)/.run  ## a minute: a small model under each kind of layout, against one process
+	for layout in data=2 width=2 pipe=2; do \
+	  OMP_NUM_THREADS=1 $(BIN)/fivefold verify resnet20 --layout $$layout --steps 2 || exit 1; \
+	done
+
+fuzz: $(VENV)/.develop  ## random nets under random layouts against one process: 2,000 cases, an hour or so
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 2000 $(FUZZ_FLAGS)
 
-soak: .venv/.develop  ## the slow tests: all cases of costly ones, nodes lost at random, for an hour or so
+soak: $(VENV)/.develop  ## the slow tests: all cases of costly ones, nodes lost at random, for an hour or so
 	$(BIN)/python -m pytest -m slow tests $(PYTEST_FLAGS)
 
-check: .venv/.develop  ## format, lint, types, layers, spelling and the documentation build
+check: $(VENV)/.develop  ## format, lint, types, layers, spelling and the documentation build
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
@@ -50,11 +61,11 @@ check: .venv/.develop  ## format, lint, types, layers, spelling and the document
 	bash -n .ci/run
 	$(MAKE) --no-print-directory docs
 
-format: .venv/.develop  ## rewrite the sources as `make check` wants them
+format: $(VENV)/.develop  ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: .venv/.develop  ## build the documentation into docs/_build/html
+docs: $(VENV)/.develop  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
 native:  ## test the C core alone, with threads as ranks
@@ -68,35 +79,39 @@ sanitize:  ## the same under the thread and the address sanitizer of the C compi
 	  cmake --build build/$$kind && build/$$kind/driver 2 100 && build/$$kind/driver 4 100 || exit 1; \
 	done
 
-torch-distributed: .venv/.develop  ## PyTorch's own tests of torch.distributed, over our backend
+torch-distributed: $(VENV)/.develop  ## PyTorch's own tests of torch.distributed, over our backend
 	$(BIN)/python tests/torch_distributed/standing_in.py fivefold
 
 clean:  ## remove what make has made: the environment, caches and built files
-	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch-* build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.venv/bin/python:
+$(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: Fivefold needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not found);" \
 	       "name another one: make PYTHON=python3.12 ..." >&2; exit 2; }
-	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+
+# What the tests of another torch are run with: that torch and the torchvision that fits it, all else as pinned.
+$(VENV)/constraints.txt: constraints.txt $(VENV)/bin/python
+	@{ echo 'torch==$(TORCH).*'; sed '/^torch/d' constraints.txt; } > $@
 
 # Stamps: an environment is renewed when the list of what goes into it has changed.
 # Torch comes alone, so that only one look-up has to wait for an index that is out of reach.
-.venv/.torch: .venv/bin/python constraints.txt
-	@echo "installing torch into .venv (under a minute on a fast network)"
+$(VENV)/.torch: $(VENV)/bin/python $(CONSTRAINTS)
+	@echo "installing torch into $(VENV) (under a minute on a fast network)"
 	$(INSTALL) --no-deps --retries 1 --timeout 10 $(TORCH_INDEX:%=--extra-index-url %) torch
 	@touch $@
 
-.venv/.run: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
-	@echo "installing Fivefold into .venv"
+$(VENV)/.run: $(VENV)/.torch pyproject.toml $(CONSTRAINTS) $(NATIVE)
+	@echo "installing Fivefold into $(VENV)"
 	$(INSTALL) -e '.[recipes]'
 	@touch $@
 
-.venv/.develop: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
-	@echo "installing Fivefold and its tools into .venv"
+$(VENV)/.develop: $(VENV)/.torch pyproject.toml $(CONSTRAINTS) $(NATIVE)
+	@echo "installing Fivefold and its tools into $(VENV)"
 	$(INSTALL) -e '.[recipes,images,mpi,vision,fsspec,gpu,serve,exports,docs,dev]'
 	@# MPICH, which the tests start as well, apart: its programs are called like those of Open MPI.
-	$(BIN)/python -m venv --without-pip .venv/mpich
-	$(BIN)/python -m pip --python .venv/mpich/bin/python $(INSTALL_FLAGS) mpich
-	@touch $@ .venv/.run
+	$(BIN)/python -m venv --without-pip $(VENV)/mpich
+	$(BIN)/python -m pip --python $(VENV)/mpich/bin/python $(INSTALL_FLAGS) mpich
+	@touch $@ $(VENV)/.run

@@ -259,10 +259,10 @@ static void messages(struct rank *own, bool in_arena)
         data[i] = value(1, own->rank, 0, i);
     for (int q = 0; q < ranks; q++)
         for (int tag = 0; tag < TAGS; tag++)
-            sent[q][tag] = ff_send(own->group, q, tag, data, counts[tag] * sizeof(float), 60);
+            sent[q][tag] = ff_send(own->group, q, tag, FF_F32, data, counts[tag] * sizeof(float), 60);
     for (int tag = TAGS - 1; tag >= 0; tag--)
         for (int q = 0; q < ranks; q++) {
-            ff_message *got = ff_receive(own->group, tag == 1 ? -1 : q, tag, own->out,
+            ff_message *got = ff_receive(own->group, tag == 1 ? -1 : q, tag, FF_F32, own->out,
                                          counts[tag] * sizeof(float), 60);
             CHECK(ff_message_wait(own->group, got, -1, &report) == FF_OK, "status %u", report.status);
             int from = ff_message_peer(got);

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 4          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 5          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_RANKS 256
 
 enum ff_kind {
@@ -35,7 +35,7 @@ enum ff_status {
     FF_DIED,         /* the process of `missing` has ended */
     FF_LEFT,         /* `missing` has closed the group */
     FF_BROKEN,       /* rank `other` gave up before: `other_status`, `missing` */
-    FF_MISMATCH,     /* rank `other` asked for something else: `other_*` */
+    FF_MISMATCH,     /* rank `other` asked for something else: `other_*`; or sent `other_count` bytes of `other_dtype` */
     FF_TOO_LONG,     /* rank `other` sent `other_count` bytes, more than the buffer holds */
     FF_TOO_SHORT,    /* rank `other` sent `other_count` bytes, fewer than the buffer holds */
     FF_UNSUPPORTED,  /* this dtype has no such reduction */
@@ -141,11 +141,12 @@ FF_API int ff_wait(ff_group *group, ff_op *op, double timeout_s, ff_report *repo
 FF_API void ff_op_free(ff_group *group, ff_op *op);
 
 /* Messages between two ranks, matched by tag in the order in which they are posted; peer -1 receives from
- * anyone. A message must be waited for, or done, before it is freed. */
-FF_API ff_message *ff_send(ff_group *group, int peer, int32_t tag, const void *data, uint64_t bytes,
-                           double timeout_s);
-FF_API ff_message *ff_receive(ff_group *group, int peer, int32_t tag, void *data, uint64_t bytes,
-                              double timeout_s);
+ * anyone. `dtype` is any number: one that was sent with another does not come to its receiver, who is told so.
+ * A message must be waited for, or done, before it is freed. */
+FF_API ff_message *ff_send(ff_group *group, int peer, int32_t tag, uint32_t dtype, const void *data,
+                           uint64_t bytes, double timeout_s);
+FF_API ff_message *ff_receive(ff_group *group, int peer, int32_t tag, uint32_t dtype, void *data,
+                              uint64_t bytes, double timeout_s);
 FF_API int ff_message_done(ff_group *group, ff_message *message);
 FF_API int ff_message_wait(ff_group *group, ff_message *message, double timeout_s, ff_report *report);
 FF_API int ff_message_peer(const ff_message *message);

@@ -195,17 +195,18 @@ static ff_message *post(ff_group *group, ff_message message, double timeout_s)
     return own;
 }
 
-ff_message *ff_send(ff_group *group, int peer, int32_t tag, const void *data, uint64_t bytes,
-                    double timeout_s)
+ff_message *ff_send(ff_group *group, int peer, int32_t tag, uint32_t dtype, const void *data,
+                    uint64_t bytes, double timeout_s)
 {
-    ff_message message = {.sends = true, .peer = peer, .tag = tag, .data = (char *)data, .bytes = bytes};
+    ff_message message = {.sends = true, .peer = peer, .tag = tag, .dtype = dtype, .data = (char *)data,
+                          .bytes = bytes};
     return post(group, message, timeout_s);
 }
 
-ff_message *ff_receive(ff_group *group, int peer, int32_t tag, void *data, uint64_t bytes,
-                       double timeout_s)
+ff_message *ff_receive(ff_group *group, int peer, int32_t tag, uint32_t dtype, void *data,
+                       uint64_t bytes, double timeout_s)
 {
-    ff_message message = {.peer = peer, .tag = tag, .data = data, .bytes = bytes};
+    ff_message message = {.peer = peer, .tag = tag, .dtype = dtype, .data = data, .bytes = bytes};
     return post(group, message, timeout_s);
 }
 

@@ -9,6 +9,7 @@ struct ff_message {
     bool offered;               /* not written to the ring: the reader takes it where it lies */
     int peer;                   /* -1: anyone, until a message has come */
     int32_t tag;
+    uint32_t dtype;
     char *data;
     uint64_t bytes, at;         /* at: how much has been moved */
     uint64_t mark;              /* of an offered one: what the ring's `taken` reaches when it has been read */
@@ -22,6 +23,7 @@ struct ff_message {
 struct stray {
     int peer;
     int32_t tag;
+    uint32_t dtype;
     char *data;
     uint64_t bytes;
     bool complete;

@@ -8,7 +8,7 @@
 struct head {
     uint64_t bytes;
     int32_t tag;
-    uint32_t unused;
+    uint32_t dtype;
     uint64_t place, address;    /* of an offered message, as in a post */
 };
 
@@ -65,7 +65,7 @@ static void get(const char *ring, uint64_t ring_bytes, uint64_t at, char *to, ui
 /* The head of a message. One that fits into the ring is never offered: it leaves without its reader. */
 static struct head head_of(const ff_group *group, ff_message *message)
 {
-    struct head head = {.bytes = message->bytes, .tag = message->tag};
+    struct head head = {.bytes = message->bytes, .tag = message->tag, .dtype = message->dtype};
     if (message->bytes <= group->ring_bytes)
         return head;
     head.place = ff_place(group, message->data, message->bytes);
@@ -144,21 +144,27 @@ static struct stray *new_stray(struct messages *all, int peer, const struct head
     }
     stray->peer = peer;
     stray->tag = head->tag;
+    stray->dtype = head->dtype;
     stray->bytes = head->bytes;
     while (*end)
         end = &(*end)->next;
     return *end = stray;
 }
 
-static void told(ff_message *message, int peer, uint64_t bytes)
+static void told(ff_message *message, int peer, uint32_t dtype, uint64_t bytes)
 {
     message->peer = peer;
     message->report.other = peer;
+    message->report.other_dtype = dtype;
     message->report.other_count = bytes;
 }
 
-static int verdict(const ff_message *message, uint64_t bytes)
+/* Of a message whose sender has been told. */
+static int verdict(const ff_message *message)
 {
+    uint64_t bytes = message->report.other_count;
+    if (message->report.other_dtype != message->dtype)
+        return FF_MISMATCH;
     return bytes > message->bytes ? FF_TOO_LONG : bytes < message->bytes ? FF_TOO_SHORT : FF_OK;
 }
 
@@ -166,9 +172,9 @@ static void hand_over(struct messages *all, struct stray *stray)
 {
     struct stray **at = &all->strays;
     ff_message *taker = stray->taker;
-    if (verdict(taker, stray->bytes) == FF_OK && stray->bytes)
+    if (verdict(taker) == FF_OK && stray->bytes)
         memcpy(taker->data, stray->data, stray->bytes);
-    ff_messages_settle(all, taker, verdict(taker, stray->bytes));
+    ff_messages_settle(all, taker, verdict(taker));
     while (*at != stray)
         at = &(*at)->next;
     *at = stray->next;
@@ -183,7 +189,7 @@ bool ff_messages_take_stray(ff_group *group, ff_message *message)
         if (stray->taker || !suits(message, stray->peer, stray->tag))
             continue;
         stray->taker = message;
-        told(message, stray->peer, stray->bytes);
+        told(message, stray->peer, stray->dtype, stray->bytes);
         if (stray->complete)
             hand_over(all, stray);
         return true;
@@ -204,7 +210,7 @@ static bool begin(ff_group *group, int peer, const char *data, uint64_t taken)
     coming->view = ff_view(group, peer, head.place, head.address);
     coming->message = unlink_receiver(all, peer, head.tag);
     if (coming->message)
-        told(coming->message, peer, head.bytes);
+        told(coming->message, peer, head.dtype, head.bytes);
     else if (!(coming->stray = new_stray(all, peer, &head)))
         return coming->active = false;
     return true;
@@ -214,7 +220,7 @@ static void end(struct messages *all, struct coming *coming)
 {
     coming->active = false;
     if (coming->message) {
-        ff_messages_settle(all, coming->message, verdict(coming->message, coming->bytes));
+        ff_messages_settle(all, coming->message, verdict(coming->message));
     } else if (coming->stray) {
         coming->stray->complete = true;
         if (coming->stray->taker)
@@ -226,7 +232,7 @@ static void end(struct messages *all, struct coming *coming)
 static char *destination(const struct coming *coming)
 {
     if (coming->message)
-        return verdict(coming->message, coming->bytes) == FF_OK ? coming->message->data : NULL;
+        return verdict(coming->message) == FF_OK ? coming->message->data : NULL;
     return coming->stray ? coming->stray->data : NULL;
 }
 

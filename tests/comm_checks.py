@@ -303,6 +303,34 @@ def wrong_length() -> str:
     return "nothing"
 
 
+def in_a_child() -> list[str]:
+    """What a forked child of rank 0 is told; its parent is a rank as before."""
+    found = list[str]()
+    if dist.get_rank() == 0:
+        reader, writer = os.pipe()
+        if not os.fork():
+            for call in (
+                lambda: dist.all_reduce(torch.ones(3)),
+                lambda: dist.broadcast(torch.ones(3), 0, async_op=True),
+                lambda: dist.send(torch.ones(3), 1),
+            ):
+                try:
+                    call()
+                    os.write(writer, b"it took part\n")
+                except RuntimeError as problem:
+                    os.write(writer, f"{problem}\n".encode())
+            dist.destroy_process_group()  # of the copy
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as lines:
+            found = lines.read().splitlines()
+        os.wait()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0, 2.0]
+    return found
+
+
 def dropped_works() -> list[float]:
     """Works that nobody waits for, tensors that nobody holds; the last sum is right all the same."""
     for _ in range(20):

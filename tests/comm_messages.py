@@ -53,3 +53,30 @@ def kept_messages() -> list[bool]:
         received.append(weakref.ref(into))
         del into, work
     return [ref() is not None for ref in received[:2]]
+
+
+def other_dtype(count: int) -> list[str]:
+    """What rank 1 is told of messages of `count` numbers that rank 0 sends as another dtype."""
+    rank, found = dist.get_rank(), list[str]()
+    pairs = [
+        (torch.float32, torch.int32),
+        (torch.float64, torch.int64),
+        (torch.uint8, torch.bool),
+    ]
+    for tag, (sent, wanted) in enumerate(pairs):
+        if rank == 0:
+            done(dist.isend(torch.ones(count, dtype=sent), 1, tag=tag))
+            continue
+        got = torch.zeros(count, dtype=wanted)
+        try:
+            dist.recv(got, 0 if tag else None, tag=tag)
+        except RuntimeError as problem:
+            found.append(str(problem))
+        assert not got.any()
+    last = torch.full((count,), float(rank))
+    if rank == 0:
+        dist.send(torch.full((count,), 5.0), 1, tag=9)
+    else:
+        dist.recv(last, 0, tag=9)
+        assert last.eq(5).all()
+    return found

@@ -6,7 +6,7 @@
     values = run_ranks(4, check)      # list by rank
 
 Real torch.distributed over gloo, with one world per thread. The private names of torch that make this
-possible stand here and nowhere else; torch 2.11 and 2.13 have them. The random generators stay global to
+possible stand here and nowhere else; torch 2.11 to 2.15 have them. The random generators stay global to
 the process: tests of dropout and seeding belong to the `processes` tier.
 """
 
@@ -73,6 +73,7 @@ class _World:
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.pg_default_device: dict[Any, Any] = {}
         self.comms: list[Any] = []
+        self.pg_flight_recorder_hooks: dict[Any, Any] = {}  # since torch 2.15
 
 
 class _AsGloo(type):
@@ -91,7 +92,10 @@ class _GlooOnOneDevice(metaclass=_AsGloo):
 
     device: Any = None
 
-    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def __new__(
+        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **later: Any
+    ) -> Any:
+        assert not later.get("enable_reconfigure"), "torch 2.15 asks for it where ranks come and go"
         options = dist.ProcessGroupGloo._Options()
         if cls.device is None:
             cls.device = dist.ProcessGroupGloo.create_default_device()
@@ -184,8 +188,9 @@ def run_ranks(
         ]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + timeout_s
         for thread in threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
     stuck = [thread.name for thread in threads if thread.is_alive()]
     _raise_first(errors)
     assert not stuck, f"still running after {timeout_s} s: {stuck}"

@@ -54,6 +54,26 @@ class Absent(Slowly):
         return super().__getitem__(index)
 
 
+class Misbuilt(Slowly):
+    """Samples that helpers build otherwise: as a list, with a key less, with more dims, of another dtype."""
+
+    def __init__(self, length: int, how: str) -> None:
+        super().__init__(length)
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        if os.environ.get("FIVEFOLD_ROLE") != "helper":
+            return sample
+        drawn = sample["torch"]
+        return {
+            "list": [*sample.values()],
+            "key": {key: value for key, value in sample.items() if key != "name"},
+            "dims": {**sample, "torch": drawn[None]},
+            "dtype": {**sample, "torch": drawn.double()},
+        }[self.how]
+
+
 class OnTrainers(Numbers):
     """A file that only trainers have; helpers can be sent samples."""
 

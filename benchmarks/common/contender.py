@@ -43,6 +43,9 @@ class Kind:
     threads: int
     """per rank"""
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    way: str = ""
+    """what the worker is told to do; empty: the name"""
+    python: str = sys.executable
 
 
 @contextlib.contextmanager
@@ -76,10 +79,10 @@ class Contender:
         self._listener.bind(address)
         self._listener.listen(kind.ranks)
         launcher = [word.format(logs=folder / f"{kind.name}-logs") for word in kind.launcher]
-        script = [str(worker), kind.name, "--socket", address, *options]
+        script = [str(worker), kind.way or kind.name, "--socket", address, *options]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *launcher, *script],
+                [kind.python, *launcher, *script],
                 env={**os.environ, **kind.environ, "OMP_NUM_THREADS": str(kind.threads)},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,

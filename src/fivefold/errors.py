@@ -7,9 +7,14 @@ Our own broken invariants are plain `assert`s and never reach this module.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
+import threading
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +31,7 @@ __all__ = [
     "Unrecoverable",
     "UsageError",
     "suggest",
+    "warn",
 ]
 
 
@@ -33,6 +39,8 @@ class FivefoldError(Exception):
     """Base of every error that Fivefold raises on purpose."""
 
     exit_code: int = 1
+    label: str = "error"
+    """what the command line puts before it"""
 
 
 class UsageError(FivefoldError, ValueError):
@@ -115,3 +123,35 @@ def suggest(value: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(value, names, n=1)
     listed = ", ".join(names)
     return f"; did you mean {near[0]!r}? Valid: {listed}" if near else f"; valid: {listed}"
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the script that led here: the innermost that is neither ours nor torch's.
+
+    The same words come once in a process, unless filters ask for all of them.
+    """
+    if (message, category) in _told and not _all_wanted(category):
+        return
+    _told.add((message, category))
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    skipped = (*_BETWEEN, *([f"{Path(torch).parent}/"] if torch else []))
+    here: FrameType = sys._getframe(1)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    frame: FrameType | None = here
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    at = frame or here  # a thread of ours has no line of the script
+    # Not the script's own registry, which every `warnings.catch_warnings` of a step would empty.
+    # Nor without a module's name, as where a notebook runs text: what has none is dropped without a word.
+    module = at.f_globals.get("__name__") or "__main__"
+    warnings.warn_explicit(message, category, at.f_code.co_filename, at.f_lineno, module, {})
+
+
+def _all_wanted(category: type[Warning]) -> bool:
+    for action, text, kind, module, _ in warnings.filters:
+        if text is None and module is None and issubclass(category, kind):
+            return action in ("always", "error")
+    return False
+
+
+_BETWEEN = (f"{Path(__file__).parent}/", contextlib.__file__, threading.__file__)
+_told: set[tuple[str, type[Warning]]] = set()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from fivefold.errors import PlanError, suggest
+from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.sections import (
     AXES,
     TILE_AXES,
@@ -184,8 +185,24 @@ class Plan:
         return tomli_w.dumps({**tables, "provenance": origins or {"layout.data": "default"}})
 
     def save(self, path: str | Path) -> None:
-        """Write `to_toml()` to `path`."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        """Write `to_toml()` to `path`; a file that is there is replaced once the new one is whole.
+
+        Raises `UsageError` if it cannot be written.
+        """
+        whole = Path(path).resolve()
+        special = whole.exists() and not whole.is_file()  # /dev/stdout
+        part = whole if special else whole.with_name(f".{whole.name}.{os.getpid()}")
+        try:
+            part.write_text(self.to_toml(), encoding="utf-8")
+            if part != whole:
+                part.replace(whole)
+        except OSError as problem:
+            if part != whole:
+                part.unlink(missing_ok=True)
+            raise UsageError(
+                f"cannot write the plan {path}: {problem.strerror}; free space there, make the folder "
+                "writable, or name another file"
+            ) from None
 
 
 def parse_setting(text: str) -> tuple[str, object]:

@@ -127,6 +127,32 @@ def test_what_is_under_way_is_no_damage(places: Path, capsys: pytest.CaptureFixt
     assert "damaged" in told(capsys, "verify", "far", code=1)
 
 
+def test_a_manifest_that_is_gone_is_damage(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All files are there but the one that makes them a checkpoint: no save that did not end."""
+    (places / "far" / "step-00000130-epoch-1").mkdir()
+    for place in ("far", "node0"):
+        (next(places.glob(f"{place}/**/{NAME}")) / MANIFEST).unlink()
+        text = told(capsys, "verify", place, code=1)
+        assert f"{NAME}: damaged\n  manifest.json: it is not there, and" in text
+
+
+@pytest.mark.parametrize("name", ["run.json", "run-copy.json", "saved-epoch-1.json"])
+def test_records_of_the_run_are_verified(
+    name: str, places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = PersistentStore(places / "far")
+    store.write_run(Run(RUN_ID, ()).started(None))
+    write_note(store.place, Note(RUN_ID, 1, 120, ("node0",), "xor"))
+    told(capsys, "verify", "far")
+    flip(places / "far" / name)
+    text = told(capsys, "verify", "far", code=1)
+    assert f"{places}/far/{name} is damaged" in text
+    (places / "far" / name).unlink()
+    told(capsys, "verify", "far", code=0 if name.startswith("saved") else 1)
+
+
 def test_verify_reads_directories_of_plain_dcp(tmp_path: Path) -> None:
     """In a process of its own: it must do without torch, and say what was wrong in one line each."""
     script = (

@@ -142,7 +142,7 @@ def test_helpers_by_hand_exclude_those_of_the_launcher(folder: Path) -> None:
 
 def test_an_unknown_role_is_refused(folder: Path) -> None:
     done = fivefold("run", "stream.py", folder, cwd=folder, FIVEFOLD_ROLE="helpr")
-    assert "FIVEFOLD_ROLE=helpr: there is no such role; did you mean 'helper'?" in done.stderr
+    assert "FIVEFOLD_ROLE=helpr is not a choice; did you mean 'helper'?" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])

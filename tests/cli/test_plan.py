@@ -11,6 +11,7 @@ import pytest
 from commands import CLEAN
 from fivefold import Plan, recipes
 from fivefold.cli.train import Train, resolve
+from full_disk import on_full_disk, refusal
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
@@ -87,6 +88,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     [
         ("resnet21", "unknown model 'resnet21'"),
         ("resnet20 --memory lots", "--memory: 'lots' is no size of memory"),
+        ("resnet20 --memory 6", "--memory: 6 has no unit; write 6GiB, 6MiB, or 6B for bytes"),
         ("resnet20 --devices 0", "--devices 0: at least 1 is needed"),
         ("resnet20 --optimizer sdg", "unknown optimizer 'sdg'; did you mean 'sgd'"),
         ("resnet20 --cluster none.toml", "cannot read the cluster none.toml"),
@@ -104,3 +106,16 @@ def test_mistakes_are_told_in_a_line(words: str, said: str, tmp_path: Path) -> N
     assert done.returncode == 2 and done.stdout == ""
     assert said in done.stderr and done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_a_full_disk_is_told_and_no_empty_plan_is_left(tmp_path: Path) -> None:
+    (tmp_path / "boxes.toml").write_text(CLUSTER)
+    (full := tmp_path / "full").mkdir()
+    words = "plan resnet20 --input 3x64x64 --batch 16 --cluster boxes.toml --out plan.toml"
+    command = [sys.executable, "-m", "fivefold", *words.split()]
+    done = on_full_disk(full, command, ENVIRON, tmp_path / "boxes.toml")
+    assert done.returncode == 2, done.stderr
+    assert "error: cannot write the plan plan.toml: No space left on device; free" in done.stderr
+    left = [line for line in done.stdout.splitlines() if line.startswith("left: ")]
+    assert left == ["left: boxes.toml", "left: filling"]

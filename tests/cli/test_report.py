@@ -184,6 +184,38 @@ def test_what_traces_say_is_printed_as_it_is(tmp_path: Path) -> None:
     assert done.stdout.startswith("[odd]: 4 ranks on [bold]node[/bold]")
 
 
+def test_no_terminal_obeys_what_traces_say(tmp_path: Path) -> None:
+    evil = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eabc\r"
+    story = Story(meta={"host": f"node{evil}"})
+    story.notes.append({"kind": "failure", "at_ns": 1, "text": f"boom{evil}"})
+    done = report(story.write(tmp_path / "run"))
+    shown = r"\x1b[2J\x1b]0;title\x07\x9b31m\u202eabc\r"
+    assert f"node{shown}" in done.stdout and f"boom{shown}" in done.stdout
+    assert not set(evil) - set("[2J]0;title31mabc") & set(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("name", [".report.html.partial", "report.html", "csv/steps.csv"])
+def test_links_are_replaced_and_not_followed(name: str, slow: Path) -> None:
+    """The directory of a run may be one that others write to."""
+    precious = slow.parent / "precious"
+    precious.write_text("mine")
+    (slow / "csv").mkdir()
+    (slow / name).symlink_to(precious)
+    report(slow)
+    report(slow, "--export", "csv")
+    assert precious.read_text() == "mine"
+    assert "<html" in (slow / "report.html").read_text()
+    assert (slow / "csv" / "steps.csv").read_text().startswith("rank,")
+    assert not (slow / "report.html").is_symlink()
+
+
+def test_the_page_carries_the_licence_of_what_it_embeds(slow: Path) -> None:
+    report(slow)
+    page = (slow / "report.html").read_text()
+    assert "Copyright (c) 2022 Leon Sorokin" in page
+    assert "The above copyright notice and this permission notice shall be included" in page
+
+
 def test_a_script_that_was_traced_gets_a_report(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -57,6 +57,20 @@ def test_a_finding_leads_to_its_evidence(opened: Open, report: Path) -> None:
     assert page.locator("#s-ranks tr.lit th").inner_text() == "3"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('parallel.batch_norm = "replica" needs', 'parallel.batch_norm = "replica" needs'),
+        ("DistributedDataParallel(x=False), where", "DistributedDataParallel(x=False), where"),
+        ("larger shares per rank. Or", "Larger shares per rank. Or"),
+    ],
+)
+def test_a_sentence_begins_large_unless_with_a_key(
+    text: str, shown: str, opened: Open, report: Path
+) -> None:
+    assert opened(report).evaluate("text => sentence(text)", text) == shown
+
+
 # --- steps: zoom, ranks ---------------------------------------------------------------------------
 
 

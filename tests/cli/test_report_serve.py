@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -23,6 +24,7 @@ from fivefold.introspect.live import LiveReport, stamp
 from fivefold.introspect.run import TracedRun
 from fivefold.trace.file import TraceFile, name_of
 from fivefold.trace.schema import LIVE, State
+from strangers import crowd, is_hung_up_while_it_dribbles
 from traces import Story
 
 pytest.importorskip("starlette")
@@ -337,3 +339,50 @@ def test_a_run_that_is_taken_away_is_a_problem_and_no_end(tmp_path: Path) -> Non
     assert report.since(0)[1]
     (tmp_path / "moved").rename(run)
     eventually(report, lambda: not report.problem)
+
+
+def test_silent_and_slow_callers_are_given_up_and_keep_nobody_out(server: Server) -> None:
+    address = ("127.0.0.1", server.port)
+    with crowd(address, 100) as lines:
+        status, _, _ = server.get("/document.json", Authorization=server.bearer)
+        assert status == 200
+        lines[0].settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert lines[0].recv(10) == b""  # the first of too many
+    assert is_hung_up_while_it_dribbles(address, pieces=40, pause_s=0.5)
+
+
+def test_who_has_shown_the_token_is_not_given_up(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as line:
+        asked = f"GET /events HTTP/1.1\r\nHost: a\r\nAuthorization: {server.bearer}\r\n\r\n"
+        line.sendall(asked.encode())
+        assert line.recv(1 << 16)  # the token has been read
+        with crowd(("127.0.0.1", server.port), 100):
+            until = time.monotonic() + 11
+            while time.monotonic() < until:
+                with contextlib.suppress(TimeoutError):
+                    line.settimeout(1)
+                    assert line.recv(1 << 16)
+
+
+def test_what_callers_do_wrong_is_no_traceback(run: Path) -> None:
+    process = start(run)
+    assert process.stdout is not None
+    found = re.search(r":(\d+)/\?token", process.stdout.readline())
+    assert found is not None
+    host = b"GET / HTTP/1.1\r\nHost: a\r\n"
+    for nonsense in (
+        b"\x16\x03\x01 nonsense\r\n\r\n",
+        host + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        host + b"Upgrade: websocket\r\nConnection: upgrade\r\n\r\n",
+        host + b"X: " + bytes(100_000) + b"\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", int(found[1])), 20) as line:
+            line.sendall(nonsense)
+            with contextlib.suppress(ConnectionResetError):
+                line.recv(1000)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert [text for text in said.splitlines() if "from your own machine" not in text] == [
+        "stopped"
+    ]

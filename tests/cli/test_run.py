@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import fivefold
+from commands import CLEAN, fivefold
+from full_disk import on_full_disk, refusal
 
 HELLO = """
 import os, sys
@@ -163,12 +164,92 @@ def test_a_plan_decides_how_many_processes_and_reaches_them(folder: Path) -> Non
     assert sorted(done.stdout.splitlines()) == [f"[0] {path}", f"[1] {path}"]
 
 
+def test_layout_and_settings_reach_the_ranks_over_those_of_the_plan(folder: Path) -> None:
+    (folder / "plan.toml").write_text("[layout]\ndata = 3\n[tiles]\nstrict = true\n")
+    (folder / "show.py").write_text(
+        "import os\nfrom fivefold.plan import Plan\nplan = Plan.load(os.environ['FIVEFOLD_PLAN'])\n"
+        "print(plan.layout, plan.tiles.fuse, plan.tiles.strict, plan.origin('tiles.fuse'))"
+    )
+    words = ("--layout", "height=2", "--set", "tiles.fuse=never", "--log-dir", "logs", "show.py")
+    said = "height=2 never True user: --set"
+    done = fivefold("run", "--plan", "plan.toml", *words, cwd=folder)
+    assert sorted(done.stdout.splitlines()) == [f"[0] {said}", f"[1] {said}"], done.stderr
+    assert (folder / "logs" / "plan.toml").exists()
+    script = fivefold(
+        "run", "--plan", "plan.toml", "--dry-run", *words[:-2], "dry", "show.py", cwd=folder
+    )
+    assert not (folder / "dry").exists()
+    ran = subprocess.run(
+        ["sh"], input=script.stdout, cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.count("never") == 2  # both write at once, and may tear lines
+    done = fivefold("run", *words[:4], "show.py", cwd=folder, FIVEFOLD_PLAN="plan.toml")
+    assert sorted(done.stdout.splitlines()) == [f"[0] {said}", f"[1] {said}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-n 3 --layout height=2", "the layout height=2 of --layout needs 2 processes, not 3"),
+        ("-n 2 --layout data=1", "the layout data=1 of --layout needs 1 processes, not 2"),
+        ("-n 3 --set layout.data=2", "the layout data=2 of --set needs 2 processes, not 3"),
+        ("--layout widht=2", "unknown axis 'widht' in layout 'widht=2'; did you mean 'width'?"),
+        ("--set tiles.fuze=never", "unknown key 'fuze' in [tiles]; did you mean 'fuse'?"),
+        ("--set never", "'never' is not KEY=VALUE"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_cannot_be_starts_nothing(folder: Path, words: str, said: str) -> None:
+    assert said in mistake(folder, "run", *words.split(), "hello.py")
+
+
+def test_bad_variables_are_told_before_anything_starts(folder: Path) -> None:
+    told = mistake(folder, "run", "-n", 2, "hello.py", FIVEFOLD_TIMEOUT_S="soon")
+    assert "FIVEFOLD_TIMEOUT_S=soon: expected a positive number of seconds, such as 600" in told
+    told = mistake(folder, "run", "-x", "FIVEFOLD_HANGS=3", "hello.py")
+    assert "unknown environment variable FIVEFOLD_HANGS; did you mean 'FIVEFOLD_HANG_S'?" in told
+
+
+def test_equal_tracebacks_and_warnings_of_ranks_are_shown_once(folder: Path) -> None:
+    (folder / "told.py").write_text(
+        "import traceback, warnings\nwarnings.warn('look out')\n"
+        "try: {}['x']\nexcept KeyError: traceback.print_exc()\n"
+    )
+    done = fivefold("run", "-n", 3, "--log-dir", "logs", "told.py", cwd=folder)
+    assert done.returncode == 0
+    assert done.stderr.count("Traceback") == done.stderr.count("UserWarning: look out") == 1
+    assert done.stderr.count("KeyError: 'x' (with the traceback of rank ") == 2
+    for rank in range(3):
+        log = (folder / "logs" / f"rank-{rank}.log").read_text()
+        assert "Traceback" in log and "look out" in log and "with the" not in log
+
+
 def test_a_failed_run_names_the_log_and_has_the_exit_code_of_the_rank(folder: Path) -> None:
     (folder / "fail.py").write_text("raise SystemExit(7)")
     done = fivefold("run", "fail.py", cwd=folder)
     assert done.returncode == 7
     assert re.search(r"error: rank 0 of 1 exited with code 7\n", done.stderr)
     assert re.search(r"logs of all ranks: fivefold-logs/.*/rank-\*\.log", done.stderr)
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_output_that_a_full_disk_does_not_keep_is_not_called_nothing(folder: Path) -> None:
+    (folder / "fail.py").write_text("import sys; sys.exit('the reason')")
+    (full := folder / "full").mkdir()
+    command = [sys.executable, "-m", "fivefold", "run", "fail.py"]
+    done = on_full_disk(full, command, CLEAN, folder / "fail.py")
+    assert done.returncode == 1, done.stderr
+    assert (
+        "    (what it wrote is not kept: No space left on device; free space there" in done.stderr
+    )
+    assert "it wrote nothing" not in done.stderr
+
+
+def test_a_run_that_saved_because_a_signal_asked_has_not_failed(folder: Path) -> None:
+    (folder / "saved.py").write_text("raise SystemExit(75)")
+    done = fivefold("run", "-n", 2, "saved.py", cwd=folder)
+    assert done.returncode == 75
+    assert done.stderr.startswith("note: the run ended with code 75 (try again)"), done.stderr
+    assert "the same command goes on from there" in done.stderr and "error" not in done.stderr
 
 
 def test_a_traceback_is_shown_on_demand(folder: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_recipe_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, reci
     first.send_signal(signal.SIGUSR1)
     out, err = first.communicate(timeout=100)
     assert first.returncode == 75, out + err
+    assert "note: the run ended with code 75" in err and "error:" not in err
     second = start(tmp_path, recipe, "--checkpoint", "saved")
     out, err = second.communicate(timeout=100)
     assert second.returncode == 0, err

@@ -27,7 +27,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.body(x.flatten(1) + torch.zeros(12))
-        return self.head(x + torch.rand(x.shape) if self.noisy else x)
+        return self.head(x + torch.randn(x.shape) if self.noisy else x)
 
 class Needy(Net):
     def __init__(self, depth):
@@ -124,7 +124,7 @@ def test_uncontrolled_random_numbers_fail_and_the_warning_is_shown(folder: Path)
     assert (
         "note: the model draws random numbers that do not follow the global sample" in done.stdout
     )
-    assert "note: warning: rand draws random numbers in the model" in done.stdout
+    assert "note: warning: randn draws random numbers in the model" in done.stdout
 
 
 def test_a_rank_that_dies_is_named_and_its_log_is_kept(folder: Path) -> None:
@@ -169,6 +169,10 @@ MISTAKES = {
     "resnet20 --input 3x32y": "--input 3x32y is not the shape of a sample; write positive numbers",
     "unet3d": "--input 3x32x32 is no volume, but unet3d takes volumes: channels, depth, height and width",
     "resnet20 --dtype float16": "--dtype float16 cannot be verified; did you mean 'float64'?",
+    "resnet20 --loss my_models:": "unknown loss 'my_models:'",
+    "resnet20 --targets likewise": "--targets is for a loss of your own; cross_entropy has its own targets",
+    "resnet20 --loss my_models:loss --targets class": "unknown --targets class; did you mean 'classes'?",
+    "resnet20 --integers -1": "--integers -1: at least 0 is needed",
     "resnet20 --loss mze": "unknown loss 'mze'; did you mean 'mse'? Valid: cross_entropy,",
     "resnet20 --batch-norm globe": "parallel.batch_norm = 'globe' is not",
     "resnet20 --json none/report.json": "--json none/report.json: there is no folder",
@@ -230,3 +234,18 @@ def test_a_torchvision_that_does_not_work_is_told_in_one_line(folder: Path) -> N
     done = verify(folder, "torchvision:resnet18 --layout data=1")
     assert_one_line(done, "torchvision does not work beside torch ")
     assert "(RuntimeError: no operator nms): pip install 'torchvision==0." in done.stderr
+
+
+def test_integers_and_a_loss_of_ones_own(folder: Path) -> None:
+    (folder / "tokens.py").write_text(
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 5))\n"
+        "class Quartic(nn.Module):\n"
+        "    def forward(self, y, t): return ((y - t) ** 4).mean()\n"
+        "number = 3\n"
+    )
+    words = "tokens:build --input 6 --integers 9 --batch 5"
+    done = verify(folder, f"{words} --loss tokens:Quartic --targets likewise")
+    assert done.returncode == 0 and "exact: tokens:build under data=2" in done.stdout, done.stderr
+    done = verify(folder, f"{words} --loss tokens:number")
+    assert done.returncode == 2 and "--loss tokens:number is of type int" in done.stderr

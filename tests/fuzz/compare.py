@@ -18,7 +18,8 @@ __all__ = ["BAD", "OUTCOMES", "Outcome", "judged", "sensitivity"]
 
 OUTCOMES = ("exact", "refused", "told", "wrong", "traceback", "crash", "hang")
 BAD = ("wrong", "traceback", "crash", "hang")
-TOLERANCE, CAP, FACTOR, FLOOR = 1e-8, 1e-6, 100.0, 1e-6
+TOLERANCE, CAP, FACTOR, FLOOR = 1e-8, 1e-6, 100.0, 1e-5
+"""`FLOOR`: what cancels to zero is rounding: 1e-13 of all of them behind a norm of two samples"""
 TOLD = re.compile(
     r"not (been )?checked|cannot be (checked|told|seen)|could not be checked|does not check"
     r"|not equal to a run under another layout|depends? on (its|the) layout"
@@ -155,12 +156,10 @@ def _same(got: Any, truth: Any, loose: float = 0.0) -> bool:
 
 def _scales(quantity: str, truth: Mapping[str, Any]) -> dict[str, float]:
     norms = {name: _norm(value) for name, value in truth.items()}
-    if quantity in ("gradients", "weights"):
-        floor = FLOOR * math.sqrt(sum(norm * norm for norm in norms.values()))
+    if quantity != "buffers":
+        floor = FLOOR * math.hypot(*filter(math.isfinite, norms.values()))
         return {name: max(norm, floor) for name, norm in norms.items()}
-    if quantity == "buffers":
-        return {name: max(norm, 1e-3) for name, norm in norms.items()}
-    return norms
+    return {name: max(norm, 1e-3) for name, norm in norms.items()}
 
 
 def _allowed(
@@ -184,9 +183,10 @@ def sensitivity(truth: Record) -> float:
             for name, value in step[quantity].items():
                 worst = max(worst, _error(nudged[quantity].get(name), value, scales[name]))
     for outputs, nudged in zip(truth["evaluated"], truth["nudged"]["evaluated"], strict=True):
+        scales = _scales("outputs", outputs)
         for path, value in outputs.items():
             if isinstance(value, Tensor):
-                worst = max(worst, _error(nudged.get(path), value, _norm(value)))
+                worst = max(worst, _error(nudged.get(path), value, scales[path]))
     return worst
 
 
@@ -300,6 +300,7 @@ def _of_outputs(
     limits: _Limits,
 ) -> Iterator[str]:
     by_path: dict[str, list[Record]] = {}
+    scales = _scales("outputs", expected)
     for piece in pieces:
         by_path.setdefault(piece["path"], []).append(piece)
     for path, truth in expected.items():
@@ -312,9 +313,8 @@ def _of_outputs(
             if wrong:
                 yield f"{name} is {_brief(wrong[0])} instead of {truth!r}"
         else:
-            scale = _norm(truth)
-            reaction = _error(nudged.get(path), truth, scale)
-            yield from _of_output(name, truth, some, scale, limits.allowed(reaction))
+            reaction = _error(nudged.get(path), truth, scales[path])
+            yield from _of_output(name, truth, some, scales[path], limits.allowed(reaction))
     for path in by_path:
         yield f"output {path} is new"
 

@@ -55,6 +55,10 @@ def _global(_net: nn.Module, _loss: Any, event: Event, _model: Any) -> None:
     GLOBALS[event["name"]] = event["value"]
 
 
+def _deterministic(_net: nn.Module, _loss: Any, event: Event, _model: Any) -> None:
+    torch.use_deterministic_algorithms(event["value"], warn_only=True)
+
+
 def _tensor(net: nn.Module, _loss: Any, event: Event, _model: Any) -> None:
     module = _module(net, event)
     setattr(module, event["name"], torch.full_like(getattr(module, event["name"]), event["value"]))
@@ -133,6 +137,7 @@ _DOES = {
     "set": _set, "deep": _deep, "dilate": _dilate, "mode": _mode, "call": _call, "global": _global,
     "tensor": _tensor, "fill": _fill, "replace": _replace, "method": _method, "require": _require,
     "freeze": _freeze, "shrink": _shrink, "load": _load, "hook": _hook, "unhook": _unhook, "loss": _of_loss,
+    "deterministic": _deterministic,
 }  # fmt: skip
 
 ANYTIME: tuple[Event, ...] = (

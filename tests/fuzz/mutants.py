@@ -63,7 +63,10 @@ def blind_guards() -> Any:
 
 def blind_settings() -> Any:
     """Guards: gradient mode, autocast and flags of torch are not looked at."""
-    return _changed(programs, "settings", lambda _device: ())
+    both = contextlib.ExitStack()
+    for module in (guards, programs):
+        both.enter_context(_changed(module, "settings", lambda _device: ()))
+    return both
 
 
 def hooks_of_parts() -> Any:

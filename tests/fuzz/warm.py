@@ -8,7 +8,7 @@ import torch.distributed.tensor
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fivefold.parallel  # noqa: F401
+import fivefold.parallel.model  # noqa: F401
 import fuzz.worker  # noqa: F401
 
 __all__: list[str] = []

@@ -15,6 +15,7 @@ import comm_places
 from comm_script import run
 from fivefold.arena import between, node_name
 from fivefold.arena.native import problem
+from nodes import Nodes, refusal
 from pool import Pool
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
@@ -56,6 +57,17 @@ def test_processes_of_different_containers_are_told_apart() -> None:
     assert between(here, here) == "" and between(here, f"x{here}") == "share no node"
 
 
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_containers_with_networks_of_their_own_are_nodes() -> None:
+    ask = [sys.executable, "-c", "from fivefold.arena import node_name; print(node_name())"]
+    with Nodes(2) as nodes:
+        one, other, again = (text.strip() for text in nodes.job(ask, on=[0, 1, 1]).succeed(60))
+    assert between(one, other) == (
+        "share no node: on one machine, each has a network of its own (containers as nodes)"
+    )
+    assert between(other, again) == ""
+
+
 def test_tensors_that_are_elsewhere_are_told_and_the_group_works_on() -> None:
     with Pool(2) as pool:
         for texts in pool.run("fivefold", comm_places.on_odd_devices):
@@ -66,9 +78,9 @@ def test_tensors_that_are_elsewhere_are_told_and_the_group_works_on() -> None:
 
 
 def test_a_torch_that_nobody_tested_is_told_once() -> None:
-    before = "import fivefold.comm.registration as own; own._TESTED = ((2, 1), (2, 2))"
+    before = "import fivefold.torch_private as own; own.TRIED = ('2.1', '2.2')"
     (line,) = run(before).stderr.splitlines()
-    assert "is tested with torch 2.1 to 2.2, this is" in line and "choose gloo" in line
+    assert "was tried with torch 2.1 to 2.2, this is" in line and "`fivefold verify` shows" in line
 
 
 @pytest.fixture

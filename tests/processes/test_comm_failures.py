@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import comm_checks
+import comm_messages
 from fivefold.arena.native import problem
 from pool import Failed, Pool
 
@@ -57,6 +58,26 @@ def test_a_message_that_does_not_fit_is_told() -> None:
     with Pool(2) as pool:
         texts = pool.run("fivefold", comm_checks.wrong_length)
     assert "rank 0 sent 40 bytes, more than the tensor holds" in texts[1]
+
+
+@pytest.mark.parametrize("count", [5, 3 << 20])
+def test_a_message_of_another_dtype_is_told_and_not_delivered(count: int) -> None:
+    with Pool(2) as pool:
+        sender, told = pool.run("fivefold", comm_messages.other_dtype, count)
+    assert sender == [] and len(told) == 3
+    assert "rank 1 of 2: message with rank 0, tag 1 (number 1 of group" in told[1]
+    assert f"rank 0 sent {4 * count} bytes of torch.float32, and the tensor that" in told[0]
+    assert "receives them is of torch.int32: give both the same dtype" in told[0]
+    assert "torch.float64" in told[1] and "torch.int64" in told[1]
+    assert "torch.uint8" in told[2] and "torch.bool" in told[2]
+
+
+def test_a_forked_child_is_no_rank() -> None:
+    with Pool(2) as pool:
+        texts = pool.run("fivefold", comm_checks.in_a_child)
+    assert len(texts[0]) == 3 and texts[1] == []
+    for text in texts[0]:
+        assert ", rank 0, of which this one is a forked copy" in text
 
 
 def test_a_destroyed_group_refuses_everything() -> None:

@@ -35,6 +35,7 @@ from fivefold.errors import OffloadWarning, UsageError
 from fivefold.launch.environment import without_places
 from helping import Nursery, is_running, signalled
 from link_checks import CHECKS, LIMIT_S, Ends, made
+from strangers import crowd
 from waiting import awaited
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
@@ -273,6 +274,17 @@ def test_who_says_nothing_is_given_up_and_holds_up_nobody() -> None:
     with listen("127.0.0.1:0", KEY) as listener:
         place = Address.parse(listener.address)
         with socket.create_connection((place.host, place.port)), connect(listener.address, KEY):
+            link = listener.accept(LIMIT_S)
+            assert link is not None
+            link.close()
+
+
+def test_a_crowd_of_silent_callers_keeps_no_trainer_out() -> None:
+    with listen("127.0.0.1:0", KEY) as listener:
+        place = Address.parse(listener.address)
+        threads = threading.active_count()
+        with crowd((place.host, place.port), 100), connect(listener.address, KEY):
+            assert threading.active_count() <= threads + 70
             link = listener.accept(LIMIT_S)
             assert link is not None
             link.close()

@@ -195,6 +195,23 @@ def test_a_helper_that_cannot_do_what_the_trainer_can_is_told_of_and_retired(
     data.close()
 
 
+@pytest.mark.parametrize("how", ["list", "key", "dims", "dtype"])
+def test_batches_that_a_helper_builds_otherwise_are_made_here(
+    start: Callable[..., Helpers], how: str
+) -> None:
+    changes: dict[str, Any] = {"dataset": "remote_sets:Misbuilt", "arguments": [96, how]}
+    start(1, {**OPTIONS, **changes})
+    data = here(**changes)
+    joined()
+    with pytest.warns(OffloadWarning) as told:
+        assert read(data, epochs=2) == alone(epochs=2)
+    texts = "\n".join(str(one.message) for one in told)
+    assert "helper 0" in texts and "it has built it otherwise, " in texts
+    assert "fails too often and gets no more work" in texts
+    assert desk_here().helpers()[0].state == "retired"
+    data.close()
+
+
 def test_a_helper_that_only_delays_is_retired(start: Callable[..., Helpers]) -> None:
     """Nothing may be made ahead, so the trainer waits 0.24 s for what it could make in 16 ms."""
     changes: dict[str, Any] = {"dataset": "remote_sets:Slower", "arguments": [400]}

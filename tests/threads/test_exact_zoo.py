@@ -101,6 +101,18 @@ def stochastic_depth(self: Call, x: Tensor) -> Tensor:
     return x + self.block(x) * keep / 0.7
 
 
+def sampled_depth(self: Call, x: Tensor) -> Tensor:
+    """As others write it, with masks in two ways."""
+    keep = 0.7 + torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device)
+    return x + self.block(x) * keep.floor_() / 0.7 * torch.rand_like(x)
+
+
+def mask_without_samples(self: Call, x: Tensor) -> Tensor:
+    """Rows as many as a rank may have samples, but of something else; a mask for every place."""
+    places = F.dropout(self.places.weight * 2.0, 0.4) * torch.rand(self.places.weight.shape)
+    return self.head(x + places.sum(0) + torch.rand(1, 5, dtype=x.dtype) + torch.rand([]))
+
+
 def standardised(_self: Call, x: Tensor) -> Tensor:
     """Every sample by itself; a sample of zeros would divide zero by zero."""
     return (x - x.mean((1, 2, 3), keepdim=True)) / x.std((1, 2, 3), keepdim=True)
@@ -209,6 +221,7 @@ RANDOM = {
         nn.Dropout(0.2), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout2d(0.2)
     ),
     "stochastic depth": lambda: Call(stochastic_depth, block=nn.Conv2d(6, 6, 3, padding=1)),
+    "stochastic depth, sampled": lambda: Call(sampled_depth, block=nn.Conv2d(6, 6, 3, padding=1)),
 }
 
 
@@ -231,6 +244,10 @@ CASES: dict[str, Case] = {
         lambda: Then(nn.BatchNorm2d(6)).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
         inputs=lambda n: torch.randn(n, *IMAGE).contiguous(memory_format=torch.channels_last),
     ),
+    **{f"masks of {rows} rows without samples": Case(
+        functools.partial(lambda n: Call(mask_without_samples, places=nn.Linear(5, n),
+                                         head=nn.Linear(5, CLASSES)), rows),
+        inputs=lambda n: torch.randn(n, 5)) for rows in (1, 2, 3, 4, 6)},
     "one module twice": Case(twice),
     "tied weights": Case(tied, **VECTOR),
     "frozen start": Case(lambda: frozen(Then(nn.BatchNorm2d(6)), "conv")),

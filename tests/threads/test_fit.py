@@ -96,6 +96,7 @@ def test_a_run_directory_tells_the_whole_run(tmp_path, net):
     assert sum(last["phases_s"].values()) <= last["epoch_s"]
     fresh = models.build("resnet20", CLASSES, 1)
     fresh.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    assert (folder / "weights.pt").stat().st_mode & 0o777 == 0o600
     assert all(torch.equal(fresh.state_dict()[key], weights[key]) for key in weights)
     assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "weights.pt"]
 

@@ -15,6 +15,8 @@ from fivefold.plan import AXES, Layout, Plan, Provenance
 from fivefold.trace import Tag, recording
 from ranks import run_ranks
 
+CPU = torch.device("cpu")
+
 
 def test_ranks_are_row_major_with_tiles_innermost() -> None:
     layout = Layout(data=2, pipe=1, height=2, width=2)
@@ -24,6 +26,11 @@ def test_ranks_are_row_major_with_tiles_innermost() -> None:
 
     places = run_ranks(layout, where)
     assert places == [(d, 0, 0, h, w) for d in range(2) for h in range(2) for w in range(2)]
+
+
+def test_a_mesh_is_told_in_one_line() -> None:
+    told = run_ranks(Layout(data=2, height=2), str)
+    assert told[3] == "Mesh(rank 3 of 4, data=2,height=2, cpu)"
 
 
 def test_a_group_joins_the_ranks_that_differ_along_its_axes_only() -> None:
@@ -44,6 +51,22 @@ def test_a_group_joins_the_ranks_that_differ_along_its_axes_only() -> None:
     assert run_ranks(Layout(data=2, height=2, width=2), members)[5] == [
         (ranks, ranks) for ranks in asked.values()
     ]
+
+
+def test_every_group_waits_as_long_as_the_plan_says() -> None:
+    def limits(mesh: Mesh) -> set[float]:
+        groups = [mesh.group(axis) for axis in AXES]
+        groups += [mesh.group("data", "height"), mesh.own_group("height"), mesh.own_group(*AXES)]
+        groups += [mesh.device_mesh.get_group(axis) for axis in AXES]
+        groups += [mesh.device_mesh[axis].get_group() for axis in AXES]
+        groups += [mesh.pair_group("data"), mesh.joint_group({0}, "data"), mesh.own_group()]
+        replicas = mesh.own_replicas()
+        groups += [replicas.get_group("data"), replicas.get_group("tiles")]
+        return {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+
+    layout = Layout(data=2, height=2)
+    plan = Plan(layout=layout).replace({"comm.timeout_s": 77.0}, Provenance("user", "test"))
+    assert run_ranks(layout, limits, plan=plan, timeout_s=4 * 77) == [{77.0}] * 4
 
 
 def test_the_share_of_a_batch_follows_the_data_axis() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -334,23 +335,7 @@ class Attends(nn.Module):
 
 def test_attention_leaves_samples_to_themselves() -> None:
     torch.manual_seed(3)
-    net, x, y = Attends(), torch.randn(5, 6, 4), torch.randn(5, 4)
-    plain = copy.deepcopy(net)
-    nn.MSELoss()(plain(x), y).backward()
-    plain.eval()
-
-    def check(mesh: Mesh) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model = ff.parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
-            model.step(*model.shard(x, y))
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
-        model.eval()
-        own = mesh.share(len(x))
-        torch.testing.assert_close(model(x[own.start : own.stop]), plain(x)[own.start : own.stop])
-
-    run_ranks(Layout(data=2), check)
+    expect_as_alone(Attends(), torch.randn(5, 6, 4), torch.randn(5, 4))
 
 
 @pytest.mark.parametrize("tracks", [False, True], ids=["its own", "tracked"])
@@ -408,7 +393,7 @@ def expect_as_alone(net: nn.Module, x: Tensor, y: Tensor) -> None:
             torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
         return model.eval()(model.shard(x)).detach()
 
-    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain(x).detach())
+    torch.testing.assert_close(torch.cat(run_ranks(2, check)), plain.eval()(x).detach())
 
 
 class Picks(nn.Module):
@@ -537,3 +522,37 @@ def test_random_numbers_out_of_reach_are_told_whether_samples_meet_or_not(meet: 
 
     with pytest.warns(UserWarning, match="draws random numbers in the model that do not follow"):
         run_ranks(2, check)
+
+
+class AlwaysDrops(nn.Module):
+    """Dropout in evaluation too, as Monte Carlo estimates have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(self.body(x), 0.5, training=True))
+
+
+def _called(model: Any, x: Tensor, y: Tensor) -> None:
+    model(model.shard(x))
+
+
+def _scored(model: Any, x: Tensor, y: Tensor) -> None:
+    model.evaluate(*model.shard(x, y), lambda y, t: (y - t).abs().sum().double().view(1))
+
+
+@pytest.mark.parametrize("how", [_called, _scored])
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(width=2), Layout(pipe=2)], ids=str)
+def test_masks_in_evaluation_are_those_of_torch_which_is_told(
+    layout: Layout, how: Callable[[Any, Tensor, Tensor], None]
+) -> None:
+    net, x, y = AlwaysDrops(), torch.randn(4, 2, 6, 8), torch.randn(4, 2, 6, 8)
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(net), mesh, example=x, loss=nn.MSELoss()).eval()
+        how(model, x, y)
+
+    with pytest.warns(UserWarning, match="draws random numbers in the model that do not follow"):
+        run_ranks(2, check, plan=Plan(layout=layout))

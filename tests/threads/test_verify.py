@@ -19,7 +19,7 @@ from fivefold.recipes import models
 from fivefold.train.verify import verify
 from fivefold.train.verify.report import Report
 from ranks import run_ranks
-from zoo import Call, Case, Then, run
+from zoo import CLASSES, Call, Case, Then, run
 
 REPLICA = Parallel(batch_norm="replica")
 
@@ -248,22 +248,49 @@ def test_integer_buffers_must_be_equal() -> None:
     assert report.worst[0].name == "middle.seen"
 
 
-@pytest.mark.filterwarnings("ignore:rand draws random numbers in the model")
+def test_a_reference_that_fails_late_is_told_on_all_ranks() -> None:
+    batch = torch.randn(6, 3, 8, 8), torch.randn(6, CLASSES)
+    rank_0_builds: list[int] = []
+
+    def check(mesh: Mesh) -> str:
+        def build() -> nn.Module:
+            if mesh.rank == 0:
+                rank_0_builds.append(1)
+                # In float64, in float32 and on the layout; then to see how far one process goes astray.
+                if len(rank_0_builds) > 3:
+                    raise OSError("the file of weights is gone")
+            return Then(Call(over_the_batch))
+
+        with pytest.raises(UsageError) as told:
+            verify(
+                build, mesh, loss=nn.MSELoss(), batch=lambda _: batch, steps=2, dtype=torch.float32
+            )
+        return str(told.value)
+
+    for told in run_ranks(2, check, plan=APART):
+        assert told.startswith("one process alone could not train the model again: OSError")
+        assert "the file of weights is gone" in told
+
+
+@pytest.mark.filterwarnings("ignore:randn draws random numbers in the model")
 def test_random_numbers_beyond_control_fail_with_a_hint() -> None:
-    noisy = Call(lambda _, x: x * torch.rand(x.shape, dtype=x.dtype))
+    noisy = Call(lambda _, x: x * torch.randn(x.shape, dtype=x.dtype))
     report = failing(Case(lambda: Then(noisy)))
     assert "the warning '... draws random numbers in the model ...'" in report.notes[0]
 
 
 def test_the_same_random_numbers_are_no_difference_in_one_process() -> None:
-    noisy = Call(lambda _, x: x * torch.rand(x.shape, dtype=x.dtype))
+    noisy = Call(lambda _, x: x * torch.randn(x.shape, dtype=x.dtype))
     assert run(Case(lambda: Then(noisy)), 1, 5).passed
 
 
-def test_masks_over_another_leading_dim_fail_with_a_hint() -> None:
+# 6 channels: a multiple of a rank's samples, or not.
+@pytest.mark.parametrize("samples", [4, 6, 10])
+def test_masks_over_another_leading_dim_are_told_and_fail_with_a_hint(samples: int) -> None:
     drop = nn.Dropout(0.4)
     turned = Call(lambda self, x: self.drop(x.transpose(0, 1)).transpose(0, 1), drop=drop)
-    report = failing(Case(lambda: Then(turned)), ranks=2, samples=4)
+    with pytest.warns(UserWarning, match="whose leading dim is not the samples"):
+        report = failing(Case(lambda: Then(turned)), ranks=2, samples=samples)
     assert "where these are on the leading dim" in report.notes[0]
 
 

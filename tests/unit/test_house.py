@@ -93,6 +93,39 @@ def test_collectives_name_their_group(path: Path) -> None:
             )
 
 
+def private_to_torch(path: Path) -> Iterator[str]:
+    """Names that torch does not promise to keep, where a module imports or reaches for them."""
+
+    def is_private(name: str) -> bool:
+        return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                if is_private(name := f"{node.module}.{alias.name}"):
+                    yield f"line {node.lineno}: {name}"
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            plain = name.replace(".", "").isidentifier()
+            if (
+                plain
+                and name.partition(".")[0] in {"torch", "dist", "c10d", "nn"}
+                and is_private(name)
+            ):
+                yield f"line {node.lineno}: {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_is_private_to_torch_stands_in_one_module(path: Path) -> None:
+    if name_of(path) in (
+        "src/fivefold/torch_private.py",
+        "src/fivefold/train/verify/one_process.py",  # the judge shares no code with what it judges
+    ):
+        assert list(private_to_torch(path)), "take it off this list"
+    else:
+        assert not list(private_to_torch(path)), "fivefold.torch_private is for that"
+
+
 def imported_by(statement: str) -> set[str]:
     """Top-level packages that are loaded after `statement` ran in a fresh interpreter."""
     code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"

@@ -37,6 +37,13 @@ def _text(
     return ids(make, WORDS, each=each, decoder=decoder)
 
 
+def _coarse(model: Model) -> Model:
+    """A model with norms in float32, in stages too: there the gradients that they round are divided by the
+    denominator of the loss at the end of a step, not at its begin.
+    """
+    return dataclasses.replace(model, rounds=1e-6)
+
+
 def _image(model: str, config: str, **sizes: Any) -> Model:
     def make() -> nn.Module:
         return getattr(hf, model)(getattr(hf, config)(num_labels=CLASSES, **sizes))
@@ -84,9 +91,7 @@ MODELS: dict[str, Model] = {
         max_position_embeddings=32,
         attention_dropout=0.0,
     ),
-    "gemma": dataclasses.replace(  # its norms are in float32, their weights too
-        _text("GemmaForCausalLM", "GemmaConfig", **_CAUSAL, head_dim=12), rounds=1e-6
-    ),
+    "gemma": _coarse(_text("GemmaForCausalLM", "GemmaConfig", **_CAUSAL, head_dim=12)),
     "gpt2": _text(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -101,8 +106,8 @@ MODELS: dict[str, Model] = {
         eos_token_id=2,
     ),
     "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", **_SIZES, use_cache=False),
-    "llama": _text("LlamaForCausalLM", "LlamaConfig", **_CAUSAL),
-    "mistral": _text("MistralForCausalLM", "MistralConfig", **_CAUSAL, head_dim=12),
+    "llama": _coarse(_text("LlamaForCausalLM", "LlamaConfig", **_CAUSAL)),
+    "mistral": _coarse(_text("MistralForCausalLM", "MistralConfig", **_CAUSAL, head_dim=12)),
     "opt": _text(
         "OPTForCausalLM",
         "OPTConfig",
@@ -115,7 +120,7 @@ MODELS: dict[str, Model] = {
         word_embed_proj_dim=24,
         use_cache=False,
     ),
-    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_CAUSAL),
+    "qwen2": _coarse(_text("Qwen2ForCausalLM", "Qwen2Config", **_CAUSAL)),
     "roberta": _text(
         "RobertaForMaskedLM", "RobertaConfig", **_SIZES, attention_probs_dropout_prob=0.0
     ),

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from fivefold.arena.native import ArenaError
 
-__all__ = ["available_bytes", "check", "limit_bytes"]
+__all__ = ["available_bytes", "check", "in_turn", "limit_bytes"]
+
+_log = logging.getLogger(__name__)
+_TURN_S = 600.0
+_RETRY_S = 0.005
 
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
@@ -40,6 +51,59 @@ def check(size_bytes: int, what: str) -> None:
             f"(limit of the control group: {_told(limit_bytes())}): ask for more memory, or start fewer "
             "ranks per node"
         )
+
+
+@contextlib.contextmanager
+def in_turn() -> Generator[None]:
+    """Hold the turn of this user's processes on this node to find memory and to take it.
+
+    Two that look at once would both find the same memory left, and the system would end both. Raises
+    `ArenaError` when others keep the turn for 10 minutes.
+    """
+    path = Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}-arena.lock"
+    try:
+        # Opened anew each time: a forked child would share the lock with its parent.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as problem:
+        _note_no_turns(f"{path}: {problem.strerror}")
+        yield
+        return
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():
+            _wait_for_turn(fd, path)
+        else:
+            _note_no_turns(f"{path} is another user's")
+        yield
+    finally:
+        os.close(fd)
+
+
+def _wait_for_turn(fd: int, path: Path) -> None:
+    end = time.monotonic() + _TURN_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ArenaError(
+                    f"another process has been taking shared memory for {_TURN_S:.0f} s (it holds {path}): "
+                    "is it stopped?"
+                ) from None
+            time.sleep(_RETRY_S)
+        except OSError as problem:  # a file system without locks
+            _note_no_turns(f"{path}: {problem.strerror}")
+            return
+        else:
+            return
+
+
+@functools.cache
+def _note_no_turns(why: str) -> None:
+    _log.warning(
+        "%s: ranks of this node take shared memory without waiting for each other, and where it is short the "
+        "system may end several; set TMPDIR to a folder of your own",
+        why,
+    )
 
 
 def _limits(root: Path, groups: Path) -> Iterator[tuple[int, int]]:

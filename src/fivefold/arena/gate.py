@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from dataclasses import dataclass
 
 from fivefold.arena.native import ArenaError
@@ -64,8 +65,9 @@ class Gate(Closing):
 
     def accept(self, timeout_s: float) -> Connection:
         """The next caller. Raises `ArenaError` when nobody calls in time."""
+        end = time.monotonic() + timeout_s
         while True:
-            self._socket.settimeout(timeout_s)
+            self._socket.settimeout(max(end - time.monotonic(), 0.001))
             try:
                 line, _ = self._socket.accept()
             except OSError as problem:

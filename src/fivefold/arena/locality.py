@@ -30,6 +30,8 @@ def between(one: str, other: str) -> str:
     if len(set(users)) > 1:
         return f"run as different users ({' and '.join(users)}): run all ranks as one"
     kinds = ("network", "process", "user")
+    if len(set(spaces[0])) > 1:  # with an address of its own, launchers count it as a node too
+        return "share no node: on one machine, each has a network of its own (containers as nodes)"
     apart = [kind for kind, pair in zip(kinds, spaces, strict=True) if len(set(pair)) > 1]
     return f"are in different containers ({', '.join(apart)} namespaces): start all ranks in one"
 

@@ -39,7 +39,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 4
+ABI = 5
 LIBRARY = "libfivefold_core.so"
 MAX_RANKS = 256
 
@@ -130,8 +130,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_op_done": (c_int, pointer),
     "ff_wait": (c_int, pointer, pointer, c_double, POINTER(Report)),
     "ff_op_free": (None, pointer, pointer),
-    "ff_send": (pointer, pointer, c_int, c_int32, pointer, c_uint64, c_double),
-    "ff_receive": (pointer, pointer, c_int, c_int32, pointer, c_uint64, c_double),
+    "ff_send": (pointer, pointer, c_int, c_int32, c_uint32, pointer, c_uint64, c_double),
+    "ff_receive": (pointer, pointer, c_int, c_int32, c_uint32, pointer, c_uint64, c_double),
     "ff_message_done": (c_int, pointer, pointer),
     "ff_message_wait": (c_int, pointer, pointer, c_double, POINTER(Report)),
     "ff_message_peer": (c_int, pointer),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 from dataclasses import dataclass, field
 from typing import Self
 
-from fivefold.arena.budget import check
+from fivefold.arena.budget import check, in_turn
 from fivefold.arena.native import ArenaError
 from fivefold.closing import Closing
 
@@ -91,15 +92,20 @@ class Segment(Closing):
     def touch(self, offset: int, size_bytes: int, what: str) -> None:
         """Let the system provide these pages now: 400 MiB take a second when first written, 25 ms later on.
 
-        Raises `ArenaError` if there is no memory for them, where writing would kill the process.
+        What they hold is lost. Raises `ArenaError` if there is no memory for them, where writing would kill
+        the process.
         """
-        check(size_bytes, what)
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            self.memory.madvise(_POPULATE_WRITE, start, offset + size_bytes - start)
-        except OSError as problem:
-            if problem.errno != 22:  # an older kernel: pages come when they are written
-                raise ArenaError(f"no memory for {size_bytes} bytes of {what}: {problem}") from None
+        with in_turn():
+            check(size_bytes, what)
+            try:
+                self.memory.madvise(_POPULATE_WRITE, start, offset + size_bytes - start)
+            except OSError as problem:
+                if problem.errno != errno.EINVAL:
+                    raise ArenaError(
+                        f"no memory for {size_bytes} bytes of {what}: {problem}"
+                    ) from None
+                ctypes.memset(self.address + offset, 0, size_bytes)  # an older kernel
 
     def close(self) -> None:
         """Forget the segment here. Views that are still held keep it mapped until they go."""

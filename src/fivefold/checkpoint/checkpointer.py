@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fivefold.checkpoint.compare import Agreed, Comparing, check_given, given
+from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.members import members_of, resolved_scheme
 from fivefold.checkpoint.node import Node
 from fivefold.checkpoint.notices import Notices
-from fivefold.checkpoint.opening import open_run
+from fivefold.checkpoint.opening import claim, open_run, seen
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
 from fivefold.checkpoint.saving import Saved
@@ -39,7 +40,7 @@ from fivefold.checkpoint.state import State
 from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.checkpoint.writing import Channels, Writing
 from fivefold.closing import Closing
-from fivefold.errors import UsageError
+from fivefold.errors import CheckpointError, UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.groups import cpu_groups
@@ -159,15 +160,21 @@ class Checkpointer(Closing):
         self._signals = Signals() if signals else None
         self._writing: Writing | None = None
         self._resumed: tuple[int, int] | None = None
+        self._claimed, self._lease = False, cast("Lease | None", None)
+        self._seen: Mapping[str, str] | None = None
+        """what the directory told when saves were looked for"""
         self._asked = self._closed = False
         self._under_way: Future[Saved] | None = None
         self._step = self._saved_step = -1
         self._stall_s = 0.0
         self.last: Saved | None = None
         """how the last save went that has ended"""
+        self._saved = False
+        """whether one succeeded"""
 
     def _check_state(self) -> dict[str, Any]:
         self._state.capture(0)
+        self._settings.check_local()
         return {"given": self._given}
 
     # ---- going on
@@ -184,6 +191,7 @@ class Checkpointer(Closing):
         self._asked = True
         notes: list[str] = []
         with span(Phase.CHECKPOINT):
+            self._seen = seen(self._channels.training, self._persistent)
             found = load(
                 self._channels.training,
                 self._node,
@@ -213,6 +221,7 @@ class Checkpointer(Closing):
                 `fivefold.loader`, or any other whose iteration goes on after `load_state_dict`.
             epochs: how many in all; by default, the epoch that `data` stands in.
         """
+        self._claim()  # first: while another job saves on, the newest save is not known
         step = self.load() or 0
         self._prepare()
         if not hasattr(data, "upcoming"):
@@ -294,6 +303,8 @@ class Checkpointer(Closing):
         under way are completed, from now on as fast as it goes; the last save is copied. A line on standard
         error tells what is waited for if it takes longer than a moment. Of a copy that stands still for
         `comm.timeout_s` of the plan a warning tells, and it is given up: the save is on the nodes.
+
+        Raises `CheckpointError` if saves were begun and none succeeded: such a run did not end well.
         """
         if self._closed:
             return
@@ -307,6 +318,10 @@ class Checkpointer(Closing):
             self._notices.meet()
         finally:
             self._let_go()
+        if self.last is not None and not self._saved:
+            raise CheckpointError(
+                f"the run ends without any save; of the last was told: {self.last.problem}"
+            )
 
     def __exit__(
         self,
@@ -332,18 +347,18 @@ class Checkpointer(Closing):
         """Before the first save: claim the directory, start agents and threads. Collective."""
         if self._writing is not None:
             return self._writing
-        if self._closed:
-            raise UsageError("this Checkpointer is closed: make another one to save more")
         if self._opened.known and not self._asked:
             raise UsageError(
                 f"{self._settings.directory} holds the saves of a run: go on from them with load() or "
                 "resume(), or save to another directory"
             )
+        self._claim()
         self._writing = Writing(
             self._channels,
             self._node,
             self._persistent,
             opened=self._opened,
+            lease=self._lease,
             settings=self._settings,
             staging=self._staging,
             layout=self._layout,
@@ -354,6 +369,15 @@ class Checkpointer(Closing):
         )
         return self._writing
 
+    def _claim(self) -> None:
+        """Once. Collective; see `claim`."""
+        if self._closed:
+            raise UsageError("this Checkpointer is closed: make another one to save more")
+        if not self._claimed:
+            ranks = self._channels.training
+            self._lease = claim(ranks, self._persistent, self._opened, self._seen)
+            self._claimed = True
+
     def _wait_for_staging(self) -> None:
         begun = time.perf_counter()
         self._staging.wait()
@@ -363,6 +387,7 @@ class Checkpointer(Closing):
         """Tell what other threads have found, without waiting for them."""
         if self._under_way is not None and self._under_way.done():
             self.last, self._under_way = self._under_way.result(), None
+            self._saved = self._saved or self.last.manifest is not None
             if self.last.problem:
                 self._notices.warn(self.last.problem)
             else:
@@ -394,4 +419,6 @@ class Checkpointer(Closing):
             self._signals.close()
         if self._writing is not None:
             self._writing.abandon()
+        if self._lease is not None:
+            self._lease.close()
         self._node.close()

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     Metadata,
     SavePlan,
-    SavePlanner,
     StorageReader,
 )
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,20 +33,15 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     WriteItem,
 )
-from torch.distributed.checkpoint.state_dict_loader import (
-    _load_state_dict,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.checkpoint.state_dict_saver import (
-    _save_state_dict,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fivefold.checkpoint.files import FileOps, Stream
+from fivefold.checkpoint.files import Bytes, FileOps, Stream
 from fivefold.checkpoint.manifest import Item
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.values import from_bytes
 from fivefold.errors import CheckpointError
+from fivefold.torch_private import forget_plans, load_state_dict, save_state_dict
 
 __all__ = ["Planner", "Source", "load", "save"]
 
@@ -82,21 +76,24 @@ class Planner(DefaultSavePlanner):
 
     def forget(self) -> None:
         """Plan anew: on all ranks or on none."""
-        for plans in (
-            SavePlanner._cached_save_plan,  # noqa: SLF001
-            SavePlanner._cached_final_save_plan,  # noqa: SLF001
-            SavePlanner._cached_all_plans,  # noqa: SLF001
-            SavePlanner._cached_global_plan,  # noqa: SLF001
-            SavePlanner._cached_metadata,  # noqa: SLF001
-        ):
-            cast("dict[str, Any]", plans).pop(self._cached_plans_key, None)
+        forget_plans(self)
 
 
 class _Open:
     """A stream that DCP may close, after every tensor and at the end: whoever opened it commits it."""
 
     def __init__(self, stream: Stream) -> None:
-        self.write, self.tell = stream.write, stream.tell
+        self._stream, self.tell = stream, stream.tell
+        self.problem: OSError | None = None
+        """why nothing more can be written: torch's writer, in C++, tells that something failed, not what"""
+
+    def write(self, data: Bytes) -> int:
+        """Pass on."""
+        try:
+            return self._stream.write(data)
+        except OSError as problem:
+            self.problem = self.problem or problem
+            raise
 
     def flush(self) -> None:
         """Nothing yet: DCP asks after every tensor."""
@@ -118,9 +115,14 @@ class _Committing(FileSystem):
         assert mode == "wb"
         place = Path(path)
         stream = self._files.create(place)
+        opened = _Open(stream)
         try:
-            yield _Open(stream)
+            yield opened
             done = stream.commit()
+        except Exception as problem:
+            if opened.problem is None or problem is opened.problem:
+                raise
+            raise opened.problem from problem
         finally:
             stream.close()
         self.items.append(Item(place.name, done.length, done.digest))
@@ -208,7 +210,7 @@ def save(
     planner.paths = paths
     writer = _Writer(directory, files, prepare)
     try:
-        metadata = _save_state_dict(
+        metadata = save_state_dict(
             state, writer, process_group=group, no_dist=group is None, planner=planner
         )
     except CheckpointException as problem:
@@ -345,7 +347,7 @@ def load(
     Raises `CheckpointError` on every rank if it fails on one.
     """
     try:
-        _load_state_dict(
+        load_state_dict(
             targets,
             _Reader(metadata, source),
             process_group=group,

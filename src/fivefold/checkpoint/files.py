@@ -64,6 +64,11 @@ def _nothing(_point: str) -> None:
     pass
 
 
+def _private(path: str, flags: int) -> int:
+    """Open a file that is to be made: only its owner may read the state of a run."""
+    return os.open(path, flags, 0o600)
+
+
 class Stream(io.BufferedIOBase):
     """A file that comes into being: hashed as it is written, and only there once it is committed.
 
@@ -277,7 +282,7 @@ class FileOps:
 
     def raw(self, path: Path) -> io.FileIO:
         """An unbuffered file that did not exist before."""
-        return io.FileIO(path, "x")
+        return io.FileIO(path, "x", opener=_private)
 
     def sync(self, fd: int, path: Path) -> None:
         """Make the bytes of an open file durable."""
@@ -333,7 +338,7 @@ class Recorded(FileOps):
 
 class _RecordedFile(io.FileIO):
     def __init__(self, path: Path, told: Callable[[bytes], None]) -> None:
-        super().__init__(path, "x")
+        super().__init__(path, "x", opener=_private)
         self._told = told
 
     def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.checkpoint.files import FileOps
-from fivefold.checkpoint.manifest import MANIFEST, RUN, Item, Manifest, parse_generation_name
-from fivefold.checkpoint.note import newest_note
+from fivefold.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    RUN,
+    Item,
+    Manifest,
+    parse_generation_name,
+)
+from fivefold.checkpoint.note import Note, is_note, newest_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
-from fivefold.checkpoint.run import check_run_id
+from fivefold.checkpoint.run import Run, check_run_id
 from fivefold.checkpoint.schemes import SCHEMES
 from fivefold.checkpoint.stock import Checked, is_stock, read_contents, verify_stock
-from fivefold.checkpoint.store import Generation, Store
-from fivefold.errors import UsageError
+from fivefold.checkpoint.store import RUN_COPY, Generation, Problem, Store
+from fivefold.errors import CheckpointError, UsageError
 
 __all__ = [
     "HEADINGS",
@@ -27,6 +34,7 @@ __all__ = [
     "can_lose",
     "copies_at",
     "costs_at",
+    "damaged_records",
     "rows",
     "size_text",
     "stores_at",
@@ -66,10 +74,18 @@ class Copy:
             return "-"
         return "persistent" if self.manifest.me is None else "node"
 
+    def complete(self) -> bool:
+        """Whether metadata and payload are there: a manifest that is not was lost. Raises `OSError`."""
+        names = self.place.list(self.folder)
+        return METADATA in names and any(name.endswith(".distcp") for name in names)
+
     def verify(self, *, deep: bool = True) -> Checked:
         """What is wrong with its files. Raises `OSError`."""
         if self.generation is None:
             return verify_stock(self.place, self.folder, deep=deep)
+        if not self.generation.ended and self.complete():
+            gone = Problem(MANIFEST, "missing", "it is not there, and the other files are")
+            return Checked((gone,), 0, 0)
         problems = tuple(Store(self.place).verify(self.generation, deep))
         files = len(self.manifest.items()) if self.manifest else 0
         return Checked(problems, files, 0 if deep else files)
@@ -114,6 +130,26 @@ def copies_at(url: str) -> list[Copy]:
             "storage, one checkpoint in them, or a directory of torch.distributed.checkpoint"
         )
     return copies
+
+
+def damaged_records(url: str) -> list[str]:
+    """What is wrong with the records of a run, `run.json` and others, in a directory. Raises `OSError`."""
+    place = _existing(url)
+    names = place.list()
+    notes = list(filter(is_note, names))
+    if RUN not in names and RUN_COPY not in names and not notes:
+        return []  # of a node, of one checkpoint, or copied by hand
+    found: list[str] = []
+    for name in (RUN, RUN_COPY, *notes):
+        where = place.where(name)
+        try:
+            data = place.read(name)
+            Note.parse(data, where) if is_note(name) else Run.parse(data, where)
+        except FileNotFoundError:
+            found.append(f"{where} is missing")
+        except CheckpointError as problem:
+            found.append(str(problem))
+    return found
 
 
 def _existing(url: str) -> Place:

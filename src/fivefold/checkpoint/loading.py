@@ -10,13 +10,14 @@ from typing import Any
 
 from fivefold.checkpoint import dcp
 from fivefold.checkpoint.files import crash_at
+from fivefold.checkpoint.manifest import generation_name
 from fivefold.checkpoint.metadata import metadata_of
 from fivefold.checkpoint.node import Node
-from fivefold.checkpoint.note import last_save, read_note
+from fivefold.checkpoint.note import last_save, noted, read_note
 from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.recovering import Pieces, Recovery
-from fivefold.checkpoint.recovery import Passed, Plan
+from fivefold.checkpoint.recovery import Choice, Passed, Plan
 from fivefold.checkpoint.state import Request, State, saved_in
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import AllLost, CheckpointError, Unrecoverable, UsageError
@@ -75,7 +76,7 @@ def load(
     told: set[str] = set()
     while True:
         choice = recovery.find(failed)
-        for passed in choice.passed:
+        for passed in (*_forgotten(loading, choice), *choice.passed):
             if passed.name not in told:
                 told.add(passed.name)
                 warn(f"a newer save is passed over: {passed}")
@@ -98,6 +99,24 @@ def load(
         except CheckpointError as problem:
             warn(f"{manifest.name} is loaded, and not protected: {problem}")
         return Loaded(manifest.step, manifest.epoch, rebuilt)
+
+
+def _forgotten(loading: _Loading, choice: Choice) -> list[Passed]:
+    """The save that the run has noted, if it is newer than what was found: nothing else knows of it."""
+    if choice.plan is None:
+        return []
+
+    def look() -> dict[str, Any]:
+        first = loading.ranks.rank == 0
+        read = partial(read_note, loading.persistent.place)
+        return {"noted": noted(loading.opened.run, read) if first else ()}
+
+    where = loading.persistent.place.where()
+    epoch, step = loading.ranks.agree(f"reading {where}", look)[0]["noted"]
+    found, name = choice.plan.manifest, generation_name(step, epoch)
+    if (epoch, step) <= (found.epoch, found.step) or name in {p.name for p in choice.passed}:
+        return []
+    return [Passed(name, f"the run has noted it in {where}, and no manifest of it can be found")]
 
 
 def _any_left(ranks: Ranks, node: Node, persistent: PersistentStore) -> bool:

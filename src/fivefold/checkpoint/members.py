@@ -10,7 +10,9 @@ from pathlib import Path
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.schemes import sets_of
+from fivefold.checkpoint.settings import LOCAL_REMEDY
 from fivefold.errors import UsageError
+from fivefold.launch.private import private_folder
 
 __all__ = ["Members", "members_of", "resolved_scheme"]
 
@@ -73,11 +75,12 @@ def _check_apart(ranks: Ranks, members: Members, local: Path, files: FileOps) ->
             return {}
         try:
             files.make_dir(local)
+            private_folder(local, "where saves of this run go", LOCAL_REMEDY)
             (local / mark).touch()
         except OSError as problem:
             raise UsageError(
                 f"cannot write to {local} on {members.hosts[members.me]}: {problem.strerror or problem}; "
-                "name a directory on each node's own disk or memory with local=... or checkpoint.local"
+                f"{LOCAL_REMEDY}"
             ) from None
         return {"mark": mark}
 
@@ -94,8 +97,7 @@ def _check_apart(ranks: Ranks, members: Members, local: Path, files: FileOps) ->
         def tell() -> dict[str, str]:
             if seen:
                 raise UsageError(
-                    f"{local} on {host} is storage that other nodes see as well: name a directory on each "
-                    "node's own disk or memory with local=... or checkpoint.local"
+                    f"{local} on {host} is storage that other nodes see as well: {LOCAL_REMEDY}"
                 )
             return {}
 

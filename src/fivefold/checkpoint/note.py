@@ -17,7 +17,17 @@ from fivefold.checkpoint.run import Run
 from fivefold.checkpoint.sealed import seal, unseal
 from fivefold.errors import CheckpointError, Damaged
 
-__all__ = ["Costs", "Note", "is_note", "last_save", "newest_note", "read_note", "write_note"]
+__all__ = [
+    "Costs",
+    "Note",
+    "is_note",
+    "last_save",
+    "newest_note",
+    "noted",
+    "notes",
+    "read_note",
+    "write_note",
+]
 
 _VERSION = 1
 _NAME = re.compile(r"saved-epoch-([0-9]+)\.json", re.ASCII)
@@ -105,6 +115,25 @@ def newest_note(place: Place) -> Note | None:
         except CheckpointError:
             continue
     return None
+
+
+def notes(place: Place) -> dict[str, str]:
+    """What all starts have noted, as it stands there, by file. Raises `OSError`."""
+    return {name: place.read(name).hex() for name in place.list() if is_note(name)}
+
+
+def noted(run: Run, read: Callable[[int], Note | None]) -> tuple[int, int]:
+    """(epoch, step) of the last save that the run is known to have made; (0, 0) if none can be read."""
+    if not run.starts:
+        return 0, 0
+    latest = run.starts[-1]
+    try:
+        note = read(latest.epoch)
+    except CheckpointError:
+        note = None
+    if note is not None:
+        return note.epoch, note.step
+    return (0, 0) if latest.resumed is None else (latest.resumed[1], latest.resumed[0])
 
 
 def last_save(run: Run, read: Callable[[int], Note | None]) -> str:

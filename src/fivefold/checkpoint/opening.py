@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fivefold.checkpoint.lease import STALE_S, Lease
+from fivefold.checkpoint.note import notes
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.run import Run, new_run_id
@@ -16,7 +18,7 @@ from fivefold.launch import slurm
 from fivefold.launch.environment import locate
 from fivefold.launch.variables import read_seconds
 
-__all__ = ["Opened", "claim", "open_run", "record"]
+__all__ = ["Opened", "claim", "open_run", "record", "seen"]
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,30 @@ def open_run(ranks: Ranks, store: PersistentStore) -> Opened:
     return Opened(Run.parse(told[0]["run"]))
 
 
-def claim(ranks: Ranks, store: PersistentStore, opened: Opened) -> Lease | None:
+def seen(ranks: Ranks, store: PersistentStore) -> Mapping[str, str]:
+    """What the starts of the run have noted by now, for `claim`. Collective."""
+
+    def read() -> dict[str, Any]:
+        return {"notes": notes(store.place) if ranks.rank == 0 else {}}
+
+    return ranks.agree(f"reading {store.place.where()}", read)[0]["notes"]
+
+
+def claim(
+    ranks: Ranks, store: PersistentStore, opened: Opened, before: Mapping[str, str] | None = None
+) -> Lease | None:
     """Make sure that no other job writes to the directory; the first rank keeps the lease. Collective.
+
+    Args:
+        ranks: all of them.
+        store: the directory.
+        opened: what it was found to hold.
+        before: what was `seen` there when saves were looked for; None if they have not been yet.
 
     Raises:
         InUse: another job writes there.
         UsageError: it cannot be written to.
+        CheckpointError: it was written to since it was opened, or since saves were looked for.
     """
     held: list[Lease] = []
 
@@ -66,7 +86,8 @@ def claim(ranks: Ranks, store: PersistentStore, opened: Opened) -> Lease | None:
         if ranks.rank == 0:
             held.append(_lease(store))
             now = store.read_run()
-            if now is not None and now != opened.run:
+            saved_since = before is not None and notes(store.place) != before
+            if saved_since or (now is not None and now != opened.run):
                 raise CheckpointError(
                     f"{store.place.where()} was written to by another job since this one began: start again"
                 )

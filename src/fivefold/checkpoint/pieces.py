@@ -23,12 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import xxhash
 
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
+from fivefold.wire import Callers, received
 
 __all__ = [
     "KEY_BYTES",
@@ -56,6 +58,8 @@ _REQUEST = struct.Struct("!I")
 _REPLY = struct.Struct("!BQ16s")
 _REQUEST_BYTES = 4096
 _GREETING_S = 10.0
+_MOST_CALLERS, _OF_ONE = 512, 256
+"""who have not proved yet that they know the key: as many as a node has ranks may call at once"""
 _OK, _NOT_HERE, _REFUSED = range(3)
 _RETRY_S = 0.05
 
@@ -124,7 +128,7 @@ class Server(Closing):
             where they end. Raises `NotHere`, or an error that is told to who asked. It runs in several
             threads at once.
         idle_s: how long a connection may be silent.
-        most: connections at a time; others wait until there is room.
+        most: connections at a time of those who know the key; others wait until there is room.
 
     Raises:
         OSError: the address is none of this host.
@@ -141,8 +145,10 @@ class Server(Closing):
     ) -> None:
         self._key = key
         self._answer = answer
-        self._idle_s, self._most = idle_s, most
+        self._idle_s = idle_s
+        self._places = threading.BoundedSemaphore(most)
         self._lines: set[socket.socket] = set()
+        self._callers = Callers(_MOST_CALLERS, _OF_ONE)
         self._lock = threading.Lock()
         self._stopping = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -159,6 +165,7 @@ class Server(Closing):
             self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._door.close()
         self._thread.join()
+        self._callers.close()
         with self._lock:
             for line in self._lines:
                 with contextlib.suppress(OSError):
@@ -166,39 +173,53 @@ class Server(Closing):
 
     def _serve(self) -> None:
         while not self._stopping:
-            if len(self._lines) >= self._most:
-                time.sleep(_RETRY_S)
-                continue
             try:
-                line, _ = self._door.accept()
+                line, address = self._door.accept()
             except OSError:  # out of file descriptors, a caller that is gone already, or the end
                 if not self._stopping:
                     time.sleep(_RETRY_S)
                 continue
-            with self._lock:
-                self._lines.add(line)
-            threading.Thread(target=self._talk, args=(line,), daemon=True).start()
+            number = self._callers.add(address[0], partial(line.shutdown, socket.SHUT_RDWR))
+            try:
+                threading.Thread(target=self._talk, args=(line, number), daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._callers.left(number)
+                line.close()
 
-    def _talk(self, line: socket.socket) -> None:
+    def _talk(self, line: socket.socket, number: int) -> None:
         """One connection; whatever comes, it ends at most itself."""
         try:
-            # A caller that hangs up, is silent or talks nonsense.
+            # A caller that hangs up, is silent or slow, or talks nonsense.
             with line, contextlib.suppress(OSError, ValueError, RecursionError):
-                line.settimeout(_GREETING_S)
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._greet(line):
-                    line.settimeout(self._idle_s)
-                    room = memoryview(b"")
-                    while not self._stopping:
-                        room = self._reply(line, room)
+                if self._greet(line, time.monotonic() + _GREETING_S):
+                    self._callers.left(number)
+                    self._converse(line)
+        finally:
+            self._callers.left(number)
+
+    def _converse(self, line: socket.socket) -> None:
+        """Answer all requests of one who knows the key, once there is a place."""
+        while not self._places.acquire(timeout=_RETRY_S):
+            if self._stopping:
+                return
+        try:
+            with self._lock:
+                self._lines.add(line)
+            line.settimeout(self._idle_s)
+            room = memoryview(b"")
+            while not self._stopping:
+                room = self._reply(line, room)
         finally:
             with self._lock:
                 self._lines.discard(line)
+            self._places.release()
 
-    def _greet(self, line: socket.socket) -> bool:
+    def _greet(self, line: socket.socket, end: float) -> bool:
         ours = secrets.token_bytes(_CODE_BYTES)
+        line.settimeout(_GREETING_S)
         line.sendall(_MAGIC + ours)
-        told = _received(line, 2 * _CODE_BYTES)
+        told = received(line, 2 * _CODE_BYTES, end)
         theirs, code = told[:_CODE_BYTES], told[_CODE_BYTES:]
         if not hmac.compare_digest(code, _code(self._key, b"client", ours, theirs)):
             line.sendall(_REFUSAL)
@@ -318,22 +339,24 @@ class Client(Closing):
     def _connect(self) -> socket.socket:
         if self._closed:
             raise PeerError(f"the connection to {self._who()} was closed")
+        end = time.monotonic() + self._timeout_s
         line = socket.create_connection(self.address, self._timeout_s)
         try:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._greet(line)
+            self._greet(line, end)
+            line.settimeout(self._timeout_s)
         except BaseException:
             line.close()
             raise
         return line
 
-    def _greet(self, line: socket.socket) -> None:
-        hello = _received(line, len(_MAGIC) + _CODE_BYTES)
+    def _greet(self, line: socket.socket, end: float) -> None:
+        hello = received(line, len(_MAGIC) + _CODE_BYTES, end)
         if not hello.startswith(_MAGIC):
             raise PeerError(f"{self._who()} is no agent of fivefold, or one of another version")
         ours, theirs = secrets.token_bytes(_CODE_BYTES), hello[len(_MAGIC) :]
         line.sendall(ours + _code(self._key, b"client", theirs, ours))
-        proof = _received(line, _CODE_BYTES)
+        proof = received(line, _CODE_BYTES, end)
         if not hmac.compare_digest(proof, _code(self._key, b"server", theirs, ours)):
             raise PeerError(f"{self._who()} knows another key: it belongs to another run")
 

@@ -9,12 +9,13 @@ The first that passes is chosen; of every newer one it is said why not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory
-from fivefold.checkpoint.manifest import Manifest, Member, redundancy_name
+from fivefold.checkpoint.manifest import Manifest, Member, parse_generation_name, redundancy_name
 from fivefold.checkpoint.schemes import scheme_named
+from fivefold.checkpoint.store import UNENDED
 from fivefold.errors import Unrecoverable
 
 __all__ = ["Choice", "Passed", "Plan", "Task", "candidates", "choose", "plan"]
@@ -97,11 +98,27 @@ def choose(
             why = "a later start of the run went on from before it; it is left alone"
         if not why:
             try:
-                return Choice(plan(manifest, inventories), tuple(passed))
+                chosen = plan(manifest, inventories)
+                unread = _unread(inventories, holds, (manifest.epoch, manifest.step))
+                return Choice(chosen, (*unread, *passed))
             except Unrecoverable as problem:
                 why = str(problem)
         passed.append(Passed(manifest.name, why))
-    return Choice(None, tuple(passed))
+    return Choice(None, (*_unread(inventories, holds, (-1, -1)), *passed))
+
+
+def _unread(
+    inventories: Sequence[Inventory], holds: Callable[[int, int], bool], after: tuple[int, int]
+) -> Iterator[Passed]:
+    """Saves after (epoch, step) whose manifests are damaged everywhere: their files cannot be told."""
+    known = {holding.manifest.name for one in inventories for holding in one.holdings}
+    told = {
+        n: why for one in inventories for n, why in (one.broken or {}).items() if why != UNENDED
+    }
+    for name in sorted(told.keys() - known, reverse=True):
+        step, epoch = parse_generation_name(name) or (0, 0)
+        if (epoch, step) > after and holds(step, epoch):
+            yield Passed(name, told[name])
 
 
 def candidates(manifests: Iterable[Manifest]) -> list[Manifest]:

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UsageError
+from fivefold.launch.private import private_folder
 from fivefold.plan import Checkpoint, Plan, Provenance
 
-__all__ = ["Settings", "settings_of"]
+__all__ = ["LOCAL_REMEDY", "Settings", "settings_of"]
+
+LOCAL_REMEDY = (
+    "name a directory on each node's own disk or memory with local=... or checkpoint.local"
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,11 @@ class Settings:
     """name of this rank's node: ranks with one name share a disk and die together"""
     timeout_s: float
     """how long ranks wait for one another"""
+
+    def check_local(self) -> None:
+        """Raise `UsageError` if `local` is the default, and somebody else could read or write there."""
+        if not self.plan.local:
+            private_folder(self.local.parent, "where saves go without `local`", LOCAL_REMEDY)
 
 
 def settings_of(
@@ -50,11 +60,8 @@ def settings_of(
         if path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file: checkpoints need a directory of their own")
         where = str(path)
-    local = Path(values.local).expanduser() if values.local else _temporary()
+    temporary = f"{tempfile.gettempdir()}/fivefold-{os.getuid()}/checkpoints"
+    local = Path(values.local or temporary).expanduser()
     return Settings(
         values, where, local.absolute(), node or socket.gethostname(), plan.comm.timeout_s
     )
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}" / "checkpoints"

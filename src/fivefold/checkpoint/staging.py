@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.state import Captured
 from fivefold.errors import CheckpointError
+from fivefold.torch_private import dtensor, version_of
 
 __all__ = ["SMALL_BYTES", "Staging", "wait_before_steps", "wait_for_copies"]
 
@@ -113,7 +114,7 @@ class Staging:
         later = entry.rests and not self._at_once and source.nbytes >= SMALL_BYTES
         if later:
             label = ".".join(map(str, (name, *entry.path)))
-            self._later.append(_Later(source, target, label, source._version))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            self._later.append(_Later(source, target, label, version_of(source)))
         else:
             target.copy_(source)
         return replace(entry, value=_like(whole, target))
@@ -148,11 +149,7 @@ class Staging:
 
     def _check(self) -> None:
         """Raise if a tensor was changed in place while it was copied."""
-        changed = [
-            one.name
-            for one in self._later
-            if one.source._version != one.version  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        ]
+        changed = [one.name for one in self._later if version_of(one.source) != one.version]
         if changed and not self._waits_for_device():
             raise CheckpointError(
                 f"{', '.join(changed[:3])} changed while being copied, by something else than a step of the "
@@ -169,8 +166,7 @@ def _like(whole: Tensor, local: Tensor) -> Tensor:
     """A copy of this rank's part as a part of the same whole."""
     if not isinstance(whole, DTensor):
         return local
-    # `from_local` would move the copy to the device of the mesh.
-    return cast(Any, DTensor)(local, whole._spec, requires_grad=False)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return dtensor(local, whole)
 
 
 def _fits(kept: Tensor, source: Tensor) -> bool:

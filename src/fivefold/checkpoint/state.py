@@ -127,10 +127,18 @@ def _names_params(entry: Entry) -> bool:
 
 
 def saved_in(metadata: Metadata) -> dict[Path, Saved]:
-    """What a checkpoint holds. Keys of one that was not written by us are split at their dots."""
+    """What a checkpoint holds, in the order in which objects told it: DCP goes by the ranks that wrote.
+
+    Keys of one that was not written by us are split at their dots.
+    """
     paths = cast("Mapping[str, Path]", metadata.planner_data or {})
+    every = metadata.state_dict_metadata
     found: dict[Path, Saved] = {}
-    for key, held in metadata.state_dict_metadata.items():
+    for key in (
+        *(key for key in paths if key in every),
+        *(key for key in every if key not in paths),
+    ):
+        held = every[key]
         path = paths.get(key) or tuple(key.split("."))
         tensor = held if isinstance(held, TensorStorageMetadata) else None
         size = None if tensor is None else tensor.size

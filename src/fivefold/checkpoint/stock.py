@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO
 
 from fivefold.checkpoint.manifest import METADATA
@@ -84,23 +85,36 @@ def _in(folder: str, name: str) -> str:
 
 
 def _verify_file(
-    place: Place, folder: str, name: str, parts: Iterable[Part], deep: bool
+    place: Place, folder: str, name: str, parts: Sequence[Part], deep: bool
 ) -> tuple[list[Problem], int]:
     needed = max(part.start + part.length for part in parts)
     try:
         length = place.size(_in(folder, name))
         if length < needed:
             return [Problem(name, "length", f"{length} bytes, {needed} are needed")], 0
+        if overlapping := _overlapping(parts):
+            return [Problem(METADATA, "unreadable", f"{name}: {overlapping}")], 0
         if not deep:
-            return [], len(list(parts))
+            return [], len(parts)
         with place.open(_in(folder, name)) as file:
             states = [(part, _state(file, part)) for part in parts]
     except FileNotFoundError:
         return [Problem(name, "missing", "it is not there")], 0
     except OSError as error:
         return [Problem(name, "unreadable", f"it cannot be read: {error}")], 0
-    wrong = [Problem(name, "digest", f"{part.name}: {state}") for part, state in states if state]
+    wrong = [
+        Problem(name, "digest", f"{part.name:.200}: {state}") for part, state in states if state
+    ]
     return wrong, sum(state is None for _, state in states)
+
+
+def _overlapping(parts: Sequence[Part]) -> str:
+    """Two parts with the same bytes, which DCP never writes: reading them could take any time."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    for part, following in pairwise(ordered):
+        if part.start + part.length > following.start:
+            return f"{part.name:.80} and {following.name:.80} are said to share bytes"
+    return ""
 
 
 def _state(file: BinaryIO, part: Part) -> str | None:
@@ -111,8 +125,13 @@ def _state(file: BinaryIO, part: Part) -> str | None:
     try:
         with zipfile.ZipFile(window) as archive:
             records = archive.infolist()
-            if not records or any(r.external_attr or r.internal_attr or r.volume for r in records):
+            if not records or any(
+                r.external_attr or r.internal_attr or r.volume or r.compress_type for r in records
+            ):
                 return "its table of records is not one of torch.save"
+            # Else a small file may hold the same bytes any number of times.
+            if sum(record.file_size for record in records) > part.length:
+                return "its records are larger than itself"
             if not any(record.CRC for record in records):
                 return None  # torch.serialization.set_crc32_options(False)
             broken = archive.testzip()

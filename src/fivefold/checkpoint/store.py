@@ -27,9 +27,20 @@ from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.run import Run, check_run_id
 from fivefold.errors import CheckpointError, Damaged, Foreign, UsageError
 
-__all__ = ["Generation", "LocalStore", "PersistentStore", "Problem", "Store", "check", "surplus"]
+__all__ = [
+    "RUN_COPY",
+    "UNENDED",
+    "Generation",
+    "LocalStore",
+    "PersistentStore",
+    "Problem",
+    "Store",
+    "check",
+    "surplus",
+]
 
-_RUN_COPY = "run-copy.json"
+RUN_COPY = "run-copy.json"
+UNENDED = "no manifest: the save did not end"
 _STATES: tuple[State, ...] = get_args(State)
 
 
@@ -147,8 +158,7 @@ class Store:
         try:
             manifest = self._manifest(name)
         except FileNotFoundError:
-            told = "no manifest: the save did not end"
-            return Generation(self.place, step, epoch, None, told, ended=False)
+            return Generation(self.place, step, epoch, None, UNENDED, ended=False)
         except (CheckpointError, OSError) as problem:
             return Generation(self.place, step, epoch, None, str(problem))
         return Generation(self.place, step, epoch, manifest)
@@ -275,7 +285,7 @@ class PersistentStore(Store):
         except (FileNotFoundError, Damaged) as problem:
             first = problem
         try:
-            copy = self._run(_RUN_COPY)
+            copy = self._run(RUN_COPY)
         except (FileNotFoundError, Damaged):
             saved = any(g.manifest is not None for g in self.generations())
             saved = saved or any(map(is_note, self.place.list()))
@@ -296,7 +306,7 @@ class PersistentStore(Store):
         """Replace the record of the run, and its copy."""
         self.place.make_dir()
         # The copy first: it must not be older, or an epoch would be given twice.
-        for name in (_RUN_COPY, RUN):
+        for name in (RUN_COPY, RUN):
             self.place.write(name, [run.to_json().encode()])
 
     def commit(self, manifest: Manifest) -> Generation:

@@ -12,7 +12,7 @@ from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.node import Node
 from fivefold.checkpoint.note import Costs, Note, write_note
-from fivefold.checkpoint.opening import Opened, claim, record
+from fivefold.checkpoint.opening import Opened, record
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.retention import retain
@@ -46,6 +46,7 @@ class Writing(Closing):
         node: of this rank; its agent is started.
         persistent: the directory that all nodes see.
         opened: the run that it holds.
+        lease: what `claim` gave.
         settings: what was decided.
         staging: where states are copied.
         layout: of the mesh.
@@ -55,8 +56,6 @@ class Writing(Closing):
         shared: whether agents run on the cores of training.
 
     Raises:
-        InUse: another job writes to the directory.
-        UsageError: it cannot be written to.
         CheckpointError: the agents do not start.
     """
 
@@ -67,6 +66,7 @@ class Writing(Closing):
         persistent: PersistentStore,
         *,
         opened: Opened,
+        lease: Lease | None,
         settings: Settings,
         staging: Staging,
         layout: Layout,
@@ -86,7 +86,7 @@ class Writing(Closing):
         """saves that were protected"""
         self._settled: Manifest | None = None
         self._flushed_last: Manifest | None = None
-        self._lease: Lease | None = claim(channels.training, persistent, opened)
+        self._lease = lease
         node.start(channels.training, settings.local)
         self._flusher = Flusher(
             channels.flushes,

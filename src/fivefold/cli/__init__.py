@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+from fivefold.cli.printable import printable
 from fivefold.errors import FivefoldError, UsageError, suggest
 
 __all__ = ["COMMANDS", "Command", "main", "parse_options"]
@@ -80,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(words)
-    except SystemExit as leaving:  # after help
-        return leaving.code if isinstance(leaving.code, int) else 1
+    except SystemExit as leaving:  # after help, or a script for completion
+        code = leaving.code or 0
+        return code if isinstance(code, int) else 1
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # `fivefold ... | head`
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FivefoldError as problem:
         if os.environ.get("FIVEFOLD_DEBUG") == "1":
             traceback.print_exc()
-        return _fail(f"error: {problem}", problem.exit_code)
+        return _fail(f"{problem.label}: {problem}", problem.exit_code)
 
 
 def parse_options(kind: type[Command], words: Sequence[str], name: str) -> Command:
@@ -141,5 +143,5 @@ def _help() -> str:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    sys.stderr.write(message + "\n")
+    sys.stderr.write(printable(message) + "\n")
     return code

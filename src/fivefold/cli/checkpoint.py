@@ -12,6 +12,7 @@ import tyro
 
 from fivefold.cli import Command, parse_options
 from fivefold.cli.interval import Interval
+from fivefold.cli.printable import printable
 from fivefold.errors import CheckpointError, UsageError, suggest
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class List:
             # A problem is told where the state would be, and may be long.
             table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
         for row in rows(copies):
-            table.add_row(*row)
+            table.add_row(*printable(row))
         console = Console()
         console.width = max(console.width, 160)  # whole lines: for grep, and for wide host names
         console.print(table, markup=False)
@@ -94,19 +95,23 @@ class Show:
 
         copy = _one(self.path)
         for line in described(copy):
-            print(line)
+            print(printable(line))
         if self.contents:
             for entry in sorted(
                 read_contents(copy.place, copy.folder).entries, key=lambda e: e.name
             ):
                 shape = "x".join(map(str, entry.shape)) or "one number"
-                print(f"  {entry.name}: {f'{entry.dtype}, {shape}' if entry.dtype else 'a value'}")
+                what = f"{entry.dtype}, {shape}" if entry.dtype else "a value"
+                print(f"  {printable(entry.name)}: {what}")
         return 0 if copy.generation is None or copy.manifest is not None else 1
 
 
 @dataclass(frozen=True)
 class Verify:
     """Check that every file of checkpoints is as it was saved. The exit code is 1 if one is not.
+
+    A checkpoint whose manifest alone is missing is damaged, and so is a record of the run that cannot be
+    read. What a save under way has written so far is no damage.
 
     Our own files are compared with the digests in their manifest; of directories that plain
     torch.distributed.checkpoint wrote, the checksums are computed that torch stores and never reads.
@@ -121,16 +126,21 @@ class Verify:
 
     def run(self) -> int:
         """Read everything, and print a line for each checkpoint and each problem."""
+        from fivefold.checkpoint.inspect import damaged_records
+
         wrong = 0
         _check_paths(self.paths)
         for path in self.paths:
             found = _copies([path])
             for copy in found:
                 under_way = copy.generation is not None and not copy.generation.ended
-                if under_way and len(found) > 1:
+                if under_way and len(found) > 1 and not copy.complete():
                     print(f"{copy.where}: no checkpoint: its save is under way, or did not end")
                 else:
                     wrong += self._wrong(copy)
+            for problem in damaged_records(path):
+                print(printable(problem))
+                wrong += 1
         return 1 if wrong else 0
 
     def _wrong(self, copy: Copy) -> bool:
@@ -141,7 +151,7 @@ class Verify:
             state += f" ({checked.unchecked} looked at by length only)"
         print(f"{copy.where}: {state}")
         for problem in checked.problems:
-            print(f"  {problem}")
+            print(f"  {printable(str(problem))}")
         return bool(checked.problems)
 
 

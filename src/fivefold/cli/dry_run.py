@@ -16,18 +16,22 @@ from fivefold.launch.job import Job, Start
 from fivefold.launch.placement import place
 from fivefold.launch.port import reserved_port
 from fivefold.launch.torch_facts import Probe
+from fivefold.plan import Plan
 
 __all__ = ["script", "show"]
 
 
-def show(job: Job, engine: Engine, *, report: bool) -> None:
-    """Print the commands; with `report` the expected placement as well, to standard error."""
+def show(job: Job, engine: Engine, *, report: bool, plan: Plan | None = None) -> None:
+    """Print the commands; with `report` the expected placement as well, to standard error.
+
+    `plan`: what the commands write to the folder of the logs.
+    """
     with reserved_port(job.port) as port, narrowed(job.helpers):
         starts = engine.starts(job, port)
     chosen = "" if job.port else f"; port {port} is free now, a run looks for one itself"
     count = f"{job.processes} process{'es' if job.processes > 1 else ''}"
     print(f"# engine {engine.name}, {count}, logs in {job.log_dir}{chosen}")
-    print(script(starts, os.environ, job))
+    print(script(starts, os.environ, job, plan))
     if report:
         sys.stdout.flush()
         environ = job.rank_environment(engine.name)
@@ -37,12 +41,17 @@ def show(job: Job, engine: Engine, *, report: bool) -> None:
         sys.stderr.write(describe(place(situation)))
 
 
-def script(starts: list[Start], environ: Mapping[str, str], job: Job) -> str:
+def script(
+    starts: list[Start], environ: Mapping[str, str], job: Job, plan: Plan | None = None
+) -> str:
     """A script for a POSIX shell that starts the same processes from this environment, and waits for them.
 
     Helpers get a key that the script makes itself, and end when the ranks have ended.
     """
     lines = [f"mkdir -p {shlex.quote(str(job.log_dir))}"]
+    if plan is not None:
+        file = shlex.quote(str(job.log_dir / "plan.toml"))
+        lines.append(f"cat > {file} <<'END OF PLAN'\n{plan.to_toml()}END OF PLAN")
     if job.helpers is not None:
         lines += _helpers(job, job.helpers, environ)
     for start in starts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from fivefold.recipes import models
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FORMS", "check", "check_shape", "load", "parse_shape"]
+__all__ = ["FORMS", "check", "check_shape", "load", "load_loss", "parse_shape"]
 
 FORMS = (
     "a model is one of Fivefold's own by name, package.module:callable (a function without arguments, a "
@@ -73,6 +73,23 @@ def load(text: str, classes: int, channels: int) -> nn.Module:
     if home == "torchvision":
         return _from_torchvision(name)
     return _built(text, _attribute(_imported(home), home, name))
+
+
+def load_loss(text: str) -> Callable[..., Any]:
+    """The loss that `package.module:name` names: a function of outputs and targets, or an nn.Module.
+
+    A class is called without arguments. Raises `UsageError`.
+    """
+    home, _, name = text.partition(":")
+    found = _attribute(_imported(home), home, name)
+    if isinstance(found, type):
+        try:
+            found = found()
+        except Exception as problem:
+            raise UsageError(f"--loss {text}() failed: {_in_short(problem)}") from problem
+    if not callable(found):
+        raise UsageError(f"--loss {text} is of type {type(found).__name__}, which cannot be called")
+    return found
 
 
 def _imported(home: str) -> ModuleType:

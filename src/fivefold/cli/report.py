@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from fivefold.cli.printable import printable
 from fivefold.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +74,10 @@ class Report:
             raise UsageError(f"{count} runs given: name one to look at, or two to compare")
         if self.serve or self.export or self.out:
             return self._serve_or_export()
-        made = self._made([TracedRun.load(path) for path in self.runs])
+        with warnings.catch_warnings():
+            # Numbers of a damaged trace that make no sense become nan, and are shown so.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            made = self._made([TracedRun.load(path) for path in self.runs])
         if self.json:
             json.dump(made, sys.stdout, allow_nan=False, ensure_ascii=False)
             sys.stdout.write("\n")
@@ -106,7 +111,7 @@ class Report:
         exports.check(self.export)
         traces, problems = exports.read(run)
         for problem in problems:
-            sys.stderr.write(f"note: {problem}\n")
+            sys.stderr.write(f"note: {printable(problem)}\n")
         home = run if run.is_dir() else run.parent
         print(exports.export(self.export, traces, Path(self.out or home / self.export)))
         return 0
@@ -130,24 +135,23 @@ class Report:
 
         from fivefold.introspect.text import show, show_comparison
 
-        console = Console()
+        console = Console(markup=False, emoji=False)  # what traces tell is text
         if not console.is_terminal:
             console.width = max(console.width, 160)  # whole lines: for grep and for logs
-        (show if made["kind"] == "run" else show_comparison)(made, console)
+        (show if made["kind"] == "run" else show_comparison)(printable(made), console)
 
     def _write(self, made: Mapping[str, Any]) -> None:
         """The page. A directory that cannot be written to is no error unless it was asked for."""
         from fivefold.introspect.page import html
+        from fivefold.introspect.writing import opened_anew
 
         name = "report.html" if made["kind"] == "run" else "compare.html"
         home = self.runs[-1] if self.runs[-1].is_dir() else self.runs[-1].parent
         path = Path(self.html) if self.html else home / name
-        partial = path.with_name(f".{path.name}.partial")
         try:
-            partial.write_text(html(made), encoding="utf-8")
-            partial.replace(path)
+            with opened_anew(path) as file:
+                file.write(html(made))
         except OSError as problem:
-            partial.unlink(missing_ok=True)
             reason = problem.strerror or str(problem)
             said = f"cannot write the page {path}: {reason}; choose another place with --html"
             if self.html:

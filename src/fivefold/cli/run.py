@@ -51,6 +51,13 @@ class Run:
     """what starts them: auto (the default), local, torchrun or mpirun"""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """plan that fivefold.start() uses in every process"""
+    layout: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...", help_behavior_hint="")] = None
+    """layout that replaces that of the plan, such as data=2,height=2"""
+    settings: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(name="set", metavar="KEY=VALUE", help_behavior_hint="(repeatable)"),
+    ] = ()
+    """any value of the plan, such as tiles.fuse=never"""
     port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
     """TCP port where the processes meet; default: a free one"""
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
@@ -93,6 +100,9 @@ class Run:
         engine = choose(self.engine)
         self._check_surroundings()
         log_dir = self.log_dir or default_log_dir()
+        changed_plan = plan if self._changes_plan() else None
+        if changed_plan is not None:
+            environment["FIVEFOLD_PLAN"] = str(log_dir.resolve() / "plan.toml")
         if self.trace:
             environment["FIVEFOLD_TRACE"] = str(log_dir.resolve() / "trace")
         helpers = chosen_helpers(self.helpers, hosts, plan, command, environment)
@@ -104,35 +114,50 @@ class Run:
         if self.dry_run:
             from fivefold.cli.dry_run import show
 
-            show(job, engine, report=self.explain)
+            show(job, engine, report=self.explain, plan=changed_plan)
         else:
+            if changed_plan is not None:
+                job.make_log_dir()
+                changed_plan.save(log_dir / "plan.toml")
             engine.run(job)
             if self.trace:
                 sys.stderr.write(f"recorded: fivefold report {log_dir}\n")
         return 0
 
     def _told_plan(self, environment: dict[str, str]) -> Plan | None:
-        if self.plan is None:
+        """The plan of `--plan`, or else of FIVEFOLD_PLAN, with the changes of `--layout` and `--set`."""
+        path = self.plan or environment.get("FIVEFOLD_PLAN") or os.environ.get("FIVEFOLD_PLAN")
+        if not path and not self._changes_plan():
             return None
+        from fivefold.cli.settings import changed
         from fivefold.plan import Plan
 
-        environment["FIVEFOLD_PLAN"] = str(self.plan.resolve())
-        return Plan.load(self.plan)
+        if path:
+            environment["FIVEFOLD_PLAN"] = str(Path(path).resolve())
+        plan = Plan.load(path) if path else Plan()
+        return changed(plan, self.layout, self.settings)
+
+    def _changes_plan(self) -> bool:
+        return self.layout is not None or bool(self.settings)
 
     def _processes(self, plan: Plan | None, hosts: Hosts | None) -> int:
         """The number of processes; a plan that does not fit them ends here, not in every rank."""
-        from fivefold.plan import Layout
+        from fivefold.plan import AXES
 
         slots = (hosts.trainers if hosts is not None else 0) or None
-        if plan is None:
+        origins = [] if plan is None else [plan.origin(f"layout.{axis}") for axis in AXES]
+        chosen = next((origin for origin in origins if origin.kind != "default"), None)
+        if plan is None or chosen is None:
             return self.processes or slots or 1
         layout = plan.layout
-        if self.processes not in (None, layout.size) and layout != Layout():
+        if self.processes not in (None, layout.size):
+            by_option = chosen.reason in ("--layout", "--set")
+            whose = f"of {chosen.reason}" if by_option else f"in {self.plan or 'FIVEFOLD_PLAN'}"
             raise PlanError(
-                f"the layout {layout} in {self.plan} needs {layout.size} processes, not "
-                f"{self.processes}; leave -n out, or change the layout"
+                f"the layout {layout} {whose} needs {layout.size} processes, not {self.processes}; "
+                "leave -n out, or change the layout"
             )
-        return self.processes or (layout.size if layout != Layout() else slots or 1)
+        return layout.size
 
     def _check_surroundings(self) -> None:
         if self.engine != "auto":

@@ -16,6 +16,7 @@ import tyro
 from fivefold import recipes
 from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
+from fivefold.cli.settings import changed
 from fivefold.errors import FivefoldError, PlanError, UsageError
 from fivefold.launch.environment import launched, locate
 from fivefold.launch.helpers import Helpers
@@ -23,7 +24,7 @@ from fivefold.launch.job import default_log_dir
 from fivefold.launch.relaunch import launch_self
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
-from fivefold.plan import Layout, Plan, Provenance, parse_setting
+from fivefold.plan import Layout, Plan, Provenance
 
 __all__ = ["Train", "resolve"]
 
@@ -134,8 +135,7 @@ def resolve(options: Train, recipe: recipes.Recipe, environ: Mapping[str, str]) 
     if environ.get("FIVEFOLD_TIMEOUT_S"):
         seconds = read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s, environ)
         plan = plan.replace({"comm.timeout_s": seconds}, Provenance("user", "FIVEFOLD_TIMEOUT_S"))
-    for setting in options.settings:
-        plan = plan.replace(dict([parse_setting(setting)]), Provenance("user", "--set"))
+    plan = changed(plan, None, options.settings)
     flags = {"--model": "model", "--epochs": "epochs", "--batch-size": "batch_size"}
     for flag, name in flags.items():
         value = getattr(options, name)

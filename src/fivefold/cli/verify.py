@@ -14,18 +14,23 @@ import tyro
 
 from fivefold.cli import model as models
 from fivefold.cli import parse_options
+from fivefold.cli.settings import changed
 from fivefold.errors import UsageError, suggest
 from fivefold.launch.environment import launched, locate
 from fivefold.launch.job import RankFailure
 from fivefold.launch.relaunch import launch_self
-from fivefold.plan import AXES, Layout, Plan, Provenance, parse_setting
+from fivefold.plan import AXES, Plan, Provenance
 
 if TYPE_CHECKING:
     from fivefold.mesh import Mesh
+    from fivefold.train.verify import Named
     from fivefold.train.verify.report import Report
     from fivefold.train.verify.sample import Targets
 
 __all__ = ["LOSSES", "Verify"]
+
+
+_KINDS = ("classes", "likewise", "binary")
 
 
 class _Loss(NamedTuple):
@@ -57,8 +62,8 @@ class Verify:
     """Check that a model is exact: that a layout computes what the unmodified model computes in one process.
 
     Trains a few steps on random data, once plainly and once under the layout, and compares loss, outputs,
-    gradients, buffers and updated weights. The model takes one tensor of floating-point numbers. The exit
-    code is 0 if the layout is exact, 1 if it is not.
+    gradients, buffers and updated weights. The model takes one tensor, of floating-point numbers or of
+    integers. The exit code is 0 if the layout is exact, 1 if it is not.
 
     Example: fivefold verify resnet20 --layout data=2
     """
@@ -69,6 +74,8 @@ class Verify:
     """the layout in question; as many processes are started"""
     shape: Annotated[str, _option("CxHxW", name="input")] = "3x32x32"
     """shape of one sample"""
+    integers: Annotated[int, _option("N")] = 0
+    """feed whole numbers below N, such as tokens; 0: floating-point numbers"""
     batch: Annotated[int, _option("N")] = 8
     """samples of the global batch; need not be a multiple of anything"""
     dtype: Annotated[str, _option("NAME")] = "float64"
@@ -76,7 +83,11 @@ class Verify:
     steps: Annotated[int, _option("N")] = 3
     """how many steps, each from where the reference stands"""
     loss: Annotated[str, _option("NAME")] = "cross_entropy"
-    """cross_entropy, nll, mse, l1, smooth_l1, huber or bce_with_logits"""
+    """cross_entropy, nll, mse, l1, smooth_l1, huber, bce_with_logits,
+    or package.module:callable of outputs and targets
+    """
+    targets: Annotated[str, _option("KIND")] = "classes"
+    """of a loss of your own: classes, likewise (as the outputs) or binary"""
     classes: Annotated[int, _option("N")] = 10
     """how many classes a model of Fivefold's own tells apart"""
     seed: Annotated[int, _option("N")] = 0
@@ -118,20 +129,39 @@ class Verify:
         if self.dtype not in ("float64", "float32"):
             hint = suggest(self.dtype, ("float64", "float32"))
             raise UsageError(f"--dtype {self.dtype} cannot be verified{hint}")
-        if self.loss not in LOSSES:
-            raise UsageError(f"unknown loss {self.loss!r}{suggest(self.loss, LOSSES)}")
+        if self.integers < 0:
+            raise UsageError(f"--integers {self.integers}: at least 0 is needed")
+        self._check_loss()
         if self.json is not None and not self.json.resolve().parent.is_dir():
             raise UsageError(f"--json {self.json}: there is no folder {self.json.resolve().parent}")
-        layout = Layout.parse(self.layout)
-        values: dict[str, object] = {f"layout.{axis}": getattr(layout, axis) for axis in AXES}
-        plan = Plan().replace(values, Provenance("user", "--layout"))
-        plan = plan.replace(
+        plan = changed(Plan(), self.layout, ()).replace(
             {"parallel.batch_norm": self.batch_norm}, Provenance("user", "--batch-norm")
         )
         plan = plan.replace({"numerics.seed": self.seed}, Provenance("user", "--seed"))
-        for setting in self.settings:
-            plan = plan.replace(dict([parse_setting(setting)]), Provenance("user", "--set"))
-        return plan
+        return changed(plan, None, self.settings)
+
+    def _check_loss(self) -> None:
+        home, colon, name = self.loss.partition(":")
+        if not (home and name) and (colon or self.loss not in LOSSES):
+            raise UsageError(
+                f"unknown loss {self.loss!r}{suggest(self.loss, LOSSES)}, or package.module:callable"
+            )
+        if self.targets not in (kinds := _KINDS):
+            raise UsageError(f"unknown --targets {self.targets}{suggest(self.targets, kinds)}")
+        if self.targets != "classes" and not colon:
+            raise UsageError(
+                f"--targets is for a loss of your own; {self.loss} has its own targets"
+            )
+
+    def _loss(self) -> tuple[Named, Targets]:
+        from fivefold.train.verify import Named
+
+        if ":" in self.loss:
+            return Named("fivefold.cli.model", "load_loss", (self.loss,)), cast(
+                "Targets", self.targets
+            )
+        kind, targets = LOSSES[self.loss]
+        return Named("torch.nn", kind), targets
 
     def _launch(self, processes: int) -> int:
         logs = Path(tempfile.mkdtemp(prefix="fivefold-verify-"))
@@ -173,14 +203,14 @@ class Verify:
         from fivefold.train.verify.sample import random_batches
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        shape, (kind, targets) = models.parse_shape(self.shape), LOSSES[self.loss]
+        shape, (loss, targets) = models.parse_shape(self.shape), self._loss()
         build = Named("fivefold.cli.model", "load", (self.model, self.classes, shape[0]))
         batch = random_batches(
-            build(), shape, self.batch, targets, seed=self.seed, dtype=dtype, device=mesh.device
-        )
+            build(), shape, self.batch, targets,
+            seed=self.seed, dtype=dtype, device=mesh.device, integers=self.integers,
+        )  # fmt: skip
         # What the net makes for itself, torch.zeros(n), is made in the dtype it runs in.
         torch.set_default_dtype(dtype)
-        loss = Named("torch.nn", kind)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", UserWarning)
             report = verify(build, mesh, loss=loss, batch=batch, steps=self.steps, dtype=dtype)

@@ -158,15 +158,19 @@ class Cluster:
 
 
 def bytes_of(text: str) -> int:
-    """Read `16GiB`, `512M` or `1024`; units are powers of 1024. Raises `UsageError`.
+    """Read `16GiB`, `512M` or `1024B`; units are powers of 1024. Raises `UsageError`.
 
-    >>> bytes_of("16GiB"), bytes_of("1.5k"), bytes_of("1024")
+    >>> bytes_of("16GiB"), bytes_of("1.5k"), bytes_of("1024B")
     (17179869184, 1536, 1024)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])I?)?(B)?", text.strip().upper())
+    if found and not (found[2] or found[3]):
+        raise UsageError(
+            f"{text.strip()} has no unit; write {found[1]}GiB, {found[1]}MiB, or {found[1]}B for bytes"
+        )
+    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
     if not size:
-        raise UsageError(f"{text!r} is no size of memory; write 16GiB, 512MiB or a number of bytes")
+        raise UsageError(f"{text!r} is no size of memory; write 16GiB, 512MiB or 1024B")
     return size
 
 

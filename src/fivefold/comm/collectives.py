@@ -20,6 +20,7 @@ from fivefold.comm.events import event
 from fivefold.comm.hang import explained
 from fivefold.comm.replay import current_log
 from fivefold.errors import FivefoldError
+from fivefold.torch_private import broadcast_coalesced
 from fivefold.trace import Tag, span
 from fivefold.trace.current import usage
 
@@ -140,8 +141,8 @@ def broadcast_all(
         return
     sent = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     with named("broadcast", group, tag):
-        # What DistributedDataParallel uses: packing dozens of small tensors from Python takes 2 ms.
-        dist._broadcast_coalesced(group, sent, _MESSAGE_BYTES, source)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        # Packing dozens of small tensors from Python takes 2 ms.
+        broadcast_coalesced(group, sent, _MESSAGE_BYTES, source)
 
 
 @contextmanager

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from fivefold.arena import Segment
 from fivefold.arena.native import DTYPES, KINDS, REDUCTIONS, Call, Report, core
+from fivefold.comm.tensors import MARKS
 
-__all__ = ["Core", "explain"]
+__all__ = ["Core", "Transfer", "explain"]
 
 STAGING_BYTES = 256 << 10
 """per rank, twice: small enough to stay in a core's own cache"""
@@ -42,6 +46,8 @@ class Core:
     """of the group, for messages"""
     tag: str = ""
     """what the group is for, as torch's `group_desc` says; for messages and events"""
+    left_in: int = 0
+    """in a forked child: the process whose group this is"""
     _pointer: int = field(init=False, repr=False)
     _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -50,12 +56,19 @@ class Core:
         opened = library.ff_group_open(self.memory.address, self.rank, int(self.crowded))
         assert opened, "the memory was set up by rank 0"
         self._pointer = opened
+        _opened[id(self)] = self
         for rank, (arena, watch) in enumerate(zip(self.arenas, self.watches, strict=True)):
             library.ff_group_peer(opened, rank, watch, arena.address, arena.size_bytes)
 
     @property
     def pointer(self) -> int:
-        """What the core calls this group. Raises `RuntimeError` once it is closed."""
+        """What the core calls this group. Raises `RuntimeError` once it is closed, and in forked children."""
+        if self.left_in:
+            raise RuntimeError(
+                f"group {self.name or '?'} is that of process {self.left_in}, rank {self.rank}, of which "
+                "this one is a forked copy: it would take part in the name of its rank; let the parent "
+                "communicate"
+            )
         if not self._pointer:
             raise RuntimeError(
                 f"group {self.name or '?'} was destroyed; make a new one (dist.new_group)"
@@ -114,29 +127,49 @@ class Core:
                         os.close(watch)
 
 
-def explain(
-    group: Core, report: Report, call: Call | None = None, peer: int | None = None
-) -> RuntimeError:
-    """The error of a failed operation: who, what, which, why, and what to do, in one line.
+@dataclass(frozen=True)
+class Transfer:
+    """A message, for its error."""
 
-    `call` is the collective; `peer` the other side of a message (-1: anyone).
-    """
+    peer: int
+    """the other side; -1: anyone"""
+    tag: int
+    dtype: torch.dtype
+
+
+_opened: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
+"""by number of the object"""
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the memory is shared, and whoever writes to it is the rank."""
+    for group in [*_opened.values()]:
+        group.left_in, group._pointer = os.getppid(), 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def explain(group: Core, report: Report, asked: Call | Transfer) -> RuntimeError:
+    """The error of a failed operation: who, what, which, why, and what to do, in one line."""
     from torch.distributed import DistBackendError
 
-    what = KINDS[report.kind] if call is not None else "message"
-    if peer is not None:
-        what = f"message with {'anyone' if peer < 0 else f'rank {peer}'}"
+    what = KINDS[report.kind]
+    if isinstance(asked, Transfer):
+        other = "anyone" if asked.peer < 0 else f"rank {asked.peer}"
+        what = f"message with {other}, tag {asked.tag}"
     where = f"number {report.sequence} of group {group.name or '?'}"
     where += f", {group.tag}" if group.tag else ""
     return DistBackendError(
-        f"rank {group.rank} of {group.size}: {what} ({where}): {_reason(group, report, call)}"
+        f"rank {group.rank} of {group.size}: {what} ({where}): {_reason(group, report, asked)}"
     )
 
 
-def _reason(group: Core, report: Report, call: Call | None) -> str:
+def _reason(group: Core, report: Report, asked: Call | Transfer) -> str:
     status = int(report.status)
     if status == _MISMATCH:
-        return _mismatch(report, call)
+        return _mismatch(report, asked) if isinstance(asked, Call) else _otherwise(report, asked)
     if status in (_TOO_LONG, _TOO_SHORT):
         return (
             f"rank {report.other} sent {report.other_count} bytes, "
@@ -148,8 +181,8 @@ def _reason(group: Core, report: Report, call: Call | None) -> str:
             "the group cannot be used any more"
         )
     if status == _UNSUPPORTED:
-        assert call is not None, "messages are not reduced"
-        return f"{REDUCTIONS[call.reduction]} of {DTYPES[call.dtype]} does not exist"
+        assert isinstance(asked, Call), "messages are not reduced"
+        return f"{REDUCTIONS[asked.reduction]} of {DTYPES[asked.dtype]} does not exist"
     return _who_is_missing(group, report, status)
 
 
@@ -165,8 +198,15 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
     }.get(status, f"status {status}")
 
 
-def _mismatch(report: Report, call: Call | None) -> str:
-    assert call is not None, "messages match by tag"
+def _otherwise(report: Report, asked: Transfer) -> str:
+    sent = next((d for d, mark in MARKS.items() if mark == report.other_dtype), "another dtype")
+    return (
+        f"rank {report.other} sent {report.other_count} bytes of {sent}, and the tensor that receives them "
+        f"is of {asked.dtype}: give both the same dtype"
+    )
+
+
+def _mismatch(report: Report, call: Call) -> str:
     if KINDS[call.kind] == "all_to_all_v" and report.other_kind == call.kind:
         return (
             f"rank {report.other} sends {report.other_count} bytes to rank {report.other_root}, which "

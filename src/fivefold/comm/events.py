@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
+from fivefold.torch_private import is_profiling
+
 __all__ = ["event"]
 
 _NOTHING = nullcontext()
@@ -19,7 +21,7 @@ def event(operation: str, size_bytes: int | None, tag: str) -> AbstractContextMa
 
     Size and tag are parts of the name, so that tables of the profiler add up each kind on its own.
     """
-    if not profiler._is_profiler_enabled:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if not is_profiling():
         return _NOTHING
     size = "" if size_bytes is None else f" {size_bytes} bytes"
     return profiler.record_function(f"fivefold:{operation}{size}{f', {tag}' if tag else ''}")

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from fivefold.comm.hang_channels import Channel, Folder, Shared
+from fivefold.torch_private import default_store
 from fivefold.trace.current import current
 from fivefold.trace.file import TraceError, TraceFile, name_of
 from fivefold.trace.frames import may_wait, stack, where
@@ -318,10 +319,8 @@ def _channel(trace: Trace) -> Channel:
 
 def _own_client() -> Any:
     """A connection to the store of torch's default group that this thread alone uses; None without one."""
-    from torch.distributed import distributed_c10d  # noqa: TID251 - the run's store has no other name
-
     try:
-        store: Any = distributed_c10d._get_default_store()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        store = default_store()
         client = store.clone()
         client.set_timeout(timedelta(seconds=5))
     except (RuntimeError, ValueError, AttributeError) as problem:

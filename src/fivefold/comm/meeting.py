@@ -12,16 +12,29 @@ import functools
 import json
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from fivefold.arena import ArenaError, Gate, Segment, between, check, connect, node_name, watch
+from fivefold.arena import (
+    ArenaError,
+    Connection,
+    Gate,
+    Segment,
+    between,
+    check,
+    connect,
+    node_name,
+    watch,
+)
 from fivefold.arena.native import problem
 from fivefold.comm.core import Core
 from fivefold.comm.own_arena import mapped, own_arena
+from fivefold.errors import LaunchError
+from fivefold.trace.standstill import listed
 
 __all__ = ["Apart", "meet"]
 
@@ -50,11 +63,14 @@ class _Member:
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Core | Apart:
     """Form the group. Collective; all ranks get a `Core`, or all learn why not.
 
-    Raises `ArenaError` when a rank does not come.
+    Raises `LaunchError` when a rank does not come, `ArenaError` when one is lost on the way.
     """
     gate = Gate() if rank == 0 else None
     try:
-        members = _members(store, rank, size, timeout, gate)
+        cores = sorted(os.sched_getaffinity(0))
+        own = _Member(node_name(), cores, _own_problem(size), gate.address if gate else "")
+        store.set(f"member/{rank}", json.dumps(asdict(own)))
+        members = _members(store, rank, size, timeout, name)
         apart = _apart(members)
         if apart is not None:
             return apart
@@ -103,14 +119,29 @@ def _own_problem(size: int) -> str:
 
 
 def _members(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, gate: Gate | None
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
 ) -> list[_Member]:
-    cores = sorted(os.sched_getaffinity(0))
-    own = _Member(node_name(), cores, _own_problem(size), gate.address if gate else "")
-    store.set(f"member/{rank}", json.dumps(asdict(own)))
     keys = [f"member/{other}" for other in range(size)]
-    store.wait(keys, timeout)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as problem:
+        raise LaunchError(_who_did_not_come(store, rank, keys, timeout, name)) from problem
     return [_Member(**json.loads(store.get(key))) for key in keys]
+
+
+def _who_did_not_come(
+    store: dist.Store, rank: int, keys: Sequence[str], timeout: timedelta, name: str
+) -> str:
+    where = f"rank {rank} of {len(keys)}: making group {name}"
+    try:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError as problem:
+        return f"{where}: the store of the ranks is gone, with the process of rank 0: {problem}"
+    return (
+        f"{where}: {listed(missing)} did not come within {timeout.total_seconds():g} s (comm.timeout_s of "
+        "the plan, or FIVEFOLD_TIMEOUT_S). Such a rank has ended, or it stands elsewhere: all ranks of the "
+        "job have to make their groups in one order"
+    )
 
 
 def _apart(members: Sequence[_Member]) -> Apart | None:
@@ -138,8 +169,10 @@ def _serve(gate: Gate, size: int, timeout_s: float) -> tuple[list[int], list[int
     """As rank 0: collect the arenas, and give everyone everything. Returns file descriptors and pids."""
     memory = Core.memory_for(size)
     arenas, pids = {0: os.dup(own_arena().segment.fd)}, {0: os.getpid()}
-    lines = [gate.accept(timeout_s) for _ in range(size - 1)]
+    lines, end = list[Connection](), time.monotonic() + timeout_s
     try:
+        while len(lines) < size - 1:
+            lines.append(gate.accept(max(end - time.monotonic(), 0.001)))
         for line in lines:
             told, received = line.receive()
             pids[int(told)], arenas[int(told)] = line.pid, received[0]

@@ -7,7 +7,6 @@ no C core, no memory       torch's gloo, said in one line
 
 from __future__ import annotations
 
-import functools
 import logging
 from datetime import timedelta
 from typing import Any
@@ -19,17 +18,17 @@ from fivefold.comm.meeting import Apart, meet
 from fivefold.comm.operations import Operations
 from fivefold.comm.shared_group import SharedGroup
 from fivefold.errors import UsageError
+from fivefold.torch_private import nccl_options, note_version, registered_backends
 
 __all__ = ["BACKEND", "create", "register"]
 
 BACKEND = "fivefold"
-_TESTED = ((2, 11), (2, 14))
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Make the name "fivefold" known to torch.distributed. Calling it again does nothing."""
-    if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if BACKEND.upper() not in registered_backends():
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
 
 
@@ -39,7 +38,8 @@ def create(options: Any, _given: Any) -> Any:
     rank, size = int(options.group_rank), int(options.group_size)
     store, name = options.store, str(options.group_id)
     met = meet(dist.PrefixStore("fivefold", store), rank, size, timeout, name)
-    _note_version()
+    if rank == 0:
+        note_version()
     if isinstance(met, Apart):
         if rank == 0:
             _note_gloo(met.reason, name, size)
@@ -61,18 +61,6 @@ def _note_gloo(reason: str, name: str, size: int) -> None:
         _log.warning("group %s of %d ranks uses gloo: %s", name, size, reason)
 
 
-@functools.cache
-def _note_version() -> None:
-    """One line if this torch is none that Fivefold is tested with: what a process group is differs."""
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if not _TESTED[0] <= release <= _TESTED[1]:
-        oldest, newest = (".".join(map(str, version)) for version in _TESTED)
-        _log.warning(
-            "the backend fivefold is tested with torch %s to %s, this is %s: if it misbehaves, choose gloo",
-            oldest, newest, torch.__version__,
-        )  # fmt: skip
-
-
 def _torchs_own(
     device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> Any:
@@ -88,9 +76,9 @@ def _torchs_own(
         inner.set(f"device/{rank}", own)
         everyone = {inner.get(f"device/{other}") for other in range(size)}
         if len(everyone) == size:
-            chosen = dist.ProcessGroupNCCL.Options()
-            chosen._timeout = timeout  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", inner), rank, size, chosen)
+            return dist.ProcessGroupNCCL(
+                dist.PrefixStore("nccl", inner), rank, size, nccl_options(timeout)
+            )
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", inner), rank, size, timeout)
 
 

@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d  # noqa: TID251 - scripts start it themselves
 from torch import Tensor
-from torch.nn.modules import _functions as norms
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import dataloader
 
 from fivefold.comm.tracing import begin, met, trace_folder
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError
 from fivefold.launch.environment import ALONE, Place, locate
+from fivefold.torch_private import loader_iterator_class, norm_functions
 from fivefold.trace.current import current, usage
 from fivefold.trace.phases import Phase, Tag
 from fivefold.trace.ready import ready_batches
@@ -88,16 +87,16 @@ def install() -> None:
     modules: tuple[Any, ...] = (c10d, dist)
     for module in modules:
         module.init_process_group = initialized
-    iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    iterator = loader_iterator_class()
     iterator.__next__ = _loading(iterator.__next__)
     torch.autograd.backward = _going_back(torch.autograd.backward)
     register_optimizer_step_pre_hook(_before_update)
     register_optimizer_step_post_hook(_after_update)
     for name in ("forward", "backward"):
         setattr(
-            norms.SyncBatchNorm,
+            norm_functions().SyncBatchNorm,
             name,
-            staticmethod(_for_batch_norm(getattr(norms.SyncBatchNorm, name))),
+            staticmethod(_for_batch_norm(getattr(norm_functions().SyncBatchNorm, name))),
         )
 
 

@@ -21,6 +21,7 @@ from fivefold.comm.operations import Operations
 from fivefold.comm.own_arena import own_arena
 from fivefold.comm.works import Completer, SeveralWorks
 from fivefold.errors import UsageError
+from fivefold.torch_private import is_known
 
 __all__ = ["SharedGroup"]
 
@@ -128,7 +129,9 @@ class SharedGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # While torch 2.15 makes a group that names a device, it attaches its flight recorder to the backend
+        # that C++ has for it: here there is none. Whoever asks later has a group that torch knows.
+        return [torch.device("cpu")] if is_known(self) else []
 
     def _get_backend(self, device: torch.device) -> Any:
         where = torch.device(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,12 +11,18 @@ from torch import Tensor
 
 from fivefold.arena.native import DTYPES
 
-__all__ = ["CODES", "addresses", "counts", "reads", "writes"]
+__all__ = ["CODES", "MARKS", "addresses", "counts", "reads", "writes"]
 
 CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
 }
 """what the core can reduce"""
+MARKS: dict[torch.dtype, int] = {
+    dtype: zlib.crc32(str(dtype).encode())
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+"""what tells a receiver whether a message is of its dtype; the same in every version of torch"""
 _BYTES = DTYPES.index("uint8")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from fivefold.comm.gpu_times import GpuTimes
 from fivefold.comm.group_log import KIND_NUMBERS, GroupLog
 from fivefold.comm.traced_works import TracedWork
+from fivefold.torch_private import backend_of_device, device_types, values_of
 from fivefold.trace.current import current
 from fivefold.trace.trace import Trace
 
@@ -93,7 +94,7 @@ class TracedGroup(dist.ProcessGroup):
         self.inner = inner
         # DistributedDataParallel's logger asks for the backend from C++, past our methods.
         for device in self._device_types:
-            own = inner._get_backend(device)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            own = backend_of_device(inner, device)
             kind = _BACKENDS.get(str(own.name()), dist.ProcessGroup.BackendType.CUSTOM)
             self._register_backend(device, kind, own)
             self._set_default_backend(kind)
@@ -143,7 +144,7 @@ class TracedGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return self.inner._device_types  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return device_types(self.inner)
 
     @property
     def bound_device_id(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -251,7 +252,7 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 def _bytes(tensor: Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return tensor._values().nbytes if tensor.is_sparse else 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return values_of(tensor).nbytes if tensor.is_sparse else 0
 
 
 _gpus: dict[int, GpuTimes] = {}

@@ -26,6 +26,7 @@ from fivefold.comm.hang import attend
 from fivefold.launch.environment import Place
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
+from fivefold.torch_private import device_types
 from fivefold.trace import Tag
 from fivefold.trace.connections import Connections
 from fivefold.trace.process import start
@@ -97,7 +98,7 @@ def met(group: dist.ProcessGroup | None) -> dict[str, Any]:
     """
     if group is None or group.size() == 1:
         return {"node": 0, "clock_offset_ns": 0, "clock_error_ns": 0}
-    places: list[torch.device] = group._device_types  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    places = device_types(group)
     if all(device.type != "cpu" for device in places):
         return {}
     own = torch.tensor([zlib.crc32(node_name().encode())])

@@ -13,6 +13,13 @@ import torch.distributed.distributed_c10d as c10d  # noqa: TID251 - groups are p
 from fivefold.comm.group_log import KIND_NUMBERS
 from fivefold.comm.traced_group import TracedGroup, gpu_times
 from fivefold.comm.traced_works import TracedWork
+from fivefold.torch_private import (
+    backend_of_device,
+    default_group,
+    device_types,
+    put_in_place,
+    world,
+)
 from fivefold.trace.current import current
 
 __all__ = ["trace_groups"]
@@ -52,25 +59,20 @@ def _is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
-    names = [
-        str(group._get_backend(device).name())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        for device in group._device_types  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    ]
+    names = [str(backend_of_device(group, device).name()) for device in device_types(group)]
     return ", ".join(dict.fromkeys(names))
 
 
 def _put(group: dist.ProcessGroup, traced: TracedGroup) -> None:
     """In torch's books, in the place of the group."""
-    world: Any = c10d._world  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    books = world()
     for name in _BY_GROUP:
-        book = getattr(world, name)
+        book = getattr(books, name)
         if group in book:
             book[traced] = book.pop(group)
-    for groups in world.tags_to_pg.values():
+    for groups in books.tags_to_pg.values():
         groups[:] = [traced if known is group else known for known in groups]
-    name: Any = traced.getGroupName()
-    c10d._unregister_process_group(name)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    c10d._register_process_group(name, traced)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    put_in_place(traced.getGroupName(), traced)
 
 
 def _batched(batch: Any, operations: Sequence[Any]) -> Any:
@@ -78,12 +80,12 @@ def _batched(batch: Any, operations: Sequence[Any]) -> Any:
     group = operations[0].group if operations else None
     trace = current.trace
     if not isinstance(group, TracedGroup):
-        default = c10d._get_default_group() if group is None and operations else None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        default = default_group() if group is None and operations else None
         group = default if isinstance(default, TracedGroup) else None
     if group is None:
         return batch(operations)
     device = operations[0].tensor.device
-    if not group.inner._get_backend(device).supports_coalescing:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if not backend_of_device(group.inner, device).supports_coalescing:
         return batch(operations)
     within = [
         dist.P2POp(op.op, op.tensor, group=group.inner, tag=op.tag, group_peer=op.group_peer)

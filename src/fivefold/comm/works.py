@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.arena.native import KINDS, Call, Report, core
-from fivefold.comm.core import Core, explain
+from fivefold.comm.core import Core, Transfer, explain
 from fivefold.comm.events import event
+from fivefold.comm.tensors import MARKS
 from fivefold.comm.unwaited import unwaited
 from fivefold.trace.trace import Trace
 
@@ -279,10 +281,13 @@ class OpWork(_Pending):
 class _Message:
     """Between two ranks of a group of the core."""
 
-    def __init__(self, group: Core, handle: int, peer: int, size_bytes: int, what: str) -> None:
+    def __init__(
+        self, group: Core, handle: int, transfer: Transfer, size_bytes: int, what: str
+    ) -> None:
         if not handle:
             raise MemoryError("no memory for a message")
-        self._group, self._handle, self.peer = group, handle, peer
+        self._group, self._handle, self._transfer = group, handle, transfer
+        self.peer = transfer.peer
         self._size_bytes, self._what = size_bytes, what
 
     def wait(self, timeout_s: float, report: Report) -> int:
@@ -297,7 +302,7 @@ class _Message:
         core().ff_message_free(self._group.pointer, self._handle)
 
     def explained(self, report: Report) -> Exception:
-        return explain(self._group, report, peer=self.peer)
+        return explain(self._group, report, replace(self._transfer, peer=self.peer))
 
     def event(self, name: str) -> AbstractContextManager[object]:
         return event(f"{name} {self._what}", self._size_bytes, self._group.tag)
@@ -312,9 +317,10 @@ class MessageWork(_Pending):
     ) -> None:  # fmt: skip
         start = core().ff_send if sends else core().ff_receive
         size_bytes = tensor.numel() * tensor.element_size()
-        handle = start(group.pointer, peer, tag, tensor.data_ptr(), size_bytes, timeout_s)
-        what = "send" if sends else "receive"
-        self._message = _Message(group, handle, peer, size_bytes, what)
+        mark, what = MARKS[tensor.dtype], "send" if sends else "receive"
+        handle = start(group.pointer, peer, tag, mark, tensor.data_ptr(), size_bytes, timeout_s)
+        transfer = Transfer(peer, tag, tensor.dtype)
+        self._message = _Message(group, handle, transfer, size_bytes, what)
         super().__init__(
             self._message, completer=completer, results=[tensor], kept=tensor, after=after
         )

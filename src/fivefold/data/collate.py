@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from fivefold.errors import UsageError
+from fivefold.torch_private import pytree
 
 __all__ = ["check_batch", "emptied", "is_column", "stack"]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fivefold.data.source import Made, Source
 from fivefold.data.tiling import Tiles
 from fivefold.data.workers import Key, Workers
-from fivefold.errors import OffloadWarning
+from fivefold.errors import OffloadWarning, warn
 from fivefold.launch.role import is_helper
 from fivefold.mesh import Mesh
 
@@ -49,11 +48,10 @@ def producer_of(
         offloaded = _offloaded(source, mesh, tiles)
         if offloaded is not None:
             if given:
-                warnings.warn(
+                warn(
                     f"workers={given} is not used: helpers produce the batches; leave it out, or set "
                     "offload.augmentation = false in the plan",
                     OffloadWarning,
-                    stacklevel=4,
                 )
             return offloaded
     if not workers:

@@ -11,13 +11,11 @@ The stream of batches is the same for every number of ranks and workers. A rank 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from fivefold.closing import Closing
@@ -35,11 +33,12 @@ from fivefold.data.source import (
 )
 from fivefold.data.tiling import TileCollate, Tiles, noted, tiles_of
 from fivefold.data.workers import Key
-from fivefold.errors import DataError, DataWarning, FivefoldError, UsageError
+from fivefold.errors import DataError, DataWarning, FivefoldError, UsageError, warn
 from fivefold.launch.role import is_helper
 from fivefold.mesh import Mesh
 from fivefold.mesh.agreement import Position, note_position
 from fivefold.mesh.duty import help_instead
+from fivefold.torch_private import pytree
 from fivefold.trace import Phase, span
 
 __all__ = ["Cursor", "Finish", "Loader", "loader"]
@@ -214,10 +213,9 @@ class Loader(Closing):
         if skipped:
             named = "; ".join(s.why for s in skipped[:_SKIPPED_NAMED])
             more = ", ..." if len(skipped) > _SKIPPED_NAMED else ""
-            warnings.warn(
+            warn(
                 f'{len(skipped)} samples were left out, as on_error = "skip" allows: {named}{more}',
                 DataWarning,
-                stacklevel=3,
             )
 
     def _moved(self, leaf: Tensor) -> Tensor:

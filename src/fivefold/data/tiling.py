@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fivefold.data.collate import is_column, stack
 from fivefold.data.source import Collate
@@ -17,6 +16,7 @@ from fivefold.data.windows import Box, Windowed, check_transform, windows_of
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, Part, attach, owned
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.torch_private import pytree
 
 __all__ = ["TileCollate", "Tiles", "noted", "tiles_of"]
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from fivefold.data.source import BatchId, LoadError, Made, Skipped, Source
 from fivefold.errors import DataError, FivefoldError, UsageError
+from fivefold.torch_private import loader_iterator, pytree
 from fivefold.trace import active
 from fivefold.trace.ready import ready_batches
 
@@ -162,8 +162,7 @@ class Workers:
 
     def close(self) -> None:
         """End the processes; `produce` starts new ones."""
-        iterator = self._loader._iterator  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-        self._loader._iterator = None  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        iterator = loader_iterator(self._loader, take=True)
         if iterator is not None:
             # Dropping the last reference does the same, but a traceback may hold one.
             end: Callable[[], None] = getattr(iterator, "_shutdown_workers")  # noqa: B009

@@ -151,9 +151,9 @@ def crowded(analysis: Analysis) -> Iterator[Finding]:
     delay = steps.scalars["run_delay_ns"] / 1e9
     share = float(np.nanmedian(found))
     threads, per_node = first_told(analysis.run, "threads"), _cores(analysis)
-    told = f" ({threads} threads per rank, {per_node})" if threads else f" ({per_node})"
+    many = f"{threads} thread{'s' if threads != 1 else ''} per rank, " if threads else ""
     yield Finding(
-        "cores", f"ranks are ready and have no core {share_text(share)} of the time{told}",
+        "cores", f"ranks are ready and have no core {share_text(share)} of the time ({many}{per_node})",
         _for_cores(analysis),
         share, (), min(analysis.on_critical(delay), steps.step_s),
         (evidence("ranks", f"waiting for a core takes {seconds_text(share * steps.step_s)} per step on "
@@ -186,7 +186,12 @@ def _for_cores(analysis: Analysis) -> str:
 def _cores(analysis: Analysis) -> str:
     hosts = _by_host(analysis)
     host, (ranks, cores) = max(hosts.items(), key=lambda entry: entry[1][0])
-    return f"{ranks} ranks on {cores} cores of {host}" if cores else f"{ranks} ranks per node"
+    named = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return (
+        f"{named} on {cores} core{'s' if cores > 1 else ''} of {host}"
+        if cores
+        else f"{named} per node"
+    )
 
 
 def _by_host(analysis: Analysis) -> dict[str, tuple[int, int]]:

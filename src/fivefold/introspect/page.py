@@ -3,6 +3,7 @@
     assets/page.html      the frame, with places for the following
            page.css       (uplot.css) how it looks, light and dark
            *.js           (uplot.js) what draws it, put together in the order of `SCRIPTS`
+           uplot.LICENSE  its licence, before the scripts
     the document          as JSON in a <script type="application/json">
 
 A Content-Security-Policy within the page allows these scripts and styles, by their hashes, and no connection
@@ -76,7 +77,8 @@ def _title(document: Mapping[str, Any]) -> str:
 
 @cache
 def _script() -> str:
-    return "\n".join(_asset(name) for name in SCRIPTS)
+    licence = f"/*! uPlot:\n{_asset('uplot.LICENSE')}*/"  # which every copy of it has to carry
+    return "\n".join((licence, *(_asset(name) for name in SCRIPTS)))
 
 
 @cache

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UsageError
+from fivefold.introspect.connections import Connections, keep_callers_faults_quiet
 from fivefold.introspect.live import LiveReport
 from fivefold.introspect.page import html, policy
 
@@ -66,15 +67,19 @@ def serve(
         raise UsageError(_MISSING) from None
     report = LiveReport(path)
     token = secrets.token_hex(16)
+    connections = Connections()
     with listening(host, port) as listener:
         port = int(listener.getsockname()[1])
-        app = application(report, token, port, ending=lambda: server.should_exit)
+        app = application(
+            report, token, port, ending=lambda: server.should_exit, shown=connections.known
+        )
         server = uvicorn.Server(
             uvicorn.Config(
-                app, log_level="warning", lifespan="off", server_header=False,
-                timeout_graceful_shutdown=2,
+                app, http=connections.protocol, ws="none", log_level="error", lifespan="off",
+                proxy_headers=False, server_header=False, timeout_graceful_shutdown=2,
             )
         )  # fmt: skip
+        keep_callers_faults_quiet()
         say(f"serving {path} at http://{_shown(host)}:{port}/?token={token}")
         say(_how_to_reach(host, port))
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended by then
@@ -104,9 +109,15 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def application(
-    report: LiveReport, token: str, port: int, ending: Callable[[], bool] = lambda: False
+    report: LiveReport,
+    token: str,
+    port: int,
+    ending: Callable[[], bool] = lambda: False,
+    shown: Callable[[object], None] = lambda _: None,
 ) -> Starlette:
     """The routes, behind the token; streams of events stop when `ending`.
+
+    `shown` is told the host and port of whoever has shown the token.
 
     Raises `UsageError` without Starlette.
     """
@@ -115,7 +126,7 @@ def application(
         from starlette.routing import Route
     except ImportError:
         raise UsageError(_MISSING) from None
-    routes = _Routes(report, token, f"fivefold_token_{port}", ending)
+    routes = _Routes(report, token, f"fivefold_token_{port}", ending, shown)
     return Starlette(
         routes=[
             Route("/", routes.page),
@@ -130,8 +141,14 @@ class _Routes:
     """What each address answers."""
 
     def __init__(
-        self, report: LiveReport, token: str, cookie: str, ending: Callable[[], bool]
+        self,
+        report: LiveReport,
+        token: str,
+        cookie: str,
+        ending: Callable[[], bool],
+        shown: Callable[[object], None],
     ) -> None:
+        self.shown = shown
         self.report = report
         self.token = token
         self.cookie = cookie
@@ -203,12 +220,17 @@ class _Routes:
             request.cookies.get(self.cookie, ""),
             word.strip() if kind.lower() == "bearer" else "",
         )
-        return any(secrets.compare_digest(o.encode(), self.token.encode()) for o in offered)
+        if not any(secrets.compare_digest(o.encode(), self.token.encode()) for o in offered):
+            return False
+        self.shown(request.scope.get("client"))
+        return True
 
     def _refusal(self) -> Response:
         from starlette.responses import PlainTextResponse
 
-        return PlainTextResponse(_REFUSED, status_code=403, headers=_HEADERS)
+        return PlainTextResponse(
+            _REFUSED, status_code=403, headers=_HEADERS | {"Connection": "close"}
+        )
 
 
 def _shown(host: str) -> str:

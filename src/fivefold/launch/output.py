@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import IO, Literal
 
+from fivefold.launch.folding import Folding
+
 __all__ = ["Display", "LogLines", "Stream", "Who"]
 
 Stream = Literal["out", "err"]
@@ -21,6 +23,7 @@ class Display:
     Only the last state of a line that was rewritten with carriage returns (a progress bar) is shown.
     A line `error: ...` on a rank's standard error is held back until the rank has written more or has
     ended otherwise: when it ends with code 2, the launcher tells that error itself, once for all ranks.
+    Tracebacks and warnings that several ranks write in the same words are shown once.
     """
 
     def __init__(self, mode: Literal["prefix", "first"], out: int = 1, err: int = 2) -> None:
@@ -28,6 +31,7 @@ class Display:
         self._fds: dict[Stream, int] = {"out": out, "err": err}
         self._partial: dict[tuple[Who, Stream], bytes] = {}
         self._held: dict[Who, bytes] = {}
+        self._folding = Folding()
         self.silent = False
         """Nothing more is shown: the ranks are being stopped, and their last words are in the logs."""
         self.broken = False
@@ -45,6 +49,8 @@ class Display:
         for stream in ("out", "err"):
             if rest := self._partial.pop((rank, stream), b""):
                 self._show(rank, stream, [rest])
+        if left := self._all(rank, self._folding.flush(rank)):
+            self._write("err", left)
         held = self._held.pop(rank, b"")
         if held and not usage_error:
             self._write("err", self._prefixed(rank, held))
@@ -61,11 +67,17 @@ class Display:
                 if rank in self._held:
                     text += self._prefixed(rank, self._held.pop(rank))
                 if shown.startswith(_USAGE):
+                    text += self._all(rank, self._folding.flush(rank))
                     self._held[rank] = shown
-                    continue
-            text += self._prefixed(rank, shown)
+                else:
+                    text += self._all(rank, self._folding.take(rank, shown))
+            else:
+                text += self._prefixed(rank, shown)
         if text and (self._mode == "prefix" or (rank == 0 and stream == "out")):
             self._write(stream, text)
+
+    def _all(self, rank: Who, lines: list[bytes]) -> bytes:
+        return b"".join(self._prefixed(rank, line) for line in lines)
 
     def _prefixed(self, rank: Who, line: bytes) -> bytes:
         return (f"[{rank}] ".encode() if self._mode == "prefix" else b"") + line + b"\n"

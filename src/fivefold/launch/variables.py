@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.errors import UsageError
+from fivefold.errors import UsageError, suggest
 
-__all__ = ["GIVEN", "READ", "Variable", "read_seconds"]
+__all__ = ["GIVEN", "READ", "Variable", "check_variables", "read_seconds"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Variable:
     name: str
     meaning: str
     default: str = ""
+    choices: tuple[str, ...] = ()
+    """all that it may be; empty: anything"""
 
 
 READ = (
@@ -29,11 +31,17 @@ READ = (
         "FIVEFOLD_CRASH_AT",
         "for tests: where in a save or a recovery this process dies (`fivefold.checkpoint.crash`)",
     ),
-    Variable("FIVEFOLD_DEBUG", "1 shows the traceback of errors that are one line otherwise", "0"),
+    Variable(
+        "FIVEFOLD_DEBUG",
+        "1 shows the traceback of errors that are one line otherwise",
+        "0",
+        ("0", "1"),
+    ),
     Variable(
         "FIVEFOLD_ENGINE",
         "which engine started this process, set for every rank; `alone` declares that this process "
         "is on its own, whatever the allocation around it says",
+        choices=("alone", "local", "torchrun", "mpirun"),
     ),
     Variable(
         "FIVEFOLD_GRACE_S",
@@ -62,12 +70,16 @@ READ = (
         "15",
     ),
     Variable("FIVEFOLD_MPIRUN", "path of the mpirun or mpiexec to use", "the first on PATH"),
-    Variable("FIVEFOLD_PLAN", "path of the plan file; set by `fivefold run --plan`"),
+    Variable(
+        "FIVEFOLD_PLAN",
+        "path of the plan file; set by `fivefold run` with `--plan`, `--layout` or `--set`",
+    ),
     Variable("FIVEFOLD_RUN_DIR", "folder that recipes write their runs to", "runs"),
     Variable(
         "FIVEFOLD_ROLE",
         "what this process is for: `trainer`, or `helper`, as `fivefold helper` and `--helpers` set it",
         "trainer",
+        ("trainer", "helper"),
     ),
     Variable(
         "FIVEFOLD_RSH",
@@ -109,6 +121,22 @@ GIVEN = (
     Variable("PYTHONUNBUFFERED", "1, so that output appears line by line", "1"),
 )
 """What every rank finds set when Fivefold started it, FIVEFOLD_ENGINE apart."""
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raise `UsageError` for a name of ours that does not exist, and for a value that cannot be.
+
+    What a launcher calls before it starts anything: every rank would find it, or none would.
+    """
+    known = {variable.name: variable for variable in (*READ, *GIVEN)}
+    for name in sorted(name for name in environ if name.startswith("FIVEFOLD_")):
+        if name not in known:
+            raise UsageError(f"unknown environment variable {name}{suggest(name, known)}")
+        text, choices = environ[name], known[name].choices
+        if name.endswith("_S"):
+            read_seconds(name, float(known[name].default), environ)
+        elif text and choices and text not in choices:
+            raise UsageError(f"{name}={text} is not a choice{suggest(text, choices)}")
 
 
 def read_seconds(name: str, default: float, environ: Mapping[str, str] = os.environ) -> float:

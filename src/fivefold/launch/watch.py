@@ -27,7 +27,7 @@ from typing import IO, Self, TypeVar, cast
 from fivefold.cluster.processes import process_stat
 from fivefold.errors import UsageError
 from fivefold.launch.guard import Guard
-from fivefold.launch.job import Job, RankFailure, Stopped, log_path, tail
+from fivefold.launch.job import Job, RankFailure, Resumable, Stopped, log_path, tail
 from fivefold.launch.output import Display
 from fivefold.launch.variables import read_seconds
 
@@ -144,7 +144,8 @@ class Watch:
         """Return when all processes have ended well.
 
         Raises `RankFailure` for the first rank that did not, `UsageError` with its message if that
-        rank ended with code 2 after `error: ...`, and `Stopped` if a signal stopped the launcher.
+        rank ended with code 2 after `error: ...`, `Resumable` if with code 75, and `Stopped`
+        if a signal stopped the launcher.
         """
         while self._awaited:
             self._turn()
@@ -204,6 +205,8 @@ class Watch:
             self._stopped_by = signum
 
     def _failure(self, rank: int, code: int) -> Exception:
+        if code == Resumable.exit_code:
+            return Resumable(self.job)
         told = _usage_error(self.job, rank, code)
         return UsageError(told) if told is not None else RankFailure(rank, code, self.job)
 

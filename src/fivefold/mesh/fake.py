@@ -14,17 +14,15 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed import fake_pg
 
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh.mesh import Mesh
 from fivefold.plan import AXES, Plan
+from fivefold.torch_private import fake_group, world
 
 __all__ = ["fake_mesh"]
 
@@ -49,7 +47,7 @@ def fake_mesh(plan: Plan, rank: int, device: str | torch.device = "cpu") -> Gene
         yield mesh
     finally:
         for group in mesh.made:
-            del _world().pg_group_ranks[group]
+            del world().pg_group_ranks[group]
 
 
 @dataclass
@@ -74,22 +72,8 @@ class _FakeMesh(Mesh):
 
     def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
         mine = next(ranks for ranks in enumerated if self.rank in ranks)
-        group = _fake_group(mine.index(self.rank), len(mine))
+        group = fake_group(mine.index(self.rank), len(mine), f"fake {next(_numbers)}")
         # Messages look up there which rank of the job a rank of a group is.
-        _world().pg_group_ranks[group] = {rank: place for place, rank in enumerate(mine)}
+        world().pg_group_ranks[group] = {rank: place for place, rank in enumerate(mine)}
         self.made.append(group)
         return group
-
-
-def _fake_group(rank: int, size: int) -> dist.ProcessGroup:
-    """Rank `rank` of a group over torch's backend "fake"; every private name that this takes stands here."""
-    group: Any = dist.ProcessGroup(dist.HashStore(), rank, size)
-    backend = fake_pg.FakeProcessGroup._create_internal(rank, size)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)  # noqa: SLF001
-    group._set_group_name(f"fake {next(_numbers)}")  # noqa: SLF001
-    return cast(dist.ProcessGroup, group)
-
-
-def _world() -> Any:
-    return c10d._world  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

@@ -1,12 +1,57 @@
-"""More groups of the same ranks, for what must not meet the messages of training."""
+"""Groups of a mesh, each with the time that its operations, and its making, wait for ranks that do not come.
+
+torch gives the groups of `init_device_mesh` its own 30 minutes and takes no other, so they are made here.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["cpu_groups"]
+from fivefold.plan import AXES, Layout
+
+__all__ = ["cpu_groups", "lines", "named_mesh", "subgroup"]
+
+
+def named_mesh(kind: str, layout: Layout, timeout_s: float) -> DeviceMesh:
+    """Torch's view of a layout on devices of a kind, its dims named like the axes. Collective."""
+    ranks = torch.arange(layout.size, dtype=torch.int).view(layout.sizes)
+    groups = [subgroup(lines(ranks, [axis]).tolist(), timeout_s, f"mesh_{axis}") for axis in AXES]
+    return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=AXES)
+
+
+def lines(ranks: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Ranks that differ along `axes` only, a row each; rows ordered by the other axes, `pipe` first."""
+    inner = sorted({AXES.index(axis) for axis in axes})
+    pipe = AXES.index("pipe")
+    outer = sorted((dim for dim in range(len(AXES)) if dim not in inner), key=lambda d: d != pipe)
+    size = math.prod(ranks.shape[dim] for dim in inner)
+    return ranks.permute(*outer, *inner).reshape(-1, size)
+
+
+def subgroup(
+    enumerated: Sequence[list[int]],
+    timeout_s: float,
+    use: str | None = None,
+    *,
+    fresh: bool = False,
+) -> dist.ProcessGroup:
+    """The one of some groups, which together hold all ranks, that this rank is in. Collective.
+
+    All ranks in one are torch's default group, unless it must be a `fresh` one.
+    """
+    if len(enumerated) == 1 and not fresh:
+        assert dist.group.WORLD is not None, "torch.distributed runs"
+        return dist.group.WORLD
+    timeout = timedelta(seconds=timeout_s)
+    mine, _ = dist.new_subgroups_by_enumeration([*enumerated], timeout, group_desc=use)
+    assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
+    return mine
 
 
 def cpu_groups(

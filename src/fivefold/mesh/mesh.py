@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import PlanError, suggest
 from fivefold.launch.role import Role
 from fivefold.mesh.agreement import Agreement
+from fivefold.mesh.groups import lines, subgroup
 from fivefold.mesh.ownership import TILE_DIMS, owned
 from fivefold.plan import AXES, Layout, Plan
 
@@ -48,6 +48,10 @@ class Mesh:
         default_factory=dict[tuple[str, ...], dist.ProcessGroup], repr=False
     )
 
+    def __repr__(self) -> str:
+        who = f"rank {self.rank} of {self.size}" if self.role == "trainer" else self.role
+        return f"Mesh({who}, {self.layout}, {self.device})"
+
     def coordinate(self, axis: str) -> int:
         """Position of this rank along `axis`."""
         # Not `get_local_rank`, which asks for a group: loaders want this for every batch of an epoch.
@@ -66,8 +70,8 @@ class Mesh:
         if len(larger) == 1:
             return self.device_mesh.get_group(larger[0])
         if larger not in self._joint:
-            joint = self.device_mesh[larger]._flatten("_".join(larger))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            self._joint[larger] = joint.get_group()
+            enumerated, use = self._lines(larger).tolist(), f"mesh_{'_'.join(larger)}"
+            self._joint[larger] = subgroup(enumerated, self.plan.comm.timeout_s, use)
         return self._joint[larger]
 
     @cached_property
@@ -125,21 +129,10 @@ class Mesh:
         return DeviceMesh.from_group([tiles, data], kind, ranks, mesh_dim_names=("tiles", "data"))
 
     def _lines(self, axes: tuple[str, ...]) -> torch.Tensor:
-        """Ranks that differ along `axes` only, a row each; rows ordered by the other axes, `pipe` first."""
-        inner = sorted({AXES.index(_known(axis)) for axis in axes})
-        pipe = AXES.index("pipe")
-        outer = sorted(
-            (dim for dim in range(len(AXES)) if dim not in inner), key=lambda d: d != pipe
-        )
-        ranks = self.device_mesh.mesh
-        size = math.prod(ranks.shape[dim] for dim in inner)
-        return ranks.permute(*outer, *inner).reshape(-1, size)
+        return lines(self.device_mesh.mesh, [*map(_known, axes)])
 
     def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
-        """The one of some groups, which together hold all ranks, that this rank is in."""
-        mine, _ = dist.new_subgroups_by_enumeration(enumerated)
-        assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
-        return mine
+        return subgroup(enumerated, self.plan.comm.timeout_s, fresh=True)
 
     def share(self, n: int) -> range:
         """Which of the `n` samples of a global batch this rank's replica owns."""

@@ -6,30 +6,29 @@ environment --locate--> Place --meeting--> Meeting --store--> torch.distributed 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import socket
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.comm import BACKEND, register
 from fivefold.comm.tracing import trace_folder
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import Place, locate
-from fivefold.launch.meet import Meeting, meeting
-from fivefold.launch.port import reserved_port
+from fivefold.launch.meet import meeting
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
+from fivefold.mesh.groups import named_mesh
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.recording import record
-from fivefold.plan import AXES, Layout, Plan
+from fivefold.mesh.store import open_store
+from fivefold.plan import AXES, Layout, Plan, Provenance
+from fivefold.torch_private import note_version
 
 __all__ = ["start"]
 
@@ -55,15 +54,17 @@ def start(
         return _mesh_of_helper(plan or _told_plan())
     adopted = dist.is_initialized()
     place = _adopted_place() if adopted else locate()
-    plan = _fitted(plan or _told_plan(), place.world_size)
+    plan = _timed(_fitted(plan or _told_plan(), place.world_size))
     where = _device(place, device)
+    if place.rank == 0:
+        note_version()
     if where.type == "cpu":
         keep_memory()
     if traced or trace_folder() is not None:
         trace_groups()
     if not adopted:
         _join(place, plan, where)
-    names = init_device_mesh(where.type, plan.layout.sizes, mesh_dim_names=AXES)
+    names = named_mesh(where.type, plan.layout, plan.comm.timeout_s)
     mesh = Mesh(plan, plan.layout, place.rank, place.world_size, where, names, not adopted)
     if (folder := trace_folder()) is not None:
         record(mesh, folder, place)
@@ -83,7 +84,7 @@ def _mesh_of_helper(plan: Plan) -> Mesh:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     told = {key: why for key, why in plan.provenance.items() if not key.startswith("layout.")}
     plan = replace(plan, layout=Layout(), provenance=told)
-    names = init_device_mesh("cpu", plan.layout.sizes, mesh_dim_names=AXES)
+    names = named_mesh("cpu", plan.layout, plan.comm.timeout_s)
     cpu = torch.device("cpu")
     return Mesh(plan, plan.layout, 0, 1, cpu, names, not adopted, role="helper")
 
@@ -91,6 +92,13 @@ def _mesh_of_helper(plan: Plan) -> Mesh:
 def _told_plan() -> Plan:
     path = os.environ.get("FIVEFOLD_PLAN")
     return Plan.load(path) if path else Plan()
+
+
+def _timed(plan: Plan) -> Plan:
+    seconds = read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s)
+    if seconds == plan.comm.timeout_s:
+        return plan
+    return plan.replace({"comm.timeout_s": seconds}, Provenance("user", "FIVEFOLD_TIMEOUT_S"))
 
 
 def _fitted(plan: Plan, processes: int) -> Plan:
@@ -155,7 +163,7 @@ def nobody_else_has(thing: str, store: dist.Store, ranks: int, timeout: timedelt
 
 def _join(place: Place, plan: Plan, device: torch.device) -> None:
     register()
-    timeout = timedelta(seconds=read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s))
+    timeout = timedelta(seconds=plan.comm.timeout_s)
     try:
         store = _store(place, timeout)
         dist.init_process_group(
@@ -185,44 +193,5 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     if place.world_size == 1:
         return dist.HashStore()
     if _met is None:
-        _met = _open_store(meeting(place), place, timeout)
+        _met = open_store(meeting(place), place, timeout)
     return dist.PrefixStore(f"start-{next(_meetings)}", _met)
-
-
-def _open_store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
-    if where.kind == "file":
-        return dist.FileStore(str(where.path), place.world_size)
-    if where.kind == "env" and place.launcher == "torchrun":
-        # torch's own handler: torchrun may offer a store that its agent already holds open.
-        found = dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)
-        return next(iter(found))[0]
-    with contextlib.ExitStack() as held:
-        mpi = where.kind == "mpi"
-        address, port = _mpi_address(held) if mpi else (where.address, where.port)
-        return dist.TCPStore(address, port, place.world_size, place.rank == 0, timeout)
-
-
-def _mpi_address(held: contextlib.ExitStack) -> tuple[str, int]:
-    """Rank 0's host and a free port of it, told to the others by MPI itself; kept for it until it listens."""
-    from mpi4py import MPI  # starts MPI, so only where MPI started us
-
-    address: tuple[str, int] | None = None
-    if MPI.COMM_WORLD.Get_rank() == 0:
-        address = (_own_address(), held.enter_context(reserved_port(None)))
-    found = MPI.COMM_WORLD.bcast(address, root=0)
-    assert found is not None
-    return found
-
-
-def _own_address() -> str:
-    """An address of this host that other nodes can use: many hosts call themselves 127.0.1.1."""
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        found = socket.gethostbyname(name)
-        if not found.startswith("127."):
-            return found
-    # Connecting a datagram socket sends nothing; it only chooses the interface that leads outwards.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards:
-        outwards.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
-        return str(outwards.getsockname()[0])
-    return name

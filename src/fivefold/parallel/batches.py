@@ -26,6 +26,11 @@ def own_samples(leaf: Tensor, mesh: Mesh) -> Tensor:
 
 def _check_lists(tree: Any) -> None:
     rows = {leaf.shape[0] for leaf in leaves(tree) if leaf.dim()}
+    if not all(leaf.dim() for leaf in leaves(tree)):
+        raise UsageError(
+            "the batch holds a tensor without dims, so it has no samples: make it a number if all samples "
+            "share it, or a tensor with one for each"
+        )
     for leaf in flatten(tree, is_leaf=_is_list)[0]:
         if _is_list(leaf) and len(leaf) in rows:
             raise UsageError(
@@ -58,7 +63,8 @@ class Batches:
     def shard(self, trees: tuple[Any, ...]) -> tuple[Any, ...]:
         """This rank's part of trees that every rank holds whole; the first one is cut into tiles as well.
 
-        Raises `UsageError` for a list with an entry for every sample, which nobody would cut.
+        Raises `UsageError` for a list with an entry for every sample, which nobody would cut, and for a
+        tensor without dims.
         """
         for tree in trees if self._group.size() > 1 else ():
             _check_lists(tree)
@@ -74,8 +80,10 @@ class Batches:
         assert self._tiles is not None
         return self.moved(self._tiles.part(leaf, self._mesh.share(leaf.shape[0])))
 
-    def share(self, inputs: Any, seed: int, step: int) -> Share:
+    def share(self, inputs: Any, seed: int, step: int, *, draws: bool = True) -> Share:
         """Which samples of the whole batch `inputs` are. Collective where they do not say so.
+
+        `draws`: whether random numbers are drawn as one process draws them.
 
         Raises `UsageError` for a batch that is empty on all ranks.
         """
@@ -101,4 +109,4 @@ class Batches:
                 "take batches as fivefold.loader or model.shard(x, y) give them"
             )
         joint = self._group if self._joint else None
-        return Share(rows, origin, total, seed, step, joint, bounds=bounds)
+        return Share(rows, origin, total, seed, step, joint, draws, bounds=bounds)

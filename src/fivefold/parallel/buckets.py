@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold import comm
+from fivefold.torch_private import foreach_copy
 from fivefold.trace import Tag
 
 __all__ = ["Bucket", "packed", "put_back", "set_aside"]
@@ -62,7 +63,7 @@ class Bucket:
         grads = [parameter.grad for parameter in self.parameters]
         dense = [g for g in grads if g is not None and not g.is_sparse]
         if len(dense) == len(grads):
-            torch._foreach_copy_(self._views, dense)  # pyright: ignore[reportPrivateUsage]
+            foreach_copy(self._views, dense)
         else:
             for view, grad in zip(self._views, grads, strict=True):
                 view.zero_() if grad is None else view.copy_(
@@ -89,7 +90,7 @@ class Bucket:
         grads = [parameter.grad for parameter in self.parameters]
         dense = [g for g in grads if g is not None and not g.is_sparse]
         if not self.missing and len(dense) == len(grads):
-            torch._foreach_copy_(dense, self._views)  # pyright: ignore[reportPrivateUsage]
+            foreach_copy(dense, self._views)
         else:
             for parameter, view, used in zip(
                 self.parameters, self._views, self._used.tolist(), strict=True

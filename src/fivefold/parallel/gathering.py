@@ -25,8 +25,9 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.order import Order, explained
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.reduce import Reducer, without_effect
-from fivefold.parallel.sharded import Shards, averages, check_unchanged, held, unviewed
+from fivefold.parallel.sharded import Parts, Shards, averages, check_unchanged, held, unviewed
 from fivefold.parallel.units import units_of
+from fivefold.torch_private import version_of
 from fivefold.trace import Tag
 
 __all__ = ["WholeForLayers", "WholeForStep", "check_shard", "gathering_reducer"]
@@ -117,7 +118,7 @@ class WholeForStep(_Gathering):
     def __init__(self, net: nn.Module, mesh: Mesh, share_buffers: bool) -> None:
         super().__init__(net, mesh, share_buffers)
         self._shards = Shards(
-            net, [name for name, _ in net.named_parameters()], mesh.own_replicas()
+            net, [name for name, _ in net.named_parameters()], mesh.own_replicas(), Parts(net)
         )
 
     def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
@@ -175,6 +176,7 @@ class WholeForLayers(_Gathering):
         self._used: set[int] = set()
         self._hooks: list[Any] = []
         self._trained: list[bool] = []
+        self._parts = Parts(net)
 
     def _gathered_once(self) -> list[nn.Parameter]:
         """The parameters as they are when they are whole: the same tensors every time."""
@@ -187,10 +189,11 @@ class WholeForLayers(_Gathering):
     def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
         """See `Reducer`."""
         self.rest()
+        self._parts.check()
         averages(self._units, 1 if step else self._replicas)
         self._had = [parameter.grad is not None for parameter in self._net.parameters()]
         self._follow()
-        self._versions = [parameter._version for parameter in self._whole]  # noqa: SLF001
+        self._versions = [version_of(parameter) for parameter in self._whole]
         with explained():
             outputs = cast(Any, self._holder)(lambda: self._order.to_the_end(run))
         if not torch.is_grad_enabled():
@@ -222,6 +225,7 @@ class WholeForLayers(_Gathering):
         names = (name for name, _ in self._net.named_parameters())
         check_unchanged(names, self._whole, self._versions)
         self.rest()
+        self._parts.note()
         own = [number in self._used for number in range(len(self._whole))]
         total, used = self._agreed(share, own, count=not self._zeros)
         if not self._zeros and any(0 < ranks < self._replicas for ranks in used):

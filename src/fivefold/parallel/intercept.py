@@ -15,8 +15,7 @@ entered through a wrapper that brings the mode along.
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -27,9 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fivefold.errors import warn
 from fivefold.parallel import randomness
 from fivefold.parallel.keys import Keys, Replay
 from fivefold.parallel.norms import global_batch_norm, global_instance_norm, laid_out
+from fivefold.torch_private import in_backward
 
 __all__ = [
     "DROPOUTS", "Share", "draws_mask", "dropout_arguments", "exact", "is_quiet", "quietly", "warn_layout",
@@ -58,6 +59,9 @@ class Share:
     """indices of the samples in the global batch, where they do not follow each other from `origin` on"""
     bounds: tuple[int, ...] = ()
     """the first sample of every replica, and the total"""
+    masks: Mapping[int, bool | None] = field(default_factory=dict[int, bool | None])
+    """of random calls by key, where it is known: whether the samples are on the leading dim of what is drawn
+    (True), or nowhere in it (False); None: elsewhere"""
     keys: Keys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,10 +70,6 @@ class Share:
     def next_key(self) -> int:
         """The key of the next random call of the module that is running."""
         return (self.keys if _here.replay is None else _here.replay).draw(_here.module)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 class _Here(threading.local):
@@ -113,7 +113,7 @@ def _entered(name: str, forward: Callable[..., Any], mode: _Mode) -> Callable[..
         outer, inside = (_here.module, _here.replay), mode.active()
         _here.module = name
         if not inside:
-            _here.replay = keys.replay(name) if _in_backward() else None
+            _here.replay = keys.replay(name) if in_backward() else None
         if _here.replay is None:
             keys.begin(name)
         try:
@@ -154,7 +154,9 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        answer = _NORMS.get(func) or (_DRAWS.get(func) if self.share.draws else None)
+        answer = _NORMS.get(func) or _DRAWS.get(func)
+        if not self.share.draws and answer in _MASKS:
+            answer = _layout_dependent if draws_mask(func, args, kwargs) else None
         return func(*args, **kwargs) if answer is None else answer(self.share, func, args, kwargs)
 
 
@@ -233,6 +235,8 @@ def draws_mask(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call takes the next key of its module."""
     if func in DROPOUTS:
         return dropout_arguments(func, args, kwargs) is not None
+    if func in {torch.rand, torch.rand_like}:
+        return not any(kwargs.get(name) for name in ("generator", "out", "names", "requires_grad"))
     return func is Tensor.bernoulli_
 
 
@@ -253,22 +257,46 @@ def _bernoulli(share: Share, _func: Any, args: tuple[Any, ...], kwargs: dict[str
     return noise.copy_(_draw(share, noise.shape, noise.device) < keep)
 
 
-def _draw(share: Share, shape: torch.Size, device: torch.device, common: bool = False) -> Tensor:
-    """Numbers in [0, 1) that follow the samples; with `common` (weights, say) the same on all ranks."""
-    rows = max(share.rows, 1)
+def _rand(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.rand(...)`, `torch.rand_like(x)`: how others write stochastic depth."""
+    if not draws_mask(func, args, kwargs):
+        return _layout_dependent(share, func, args, kwargs)
+    common = any(isinstance(one, nn.Parameter) for one in (*args, kwargs.get("input")))
+    made = (torch.empty if func is torch.rand else torch.empty_like)(*args, **kwargs)
+    drawn = _draw(share, made.shape, made.device, common, unless_known=func.__name__)
+    return made.copy_(drawn)
+
+
+def _draw(
+    share: Share,
+    shape: torch.Size,
+    device: torch.device,
+    common: bool = False,
+    unless_known: str = "",
+) -> Tensor:
+    """Numbers in [0, 1) that follow the samples; with `common` (weights, say) the same on all ranks.
+
+    `unless_known`: what to tell of where it is only assumed that the samples are on the leading dim, as they
+    may be.
+    """
+    rows, key = max(share.rows, 1), share.next_key()
+    divided = share.rows != share.total
     if common or not shape:
-        offset = 0
-    elif shape[0] % rows == 0 and shape[0] >= rows:
-        if share.samples is not None:
-            whole = torch.Size((share.total, shape.numel() // rows))
-            numbers = randomness.uniform(whole, 0, share.next_key(), device)
-            return numbers[share.samples].view(shape)
-        offset = share.origin * (shape.numel() // rows)
+        follows: bool | None = False
+    elif key in share.masks:
+        follows = share.masks[key]
     else:
-        offset = 0
-        if share.rows != share.total:
-            warn_layout(f"a mask of shape {tuple(shape)}, whose leading dim is not the samples,")
-    return randomness.uniform(shape, offset, share.next_key(), device)
+        follows = (shape[0] % rows == 0 and shape[0] >= rows) or None
+        if divided and unless_known:
+            warn_layout(unless_known)
+    if follows is None and divided:
+        warn_layout(f"a mask of shape {tuple(shape)}, whose leading dim is not the samples,")
+    if not follows:
+        return randomness.uniform(shape, 0, key, device)
+    if share.samples is not None:
+        whole = torch.Size((share.total, shape.numel() // rows))
+        return randomness.uniform(whole, 0, key, device)[share.samples].view(shape)
+    return randomness.uniform(shape, share.origin * (shape.numel() // rows), key, device)
 
 
 def _layout_dependent(
@@ -318,10 +346,9 @@ def warn_layout(what: str) -> None:
     if _here.noted is not None:
         _here.noted.append(what)
         return
-    warnings.warn(
+    warn(
         f"{what} draws random numbers in the model that do not follow the global sample: the run is "
         "valid, but not equal to a run under another layout. nn.Dropout and its kin are.",
-        stacklevel=2,
     )
 
 
@@ -331,15 +358,17 @@ _NORMS: _Answers = {
     torch.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
 }
+_MASKS = (_dropout, _bernoulli, _rand)
 _DRAWS: _Answers = {
     **dict.fromkeys(DROPOUTS, _dropout),
     Tensor.bernoulli_: _bernoulli,
+    **dict.fromkeys((torch.rand, torch.rand_like), _rand),
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _attention,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys(
         (
-            torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like,
+            torch.randn, torch.randn_like, torch.randint, torch.randint_like,
             torch.randperm, torch.bernoulli, torch.normal, torch.multinomial, torch.poisson, torch.binomial,
             torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.native_dropout,
             Tensor.bernoulli, Tensor.multinomial, Tensor.normal_, Tensor.uniform_, Tensor.random_,

@@ -18,12 +18,11 @@ __all__ = ["LossParameters", "loss_parameters"]
 
 
 class LossParameters:
-    """Of a loss, what is no parameter of the net. Ranks have agreed on their numbers. Collective."""
+    """Those of a loss, equal on all ranks. Collective."""
 
-    def __init__(self, loss: nn.Module, net: nn.Module, mesh: Mesh) -> None:
-        of_net = {id(parameter) for parameter in net.parameters()}
-        self._own = [p for p in loss.parameters() if id(p) not in of_net]
-        self._gradients = StageGradients(self._own, mesh.group(*AXES))
+    def __init__(self, own: list[nn.Parameter], mesh: Mesh) -> None:
+        self._own = own
+        self._gradients = StageGradients(own, mesh.group(*AXES))
 
     def begin(self) -> None:
         """Start a step."""
@@ -42,9 +41,9 @@ class LossParameters:
 
 
 def loss_parameters(loss: Any, net: nn.Module, mesh: Mesh) -> LossParameters | None:
-    """Those of a loss on several ranks; None if there are none to train."""
+    """What a loss on several ranks has besides the net's; None if there is nothing to train."""
     if mesh.size == 1 or not isinstance(loss, nn.Module):
         return None
     of_net = {id(parameter) for parameter in net.parameters()}
-    trains = any(p.requires_grad and id(p) not in of_net for p in loss.parameters())
-    return LossParameters(loss, net, mesh) if trains else None
+    own = [p for p in loss.parameters() if id(p) not in of_net]
+    return LossParameters(own, mesh) if any(p.requires_grad for p in own) else None

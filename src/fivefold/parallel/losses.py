@@ -12,7 +12,6 @@ the gathered outputs and targets of all ranks, with a warning, and has to give t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold import comm
-from fivefold.errors import UsageError
+from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import gather_rows, row_counts
 from fivefold.parallel.torch_losses import Loss, split_loss
 from fivefold.parallel.trees import leaves, map_tensors
+from fivefold.torch_private import sequence_number
 from fivefold.trace import Tag
 
 __all__ = ["SharedLoss"]
@@ -222,11 +222,10 @@ class SharedLoss:
             return
         self._warned = True
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
-        warnings.warn(
+        warn(
             f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all ranks "
             "are gathered for it: exact, at the cost of that traffic in every step. Give it a method "
             "share(outputs, targets) -> (numerator, denominator) to avoid it.",
-            stacklevel=6,
         )
 
 
@@ -258,7 +257,7 @@ def _graph_time() -> int:
 
 
 def _number(function: Any) -> int:
-    return function._sequence_nr()  # noqa: SLF001
+    return sequence_number(function)
 
 
 def _reaches(loss: Tensor, known: Iterable[Any], since: int) -> bool:

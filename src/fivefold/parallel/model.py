@@ -8,7 +8,6 @@ step(x, y):   weights of all targets  ─────────────┐
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
-from fivefold.parallel.refuse import check_net
+from fivefold.parallel.refuse import check_net, held, refuse_joint_optimizers
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
@@ -111,10 +110,9 @@ class ParallelModel(nn.Module):
         """the latest whose batches were seen: when it changes, the net is recorded again"""
         self._mesh = mesh
         self._group = mesh.group("data")
-        of_loss = loss_parameters(loss, net, mesh)
-        self._of_loss = (of_loss,)  # in a tuple, as the reducer below
-        hooked = [net, *([loss] if isinstance(loss, nn.Module) else [])]
-        self._hooks = ParameterHooks(*hooked) if mesh.size > 1 else None
+        self._of_loss = loss_parameters(loss, net, mesh)
+        modules = [one for one in (net, loss) if isinstance(one, nn.Module)]
+        self._hooks = ParameterHooks(*modules) if mesh.size > 1 else None
         self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
@@ -142,6 +140,8 @@ class ParallelModel(nn.Module):
         """called in every step with what the net returned for this rank's part: for metrics of training"""
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         self._reducer = (self._own_reducer(net),)
+        if mesh.layout.pipe > 1 or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):
+            refuse_joint_optimizers(net)
 
     def _own_reducer(self, net: nn.Module) -> Reducer:
         """Who completes the gradients. Collective."""
@@ -175,13 +175,19 @@ class ParallelModel(nn.Module):
         Repeated calls accumulate gradients. Autocast is honoured in forward.
 
         Raises:
-            UsageError: no loss was given, the batch is empty on all ranks, or its tensors do not share
-                their leading dim; or ranks were given different batches, or made their loaders differently.
+            UsageError: no loss was given, or gradients are switched off; the batch is empty on all ranks, or
+                its tensors do not share their leading dim; or ranks were given different batches, or made
+                their loaders differently.
         """
         if self._mesh.role == "helper":
             help_instead()
         if self._loss is None:
             raise UsageError("step needs a loss: parallelize(net, mesh, loss=criterion)")
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "step computes gradients, and here torch.no_grad() or inference_mode() forbids that: use "
+                "model.evaluate(x, y, score), or model(x)"
+            )
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
         if self._stages is not None and inputs is None:
             inputs = self._stages.stand_in()
@@ -189,7 +195,7 @@ class ParallelModel(nn.Module):
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
         self.steps += 1
-        (of_loss,) = self._of_loss
+        of_loss = self._of_loss
         with nullcontext() if self._hooks is None else self._hooks.once():
             if of_loss is not None:
                 of_loss.begin()
@@ -279,11 +285,13 @@ class ParallelModel(nn.Module):
         scaled = _as_it_is if scaler is None else scaler.scale
         batch = Batch(call_with, inputs, share)
         divided = loss.split is None and loss.shares
-        total = stages.step(batch, own, scaled, divided=divided, of_loss=self._of_loss[0])
+        total = stages.step(batch, own, scaled, divided=divided, of_loss=self._of_loss)
         if scaler is not None:
             scaler.scale(total)  # it begins with its first use, which may be on other ranks only
             stages.agree_on_overflow()
-        return total.to(next(p.dtype for p in self.module.parameters()))
+        if loss.split is None and isinstance(loss.loss, nn.Module):
+            stages.share_from_last(loss.loss)
+        return total
 
     def tile_plan(self, example: Any) -> str:
         """The plan of this rank for inputs with the global shapes of `example`, as a table.
@@ -367,11 +375,11 @@ class ParallelModel(nn.Module):
                     "with a pipe axis a model in training mode has outputs in step only, where `on_outputs` "
                     "sees them: call model.eval() first"
                 )
-            stages, share = self._stages, self._share(inputs)
+            stages, share = self._stages, self._share(inputs, draws=False)
             outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))
             return bare.refused(stages.tiles.own(outputs), "a pipe axis has no graph of the net")
         if self._tiles is not None:
-            tiles, share = self._tiles, self._share(inputs)
+            tiles, share = self._tiles, self._share(inputs, draws=self.training)
             outputs = tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
             return bare.refused(
                 outputs, "each rank has its tile of the outputs, and the loss of all"
@@ -379,22 +387,22 @@ class ParallelModel(nn.Module):
         if self._rows is not None:
             alone = self._share(inputs) if self._is_shared(inputs) else self._share_alone(inputs)
             self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
-        if self.training:
-            share = dataclasses.replace(self._share(inputs), draws=False)
-            self._reducer[0].begin()
-            with exact(self._watched, share) as mode, mode:
-                outputs = forward(lambda: self._or_stand_in(inputs, share.rows, _call_both))
-            return self._averaged(outputs, share.rows, share.bounds)
         rows = rows_of(inputs, "inputs")
-        outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
-        return self._averaged(outputs, rows)
+        if self.training:
+            share = self._share(inputs, draws=False)
+            self._reducer[0].begin()
+        else:
+            share = self._share_alone(inputs)
+        with exact(self._watched, share) as mode, mode:
+            outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
+        return self._averaged(outputs, rows, share.bounds if self.training else None)
 
     def _averaged(self, outputs: Any, rows: int, bounds: Sequence[int] | None = None) -> Any:
         """Outputs of `rows` samples, ready for a bare `loss.backward()`; `bounds` are those of all shares."""
         replicas, trains = self._group.size(), any(leaf.requires_grad for leaf in leaves(outputs))
         if replicas == 1 or not trains:
             return outputs
-        if self._of_loss[0] is not None:
+        if self._of_loss is not None:
             return bare.refused(
                 outputs, "the parameters of the loss would get the gradients of this rank alone"
             )
@@ -452,7 +460,7 @@ class ParallelModel(nn.Module):
         """Outputs of all of this replica's samples, and whether this rank is the one that has them."""
         inputs = self._batches.moved(inputs)
         forward = functools.partial(self._reducer[0].forward, step=False)
-        share = self._share(inputs, targets)
+        share = self._share(inputs, targets, draws=False)
         first = all(self._mesh.coordinate(axis) == 0 for axis in ("pipe", *TILE_DIMS))
         first = first and share.rows > 0
         if self._stages is not None:
@@ -464,7 +472,7 @@ class ParallelModel(nn.Module):
         if tiles is not None:
             outputs = forward(lambda: tiles.run(call_with, inputs, share))
             return tiles.own(outputs, whole=True), first
-        with exact(self._watched, dataclasses.replace(share, draws=False)) as mode, mode:
+        with exact(self._watched, share) as mode, mode:
             return forward(lambda: self._or_stand_in(inputs, share.rows, call_with)), first
 
     def _or_stand_in(self, inputs: Any, rows: int, call: Callable[..., Any]) -> Any:
@@ -488,10 +496,11 @@ class ParallelModel(nn.Module):
         rows, replicas = max(rows_of(inputs, "inputs"), 1), self._group.size()
         bounds = tuple(rows * replica for replica in range(replicas + 1))
         return Share(
-            rows, bounds[self._group.rank()], bounds[-1], self.seed, self.steps, None, bounds=bounds
-        )
+            rows, bounds[self._group.rank()], bounds[-1], self.seed, self.steps, None, draws=False,
+            bounds=bounds,
+        )  # fmt: skip
 
-    def _share(self, inputs: Any, targets: Any = None) -> Share:
+    def _share(self, inputs: Any, targets: Any = None, *, draws: bool = True) -> Share:
         position = position_of([*leaves(inputs), *leaves(targets)])
         self._mesh.agreement.position = position
         if position is not None and position.epoch > self._epoch:
@@ -499,7 +508,7 @@ class ParallelModel(nn.Module):
             for tiles in (self._tiles, self._rows.tiles if self._rows is not None else None):
                 if tiles is not None:
                     tiles.programs.look_again()
-        return self._batches.share(inputs, self.seed, self.steps)
+        return self._batches.share(inputs, self.seed, self.steps, draws=draws)
 
     # ---- the user's names: those of the plain net
 
@@ -533,6 +542,11 @@ class ParallelModel(nn.Module):
         """The plain net's parameters under their own names; on a `pipe` axis those that this rank holds."""
         self._rest()
         return iter(_real(dict(self.module.named_parameters(*args, **kwargs))).items())
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A parameter of the plain net. Raises `UsageError` where another rank of the `pipe` axis has it."""
+        self._rest()
+        return held(target, self.module.get_parameter(target))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The plain net's buffers under their own names; on a `pipe` axis those that this rank holds."""

@@ -33,12 +33,13 @@ def laid_out(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`norm(x)`, with tensors and gradients whose memory torch's kernels for CPUs take for what it is.
 
     Where a dim has one element, its stride may be anything. The kernels then take channels-last memory for
-    contiguous, or the reverse, and give other gradients (torch 2.11 to 2.15).
+    contiguous, or the reverse, and give other gradients (torch 2.13).
     """
-    if not (x.requires_grad and _misleads(x)):
+    if not (torch.is_grad_enabled() and _misleads(x)):
         return norm(x)
     made = norm(x.contiguous())
-    made.register_hook(Tensor.contiguous)
+    if made.requires_grad:  # for scale and shift, where not for `x`
+        made.register_hook(Tensor.contiguous)
     return made
 
 
@@ -158,26 +159,26 @@ class _BatchNorm(torch.autograd.Function):
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, mean, var, None, None, False, ctx.eps, [half, True, True]
         )
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([dbias, dweight]).to(torch.float64)
-            if not ctx.counted:  # a stand-in adds nothing, even where it gave NaN
-                sums.zero_()
-            comm.all_reduce(sums, ctx.group, Tag.BATCH_NORM)
-            # The statistics do not depend on stand-ins, so those get no share of the correction.
-            sums = sums * (-1.0 / total) if ctx.counted else torch.zeros_like(sums)
-            scale = torch.rsqrt(var + ctx.eps)
-            scale = scale if weight is None else scale * weight
-            offset, slope = sums.to(mean.dtype) * scale
-            correction = torch.batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps, False)
-            if ctx.owned is not None:
-                # The sums are over all that was computed, overlaps included; the statistics depend on what
-                # is owned, and so does their share of the gradient.
-                theirs = torch.ones_like(correction, dtype=torch.bool)
-                theirs[ctx.owned] = False
-                correction = correction.masked_fill_(theirs, 0.0)
-            # One pass less, but the factor would be rounded to half precision.
-            per_channel = (1, -1, *(1,) * (x.dim() - 2))
-            dx = dx.add_(correction) if half else correction.addcmul_(dy, scale.view(per_channel))
+        # Even where `x` needs no gradient: a net that takes another way on another rank may need one there.
+        sums = torch.stack([dbias, dweight]).to(torch.float64)
+        if not ctx.counted:  # a stand-in adds nothing, even where it gave NaN
+            sums.zero_()
+        comm.all_reduce(sums, ctx.group, Tag.BATCH_NORM)
+        # The statistics do not depend on stand-ins, so those get no share of the correction.
+        sums = sums * (-1.0 / total) if ctx.counted else torch.zeros_like(sums)
+        scale = torch.rsqrt(var + ctx.eps)
+        scale = scale if weight is None else scale * weight
+        offset, slope = sums.to(mean.dtype) * scale
+        correction = torch.batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps, False)
+        if ctx.owned is not None:
+            # The sums are over all that was computed, overlaps included; the statistics depend on what
+            # is owned, and so does their share of the gradient.
+            theirs = torch.ones_like(correction, dtype=torch.bool)
+            theirs[ctx.owned] = False
+            correction = correction.masked_fill_(theirs, 0.0)
+        # One pass less, but the factor would be rounded to half precision.
+        per_channel = (1, -1, *(1,) * (x.dim() - 2))
+        dx = dx.add_(correction) if half else correction.addcmul_(dy, scale.view(per_channel))
         own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
         return (*own, *(None,) * 7)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.sharded import placed, whole
+from fivefold.torch_private import gradient_hooks, own_parameters
 
 __all__ = ["ParameterHooks"]
 
@@ -51,7 +52,7 @@ class ParameterHooks:
             start + name: p for start, one in named.items() for name, p in one.named_parameters()
         }
         self._held = [
-            (f"{start}{path}." if path else start, module._parameters)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            (f"{start}{path}." if path else start, own_parameters(module))
             for start, one in named.items()
             for path, module in one.named_modules()
         ]
@@ -104,7 +105,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     only = (
         len(afterwards) == 1 and _is_ours(next(iter(afterwards.values()))) if afterwards else True
     )
-    return bool(parameter._backward_hooks) or not only  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return bool(gradient_hooks(parameter)) or not only
 
 
 def _taken_off(parameter: nn.Parameter, kind: str) -> tuple[_Hooks, _Hooks] | None:

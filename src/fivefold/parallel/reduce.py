@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.buckets import Bucket, packed, put_back, set_aside
+from fivefold.torch_private import after_backward
 from fivefold.trace import Tag
 
 __all__ = ["Alone", "Bucketed", "Reducer", "reducer_for", "without_effect"]
@@ -156,8 +157,7 @@ class Bucketed:
             )
         if not (self._steps or self._bare):  # a bare loss.backward(), outside `step`
             self._bare = True
-            engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            engine.queue_callback(self._finish_bare)
+            after_backward(self._finish_bare)
         bucket.missing.remove(number)
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._launch(self.buckets[self._next])

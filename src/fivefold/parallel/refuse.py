@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.errors import UsageError
 
-__all__ = ["check_net"]
+__all__ = ["check_net", "held", "refuse_joint_optimizers"]
 
 
 def check_net(net: nn.Module, replicas: int = 1) -> None:
@@ -22,6 +26,40 @@ def check_net(net: nn.Module, replicas: int = 1) -> None:
         if reason:
             where = f"the module {name!r}" if name else "the net"
             raise UsageError(f"{where} {reason}")
+
+
+def held(name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, if this rank has it. Raises `UsageError` if a stage of another rank does."""
+    if parameter.is_meta:
+        raise UsageError(
+            f"the parameter {name!r} is in a stage of another rank: full_state_dict() gives all, "
+            "named_parameters() what this rank holds"
+        )
+    return parameter
+
+
+@functools.cache
+def _watch_optimizers() -> weakref.WeakSet[nn.Module]:
+    """Nets of which this rank has a part; optimisers are looked at when they step."""
+    divided = weakref.WeakSet[nn.Module]()
+
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        known = {id(parameter) for net in divided for parameter in net.parameters()}
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "LBFGS looks at all parameters of a net at once, and here each rank has some of them (a pipe "
+                "axis, or memory.shard): use an optimiser that treats them one by one, or another layout"
+            )
+
+    register_optimizer_step_pre_hook(check)
+    return divided
+
+
+def refuse_joint_optimizers(net: nn.Module) -> None:
+    """From now on, optimisers that look at all parameters together are refused for those of this net."""
+    _watch_optimizers().add(net)
 
 
 def _reason(module: nn.Module) -> str | None:

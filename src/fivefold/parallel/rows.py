@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from fivefold.errors import UsageError
+from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
-from fivefold.parallel.intercept import Share, quietly, warn_layout
+from fivefold.parallel.intercept import Share, draws_mask, quietly, warn_layout
+from fivefold.parallel.randomness import key_of
 from fivefold.parallel.tiles.costs import Costs
 from fivefold.parallel.tiles.net import ALIKE, TiledNet, check_divided
 from fivefold.parallel.tiles.program import Compute, Program, exchange_of
 from fivefold.parallel.trees import map_tensors
+from fivefold.torch_private import AnyBatchNorm, pytree
 
 __all__ = ["Rows"]
 
@@ -81,6 +81,11 @@ class Rows:
             lines += [] if mark is None else mark.lines
             remedy = f'{ALIKE}; or vouch for the net with parallel.rows = "apart"'
             self._agreement.check(lines, "what they do", remedy, most=1)
+        if program is not None:
+            share.masks = {
+                key_of(share.seed, share.step, *draw): follows
+                for draw, follows in program.masks.items()
+            }
         return found is not None
 
     def check_apart(
@@ -126,21 +131,19 @@ class Rows:
 
     def _tell_unknown(self, program: Program) -> None:
         for node in program.gathered if program.meeting else ():
-            warnings.warn(
+            warn(
                 f"it is not known whether samples depend on each other in {node.where}, so every rank "
                 "gathers the whole batch there, which is exact and slow: if they do not, parallel.rows = "
                 '"apart" in the plan says so',
-                stacklevel=5,
             )
 
     def _tell(self, problem: UsageError) -> None:
         told, self._problem = bool(self._problem), f"no, {problem}"
         if not told:
-            warnings.warn(
+            warn(
                 "whether the samples of a batch depend on each other in the net was not checked, as it "
                 f"cannot be recorded: {problem}. If they do, what replicas compute differs from one "
                 'process; if they do not, parallel.rows = "apart" in the plan says so',
-                stacklevel=4,
             )
 
     def _meeting(
@@ -161,14 +164,16 @@ class Rows:
         alike = _alike(program.tape, [*alone.values()]) if found else frozenset[int]()
         if alike:
             again = self.tiles.planned_with(program, share, alike)
-            return _joined(again) or _different(again, alone, self.tiles)
+            found = _joined(again) or _different(again, alone, self.tiles)
+        if not found:
+            program.masks = _masks(program.tape, [*alone.values()])
         return found
 
 
 def _norm_of_batches(net: nn.Module) -> str | None:
     """The first batch norm that uses the statistics of the batch in evaluation mode too."""
     for name, module in net.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if isinstance(module, AnyBatchNorm) and module.running_mean is None:
             return f"{name!r}, which has no running statistics"
     return None
 
@@ -189,8 +194,9 @@ def _joined(program: Program) -> str:
     """The first step in which replicas exchange something, but for the statistics of norms."""
     for step in program.steps:
         if isinstance(step, Compute):
-            meets = step.local.collective not in (None, "batch norm")
-            if meets and not _is_norm(step.node):
+            by_samples = all(program.spreads[i].cut_dims in ((), (0,)) for i in step.node.outputs)
+            apart = step.local.collective is None or (by_samples and _is_norm(step.node))
+            if step.local.differs_apart or not apart:
                 return step.node.where
         moved = exchange_of(step)
         if moved is not None:
@@ -266,6 +272,28 @@ def _different(program: Program, alone: Mapping[int, Tape], tiles: TiledNet) -> 
     return next(filter(None, found), "")
 
 
+def _masks(whole: Tape, alone: Sequence[Tape]) -> dict[tuple[str, int], bool | None]:
+    """What depends on the number of samples in the shapes of masks."""
+    found: dict[tuple[str, int], bool | None] = {}
+    total = whole.shapes[whole.inputs[0]][0]
+    for node, *others in zip(whole.nodes, *(tape.nodes for tape in alone), strict=True):
+        if not draws_mask(node.function, node.args, node.kwargs):
+            continue
+        shape = node.output_shapes[0]
+        shapes = [other.output_shapes[0] for other in others]
+        rows = [tape.shapes[tape.inputs[0]][0] for tape in alone]
+        if all(other == shape for other in shapes):
+            found[node.scope, node.draw] = False
+        elif all(
+            other[1:] == shape[1:] and other[0] * total == shape[0] * n and not other[0] % n
+            for other, n in zip(shapes, rows, strict=True)
+        ):
+            found[node.scope, node.draw] = True
+        else:
+            found[node.scope, node.draw] = None
+    return found
+
+
 def _apart(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str:
     whole = program.tape
     for one, other in itertools.zip_longest(whole.nodes, alone.nodes):
@@ -294,8 +322,8 @@ def _same_kind(one: Node, other: Node) -> bool:
 
 
 def _same_arguments(one: Node, other: Node) -> bool:
-    flat, tree = tree_flatten((one.args, one.kwargs))
-    others, structure = tree_flatten((other.args, other.kwargs))
+    flat, tree = pytree.tree_flatten((one.args, one.kwargs))
+    others, structure = pytree.tree_flatten((other.args, other.kwargs))
     if str(tree) != str(structure):
         return False
     sized = one.name in _BY_SHAPE

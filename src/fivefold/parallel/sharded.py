@@ -29,10 +29,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.trees import map_tensors
+from fivefold.torch_private import base_of, memory_of, version_of
 from fivefold.trace import Tag
 
 __all__ = [
     "Holder",
+    "Parts",
     "Shards",
     "averages",
     "check_unchanged",
@@ -121,9 +123,40 @@ def unviewed(tree: Any) -> Any:
     """A tree of outputs of which none is a view: what changes a view in place drops the hooks of FSDP2."""
 
     def own(leaf: Tensor) -> Tensor:
-        return leaf if leaf._base is None else leaf.clone()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return leaf if base_of(leaf) is None else leaf.clone()
 
     return map_tensors(own, tree)
+
+
+class Parts:
+    """Where the parts of a net's parameters lie between steps: they are written to, and stay the same."""
+
+    def __init__(self, net: nn.Module, names: Iterable[str] | None = None) -> None:
+        self._net, self._names = net, None if names is None else set(names)
+        self._before: dict[str, tuple[int, ...]] = {}
+
+    def note(self) -> None:
+        """A step has ended."""
+        self._before = self._now()
+
+    def check(self) -> None:
+        """Raise `UsageError` for a parameter that has come, gone, or been given other memory since."""
+        now = self._now()
+        if self._before and now != self._before:
+            name = next(n for n in {**self._before, **now} if self._before.get(n) != now.get(n))
+            raise UsageError(
+                f"the parameter {name!r} has become another tensor since the last step, whose numbers "
+                "replicas that divide parameters do not use: write into it (with torch.no_grad(): "
+                'p.copy_(...)), call parallelize anew for a changed net, or set memory.shard = "none"'
+            )
+
+    def _now(self) -> dict[str, tuple[int, ...]]:
+        named = self._net.named_parameters(remove_duplicate=False)
+        return {
+            name: (id(p), memory_of(p), local(p).untyped_storage().data_ptr())
+            for name, p in named
+            if self._names is None or name in self._names
+        }
 
 
 class Shards:
@@ -133,11 +166,14 @@ class Shards:
     over `mesh`.
     """
 
-    def __init__(self, net: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, net: nn.Module, names: Sequence[str], mesh: DeviceMesh, parts: Parts | None = None
+    ) -> None:
         self._net, self._names, self._mesh = net, list(names), mesh
         self._holders = [held(net, chunk, mesh, keep=True) for chunk in _chunks(net, self._names)]
         self._had: list[bool] = []
         self._versions: list[int] = []
+        self._parts = parts or Parts(net, names)  # others may hold the rest, whole just now
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self._nothing = torch.zeros((), device=device, requires_grad=True)
 
@@ -149,13 +185,14 @@ class Shards:
     def begin(self) -> None:
         """Start a step: make the parameters whole, without gradients."""
         self.rest()
+        self._parts.check()
         self._had = [parameter.grad is not None for parameter in self.parameters()]
         averages(self._holders, 1)
         for made in self._holders:
             made.unshard()
         for parameter in self.parameters():  # of a step that was broken off
             parameter.grad = None
-        self._versions = [parameter._version for parameter in self.parameters()]  # noqa: SLF001
+        self._versions = [version_of(parameter) for parameter in self.parameters()]
 
     def finish(self) -> list[bool]:
         """Sum the gradients over all ranks and go back to parts; which parameters this rank has used.
@@ -172,6 +209,7 @@ class Shards:
             cast(Any, made)(lambda: self._nothing * 1).backward()
         self._nothing.grad = None
         self.rest()
+        self._parts.note()
         return used
 
     def forget(self, used: Sequence[float]) -> None:
@@ -201,7 +239,7 @@ def check_unchanged(
 ) -> None:
     """Raise `UsageError` for a whole parameter that was written to since it had that version."""
     for name, parameter, before in zip(names, parameters, versions, strict=True):
-        if parameter._version != before:  # noqa: SLF001
+        if version_of(parameter) != before:
             refuse_write(name)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
+from fivefold.torch_private import forward_hooks, gradient_hooks
 
 __all__ = ["Loss", "split_loss"]
 
@@ -117,7 +118,7 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
 
 def _altered(loss: Any) -> bool:
     """Whether hooks, or a method of its own, make a module compute something else than its class."""
-    hooks = (loss._forward_hooks, loss._forward_pre_hooks, loss._backward_hooks)  # noqa: SLF001
+    hooks = (*forward_hooks(loss), gradient_hooks(loss))
     return any(hooks) or not {"forward", "__call__"}.isdisjoint(vars(loss))
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fivefold.errors import UsageError
+from fivefold.torch_private import pytree
 
 __all__ = [
-    "Structure", "call_with", "flatten", "leaves", "map_leaves", "map_tensors", "rows_of", "stand_in",
-    "unflatten",
+    "Structure", "call_with", "flatten", "in_graph", "leaves", "map_leaves", "map_tensors", "rows_of",
+    "stand_in", "unflatten",
 ]  # fmt: skip
 
 
@@ -124,6 +124,14 @@ def call_with(function: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return function(*inputs)
     return function(inputs)
+
+
+def in_graph(made: Tensor, tree: object) -> Tensor:
+    """`made` with the tensors of `tree` in its graph, adding nothing: ranks wait for gradients of others."""
+    for leaf in leaves(tree):
+        if leaf.requires_grad:
+            made = made + leaf.flatten()[:0].sum().to(made.dtype)
+    return made
 
 
 def stand_in(leaf: Tensor) -> Tensor:

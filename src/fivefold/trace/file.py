@@ -123,6 +123,7 @@ def _sections_of(buffer: mmap.mmap, path: Path) -> dict[str, dict[str, Any]]:
             size = section["bytes"]
             if name in SECTIONS:
                 size = _dtype(section["fields"]).itemsize * section["items"]
+                _check_fields(name, _dtype(section["fields"]))
             if section["offset"] < HEADER_BYTES or section["offset"] + size > len(buffer):
                 raise TraceError(
                     f"{path} is cut off: section {name} ends at byte {section['offset'] + size:,}, "
@@ -133,6 +134,14 @@ def _sections_of(buffer: mmap.mmap, path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise TraceError(f"{path} is damaged: its header says no sections ({problem!r})") from None
     return sections
+
+
+def _check_fields(name: str, found: np.dtype[np.void]) -> None:
+    """Raise `KeyError` or `TypeError` unless a table has what readers ask of it; it may have more."""
+    known = SECTIONS[name][0].fields or {}
+    for field, (kind, *_) in known.items():
+        if (found.fields or {})[field][0] != kind:
+            raise TypeError(f"{name}.{field} is no {kind}")
 
 
 @lru_cache(4)

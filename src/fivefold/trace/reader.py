@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.cluster.processes import process_stat
+from fivefold.trace.checked import checked, checked_stacks, read_json
 from fivefold.trace.file import TraceError, TraceFile
 from fivefold.trace.fold import folded, merge
 from fivefold.trace.schema import State
@@ -62,7 +62,9 @@ class RankTrace:
             problems.append(
                 "its writer was stopped while it added up: sums may lack the last second"
             )
-        meta = _document(file, "meta", problems)
+        meta, wrong = checked(_document(file, "meta", problems))
+        if wrong:
+            problems.append(f"its meta makes no sense of {', '.join(wrong)[:200]}")
         live = file.live[0].copy()
         for name, what in (
             ("lost_events", "events"),
@@ -75,10 +77,9 @@ class RankTrace:
             raise TraceError(
                 f"{path} does not say which rank it is of: it ended before it recorded anything"
             )
-        stacks = {
-            phase: [(str(where), int(count)) for where, count in found]
-            for phase, found in _document(file, "stacks", problems).items()
-        }
+        stacks, whole = checked_stacks(_document(file, "stacks", problems))
+        if not whole:
+            problems.append("its stacks cannot be read in part")
         return cls(
             path, meta["rank"], meta, _state(live), live, events, sums, windows, _notes(file, problems),
             stacks, tuple(problems),
@@ -98,13 +99,14 @@ def _tables(file: TraceFile) -> tuple[NDArray[np.void], NDArray[np.void], NDArra
         live = file.live[0].copy()
         events = file.events[file.events["seq"] > 0]
         sums = file.sums[: int(live["sums"])].copy()
+        sums = sums[sums["count"] > 0]  # a writer never leaves a row without
         windows = file.windows[: int(live["windows"])].copy()
         steady = before % 2 == 0 and int(file.live[0]["stamp"]) == before
         if steady or time.monotonic() > until:
             break
         time.sleep(0.001)
     fresh = events[(events["folded"] == 0) & (events["end_ns"] >= events["begin_ns"])]
-    used = min(int(live["sums"]), len(sums))
+    used = len(sums)
     if len(fresh):
         more = folded(fresh)
         sums = np.concatenate([sums[:used], np.zeros(len(more), sums.dtype)])
@@ -117,7 +119,7 @@ def _tables(file: TraceFile) -> tuple[NDArray[np.void], NDArray[np.void], NDArra
 def _document(file: TraceFile, name: str, problems: list[str]) -> dict[str, Any]:
     text = file.text(name)
     try:
-        found = json.loads(text) if text else {}
+        found = read_json(text) if text else {}
     except ValueError:
         problems.append(f"its {name} cannot be read")
         return {}
@@ -128,9 +130,12 @@ def _notes(file: TraceFile, problems: list[str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in file.text("notes").splitlines():
         with contextlib.suppress(ValueError):
-            note = json.loads(line)
-            if isinstance(note, dict) and "kind" in note:
-                found.append(cast("dict[str, Any]", note))
+            told = read_json(line)
+            note, wrong = (
+                checked(cast("dict[str, Any]", told)) if isinstance(told, dict) else ({}, [])
+            )
+            if "kind" in note and not wrong:
+                found.append(note)
                 continue
         problems.append("a note cannot be read")
     return found

@@ -3,7 +3,7 @@
     runs/digits-001/
       plan.toml       every decision, and where it came from
       metrics.jsonl   one line per epoch
-      weights.pt      the model's state_dict, for plain PyTorch: torch.load(..., weights_only=True)
+      weights.pt      the model's state_dict, for plain PyTorch: torch.load(..., weights_only=True); mode 0600
 
 A run gets the next free number; an existing directory is never written to. Rank 0 writes. Files other than
 the growing metrics appear whole or not at all.
@@ -70,7 +70,12 @@ class Run:
         """Write the state_dict of a plain net, on the CPU and in the usual order of dims."""
         if self.writes:
             state = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
-            _whole(self.path / "weights.pt", lambda to: torch.save(state, to))
+            _whole(self.path / "weights.pt", lambda to: _save_privately(state, to))
+
+
+def _save_privately(state: Mapping[str, Tensor], path: Path) -> None:
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+        torch.save(state, file)
 
 
 def _attempt(parent: Path, name: str) -> str:

@@ -12,9 +12,9 @@ import select
 import sys
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from fivefold.mesh.heap import keep_memory
+from fivefold.torch_private import pytree
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 def _train(net: torch.nn.Module, x: torch.Tensor) -> None:
     made = net(x)
-    flat, _ = tree_flatten(made)
+    flat, _ = pytree.tree_flatten(made)
     total = [leaf.sum() for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if total:
         torch.stack(total).sum().backward()

@@ -145,13 +145,13 @@ def seconds(value: float) -> str:
 def size(value: float) -> str:
     """Bytes in the largest unit that gives at least 1, as `bytes_of` reads it.
 
-    >>> size(17179869184), size(1500)
-    ('16GiB', '1.5KiB')
+    >>> size(17179869184), size(1500), size(6)
+    ('16GiB', '1.5KiB', '6B')
     """
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= scale:
             return f"{value / scale:.1f}".removesuffix(".0") + unit
-    return f"{value:.0f}"
+    return f"{value:.0f}B"
 
 
 def _next(best: Sequence[Prediction]) -> Prediction:

@@ -121,13 +121,13 @@ class Noise(Block):
             return x
         if self.how == "randn_like":
             return x + 0.1 * torch.randn_like(x)
-        if self.how == "rand":
-            return x * torch.rand(x.shape)
+        if self.how == "randn":
+            return x * torch.randn(x.shape)
         return x[torch.randperm(x.shape[0])]
 
     @classmethod
     def draw(cls, rng: random.Random, shape: Shape, same: bool) -> dict[str, Any]:
-        return {"how": rng.choice(["randn_like", "rand", "randperm"])}
+        return {"how": rng.choice(["randn_like", "randn", "randperm"])}
 
 
 @register

@@ -152,7 +152,8 @@ class Activation(Block):
         if self.which == "functional_in_place":
             return F.relu_(x * 1.0)
         if self.which == "method_in_place":
-            return (x + 0.1).tanh_().mul_(2.0)
+            # torch refuses the reverse order, but not under checkpoint.
+            return (x + 0.1).mul_(2.0).tanh_()
         return self.function(x)
 
     @classmethod
@@ -209,20 +210,52 @@ class DropoutTwice(Block):
 
 
 @register
-class StochasticDepth(Block):
-    """Leaves out a branch of some samples, as timm writes it."""
+class DroppedPlaces(Block):
+    """Masks of what no sample is in, with as many rows as a rank may have samples."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, rows: int, how: str) -> None:
         super().__init__(shape)
-        self.keep = 0.6
+        self.how = how
+        self.places = nn.Parameter(torch.linspace(-1.0, 1.0, rows * 3).reshape(rows, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.places * 2.0
+        if self.how == "rand":
+            places = places * torch.rand(places.shape, dtype=x.dtype)
+        else:
+            places = F.dropout(places, 0.4, self.training)
+        return x * (1.0 + 0.1 * places.sum())
+
+    @classmethod
+    def draw(cls, rng: random.Random, shape: Shape, same: bool) -> dict[str, Any]:
+        return {"rows": rng.choice([1, 2, 3, 4, 6]), "how": rng.choice(["dropout", "rand"])}
+
+
+@register
+class StochasticDepth(Block):
+    """Leaves out a branch of some samples, as timm and transformers write it."""
+
+    def __init__(self, shape: Shape, how: str = "bernoulli_") -> None:
+        super().__init__(shape)
+        self.keep, self.how = 0.6, how
         self.gain = nn.Parameter(torch.tensor([0.7]))
 
     def forward(self, x: Tensor) -> Tensor:
         branch = x.tanh() * self.gain
         if self.training:
-            noise = x.new_empty((x.shape[0], *[1] * (x.dim() - 1))).bernoulli_(self.keep)
+            shape = (x.shape[0], *[1] * (x.dim() - 1))
+            if self.how == "bernoulli_":
+                noise = x.new_empty(shape).bernoulli_(self.keep)
+            elif self.how == "rand":
+                noise = (self.keep + torch.rand(shape, dtype=x.dtype, device=x.device)).floor_()
+            else:
+                noise = (torch.rand_like(x) < self.keep).to(x.dtype)
             branch = branch * noise.div_(self.keep)
         return x + branch
+
+    @classmethod
+    def draw(cls, rng: random.Random, shape: Shape, same: bool) -> dict[str, Any]:
+        return {"how": rng.choice(["bernoulli_", "rand", "rand_like"])}
 
     @classmethod
     def events(cls, rng: random.Random, args: dict[str, Any]) -> list[Event]:

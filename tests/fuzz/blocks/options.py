@@ -122,6 +122,18 @@ class Global(Block):
 
 
 @register
+class Flagged(Block):
+    """Computes otherwise where torch is set to be deterministic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (0.6 if torch.are_deterministic_algorithms_enabled() else 1.2)
+
+    @classmethod
+    def events(cls, rng: random.Random, args: dict[str, Any]) -> list[Event]:
+        return [{"do": "deterministic", "value": True}]
+
+
+@register
 class AttributeTensor(Block):
     """A tensor that is neither parameter nor buffer: read, reassigned, or written to in place."""
 

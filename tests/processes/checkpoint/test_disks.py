@@ -32,9 +32,13 @@ def payload(disk: Path) -> tuple[int, int]:
 
 def test_a_full_disk_costs_saves_and_not_the_run(nodes: Nodes, oracle: list[Told]) -> None:
     leave(nodes.disk(1), 40_000)
-    found = ended(run(nodes))
+    job = run(nodes)
+    assert job.wait(90.0) == [1] * len(job.ranks), "all train to the end, and say then that nothing is kept"
+    found = [Told(rank.text) for rank in job.ranks]
     same(found, oracle)
-    assert "No space left on device" in found[0].text
+    for one in found:
+        assert "CheckpointError: the run ends without any save" in one.text
+        assert "No space left on device" in one.text
     (nodes.disk(1) / "filler").unlink()
     after = ended(run(nodes, steps=15))
     assert {one.start for one in after} <= {0}, "nothing was saved, and nothing pretends to be"

@@ -29,6 +29,7 @@ from fivefold.checkpoint.pieces import (
 )
 from fivefold.checkpoint.shelf import Shelf
 from generations import saved_state
+from strangers import crowd, is_hung_up_while_it_dribbles
 
 STATE = saved_state([[100, 50], [70]])
 KEY = new_key()
@@ -220,7 +221,9 @@ def test_callers_wait_where_there_are_too_many(folder: Path) -> None:
     ):
         first.read(data(0, 5))
         waiting = pool.submit(second.read, data(0, 5))
-        assert first.read(data(5, 5)) == STATE.data(0)[5:10] and not waiting.done()
+        for _ in range(20):
+            assert first.read(data(5, 5)) == STATE.data(0)[5:10] and not waiting.done()
+            time.sleep(0.01)
         first.close()
         assert waiting.result(10) == STATE.data(0)[:5]
 
@@ -295,3 +298,51 @@ class Relay:
         if flip_at < 0:
             source.close()
             sink.close()
+
+
+def test_a_crowd_of_silent_callers_keeps_nobody_out(server: Server, client: Client) -> None:
+    threads = threading.active_count()
+    with crowd(server.address, 300):
+        assert client.read(data(0, 3)) == STATE.data(0)[:3]
+        end = time.monotonic() + 5  # the threads of those who were hung up on take a moment to end
+        while threading.active_count() > threads + 260:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_silent_callers_take_no_place_of_those_who_know_the_key(folder: Path) -> None:
+    shelf = Shelf(folder)
+    with (
+        Server("127.0.0.1", KEY, shelf.answer, most=2) as server,
+        crowd(server.address, 5),
+        Client(server.address, KEY, timeout_s=5) as client,
+    ):
+        assert client.read(data(0, 3)) == STATE.data(0)[:3]
+
+
+def test_a_caller_that_sends_a_byte_now_and_then_is_given_up(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fivefold.checkpoint.pieces._GREETING_S", 1.0)
+    assert is_hung_up_while_it_dribbles(server.address, pieces=60, pause_s=0.1)
+    assert client.read(data(0, 3)) == STATE.data(0)[:3]
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def dribble() -> None:
+            with door.accept()[0] as line, contextlib.suppress(OSError):
+                for _ in range(45):
+                    line.sendall(b"f")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        address = ("127.0.0.1", int(door.getsockname()[1]))
+        with (
+            Client(address, KEY, timeout_s=0.5) as client,
+            pytest.raises(PeerError, match="does not answer: timed out"),
+        ):
+            client.read(data(0, 3))
+        thread.join()

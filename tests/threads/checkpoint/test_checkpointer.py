@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fivefold.checkpoint import staging
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.note import newest_note
 from fivefold.checkpoint.place import place_at
 from fivefold.checkpoint.rhythm import Rhythm
@@ -120,6 +123,42 @@ def test_old_saves_are_dropped(tmp_path: Path) -> None:
     run_ranks(2, lambda mesh: train(mesh, tmp_path, 12, nodes="ab", keep=3))
     for node in "ab":
         assert names(tmp_path, node) == [f"step-{n:08}-epoch-1" for n in (8, 10, 12)]
+
+
+@pytest.mark.parametrize(("scheme", "times"), [("single", 3), ("partner", 6)])
+def test_the_room_that_saves_take_is_what_the_documentation_says(
+    scheme: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times the state of a node's ranks; the largest of what lies there whenever a file is complete."""
+    state_bytes, most = 1 << 20, 0
+    sync = FileOps.sync
+
+    def synced(self: FileOps, fd: int, path: Path) -> None:
+        nonlocal most
+        sync(self, fd, path)
+        here = tmp_path / "node-0"
+        sizes = (found.stat().st_size for found in here.rglob("*") if found.is_file())
+        with contextlib.suppress(FileNotFoundError):  # what was just renamed, or dropped
+            most = max(most, sum(sizes))
+
+    def check(mesh: Mesh) -> None:
+        name = f"node-{mesh.rank}"
+        how: dict[str, Any] = {
+            "local": tmp_path / name,
+            "node": name,
+            "scheme": scheme,
+            "flush_every": 0,
+        }
+        parts = {"ours": torch.zeros(state_bytes // 4) + mesh.rank}
+        with Checkpointer(tmp_path / "far", mesh, **how, parts=parts) as ckpt:
+            for step in range(1, 7):
+                parts["ours"] += 1
+                ckpt.save(step)
+                ckpt.wait()
+
+    monkeypatch.setattr(FileOps, "sync", synced)
+    run_ranks(2, check)
+    assert times - 0.5 < most / state_bytes < times + 0.2
 
 
 def test_old_copies_are_removed(tmp_path: Path) -> None:
@@ -306,3 +345,33 @@ def test_parameters_that_ranks_divide_go_on_in_a_plain_script(
         training.optim.zero_grad()
     for got, expected in zip(again, training.model.state_dict().values(), strict=True):
         torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_local_saves_go_where_only_this_user_can_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    private = tmp_path / f"fivefold-{os.getuid()}"
+    private.mkdir(mode=0o755)  # as an older version left it
+    private.chmod(0o755)
+    run_ranks(2, lambda mesh: train(mesh, tmp_path, 5, local=None, flush_every=1))
+    saved = [path for path in private.rglob("*") if path.is_file()]
+    flushed = [path for path in (tmp_path / "far").rglob("*") if path.is_file()]
+    assert len(saved) > 4 and len(flushed) > 4
+    assert {path.stat().st_mode & 0o777 for path in (*saved, *flushed)} == {0o600}
+    assert private.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("which", ["default", "run"])
+def test_saves_behind_a_link_that_somebody_made_are_not_loaded(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run_ranks(2, lambda mesh: train(mesh, tmp_path, 5, local=None, flush_every=0))
+    folder = tmp_path / f"fivefold-{os.getuid()}"
+    if which == "run":
+        [folder] = (folder / "checkpoints").iterdir()
+    folder.rename(tmp_path / "planted")
+    folder.symlink_to(tmp_path / "planted")
+    with pytest.raises(UsageError, match=f"{folder}, where saves .* is a link"):
+        run_ranks(2, lambda mesh: train(mesh, tmp_path, 9, local=None, flush_every=0))

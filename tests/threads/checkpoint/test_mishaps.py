@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch import nn
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.store import LocalStore
-from fivefold.errors import AllLost, CheckpointWarning, UsageError
+from fivefold.errors import AllLost, CheckpointError, CheckpointWarning, UsageError
 from fivefold.mesh import Mesh
 from ranks import run_ranks
 
@@ -223,7 +224,7 @@ def test_a_run_that_never_completed_a_save_begins_again(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(LocalStore, "commit", fails)
-    with told():
+    with told(), pytest.raises(CheckpointError, match=r"ends without any save; .*No space left"):
         run_ranks(2, run, tmp_path, range(1, 3))
     monkeypatch.undo()
     with told() as warned:
@@ -354,7 +355,7 @@ def test_different_steps_are_refused(tmp_path: Path) -> None:
             ckpt.save(mesh.rank)
             ckpt.wait()
 
-    with told() as warned:
+    with told() as warned, pytest.raises(CheckpointError, match="ends without any save"):
         run_ranks(2, check)
     assert "ranks save different steps (rank 0: 0, rank 1: 1)" in warned[0]
 
@@ -367,3 +368,81 @@ def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "node-1").write_text("")
     with pytest.raises(UsageError, match=r"cannot write to .*node-1.*name a directory"):
         run_ranks(2, run, tmp_path, range(1, 2))
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_an_older_save_is_never_taken_without_a_word(how: str, tmp_path: Path) -> None:
+    """The manifest of the newest save has no other copy; the record of the run knows of the save."""
+    run_ranks(1, run, tmp_path, range(1, 4))
+    for folder in (generation(tmp_path, "node-0", 3), tmp_path / "far" / "step-00000003-epoch-1"):
+        if how == "damaged":
+            flip(folder / "manifest.json")
+        else:
+            (folder / "manifest.json").unlink()
+    with told() as warned:
+        assert run_ranks(1, run, tmp_path, range(0)) == [(2, 2)]
+    [text] = warned
+    assert text.startswith("a newer save is passed over: step-00000003-epoch-1: ")
+    why = {"damaged": "its digest does not match", "gone": "the run has noted it in"}[how]
+    assert why in text, text
+
+
+def first_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = FileOps.sync
+
+    def fails(self: FileOps, fd: int, path: Path) -> None:
+        if "step-00000001" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync(self, fd, path)
+
+    monkeypatch.setattr(FileOps, "sync", fails)
+
+
+def counting(mesh: Mesh, folder: Path, count: dict[str, int]) -> Checkpointer:
+    return Checkpointer(folder / "far", mesh, local=folder / "node", count=count, signals=False)
+
+
+@pytest.mark.filterwarnings("ignore::fivefold.errors.CheckpointWarning")
+def test_who_looked_before_another_job_ended_does_not_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found no save, as there was none yet; at its own first save the other job is gone."""
+    first_step_fails(monkeypatch)
+
+    def early(mesh: Mesh) -> None:
+        count = {"steps": 0}
+        with counting(mesh, tmp_path, {"steps": 2}) as other:
+            other.save(1)
+            other.wait()
+            with counting(mesh, tmp_path, count) as ckpt:
+                assert ckpt.load() is None
+                other.save(2)
+                other.close()
+                with pytest.raises(CheckpointError, match="written to by another job since"):
+                    ckpt.save(1)
+        with counting(mesh, tmp_path, count) as ckpt:
+            assert ckpt.load() == 2 and count == {"steps": 2}
+
+    run_ranks(1, early)
+
+
+@pytest.mark.filterwarnings("ignore::fivefold.errors.CheckpointWarning")
+def test_resuming_waits_for_a_job_that_ends_and_goes_on_from_its_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_step_fails(monkeypatch)
+
+    def early(mesh: Mesh) -> None:
+        count = {"steps": 0}
+        with counting(mesh, tmp_path, {"steps": 2}) as other:
+            other.save(1)
+            other.wait()
+            with counting(mesh, tmp_path, count) as ckpt:
+                other.save(2)
+                ending = threading.Timer(1.0, other.close)
+                ending.start()
+                assert [step for step, _ in ckpt.resume([0, 0])] == [3, 4]
+                ending.join()
+                assert count == {"steps": 2}
+
+    run_ranks(1, early)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.fsdp import fully_shard
 
 from fivefold.checkpoint import dcp
+from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import State, saved_in
@@ -313,3 +314,31 @@ def test_copies_do_not_follow_the_step_after(tmp_path: Path) -> None:
     staging.copy()
     [entry] = [e for e in again.parts["model"] if e.path == ("weight",)]
     assert entry.value.data_ptr() == memory
+
+
+def ordered() -> dict[str, Any]:
+    """Tensors of many sizes and values in no order of their own."""
+    kinds = (lambda i: torch.full((1 << i % 7,), float(i)), lambda i: [i], lambda i: f"text {i}")
+    names = [f"{7 * i % 24:02}" for i in range(24)]
+    inner = {name: kinds[i % 3](i) for i, name in enumerate(names)}
+    return {**{f"z{name}": kinds[i % 3](i) for i, name in enumerate(names)}, "inner": inner, "a": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_dicts_come_back_with_their_keys_in_order(ranks: int, tmp_path: Path) -> None:
+    def check(mesh: Mesh, loads: bool) -> None:
+        state = {} if loads else ordered()
+        name = f"node-{mesh.rank}"
+        with Checkpointer(
+            tmp_path / "far", mesh, local=tmp_path / name, node=name, state=state
+        ) as ckpt:
+            if loads:
+                assert ckpt.load() == 2
+                assert list(state) == list(ordered())
+                assert list(state["inner"]) == list(ordered()["inner"])
+            else:
+                ckpt.save(1)
+                ckpt.save(2)
+
+    run_ranks(ranks, check, False)
+    run_ranks(ranks, check, True)

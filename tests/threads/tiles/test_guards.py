@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import queue
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import fivefold as ff
 from fivefold.data import loader
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
+from fivefold.parallel.graph.record import record
 from fivefold.plan import Layout, Pipeline, Plan
 from ranks import run_ranks
 
@@ -198,6 +203,42 @@ def test_steps_are_those_of_one_process(name: str, layout: Layout) -> None:
         assert real
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+# ---- what is kept of a recording
+
+
+def test_who_looks_at_frames_meanwhile_keeps_nothing() -> None:
+    # As a sampling profiler does, and the watcher of a run's trace.
+    thread, done = threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            frame = sys._current_frames().get(thread)
+            time.sleep(0.005)
+            del frame
+
+    net = Net().double()
+    looks = threading.Thread(target=look)
+    looks.start()
+    try:
+        for _ in range(10):
+            record(net, lambda net, x: net(x), X, [X.shape])
+    finally:
+        done.set()
+        looks.join()
+
+
+def test_what_is_kept_elsewhere_is_refused() -> None:
+    kept: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def keep(_net: Net, y: Tensor) -> Tensor:
+        kept.put(y)
+        return y
+
+    told = r"of shape \(4, 4, 6, 8\) outside of its modules \(in a list\)"
+    with pytest.raises(UsageError, match=told):
+        record(Net(keep).double(), lambda net, x: net(x), X, [X.shape])
 
 
 # ---- what guards do not see

@@ -46,6 +46,8 @@ class Depth(nn.Module):
         noise.div_(0.7)
         x = x + self.body(x) * noise
         x = x + self.body(x) * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5).div_(0.5)
+        x = x * (0.7 + torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype)).floor_()
+        x = x * torch.rand_like(x) + torch.rand([]) * torch.rand(x.shape, dtype=x.dtype)
         x = x * x.new_empty(x.shape).bernoulli_(p=0.8) + torch.empty_like(x).bernoulli_(0.5)
         return x + x.new_full(x.shape, 2.0) + x.new_zeros(1, 3, 1, 1) + x.new_ones(x.shape[2:])
 

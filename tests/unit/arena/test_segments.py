@@ -27,7 +27,7 @@ from fivefold.arena import (
     node_name,
     withdraw,
 )
-from fivefold.arena.budget import available_bytes
+from fivefold.arena.budget import available_bytes, in_turn
 from fivefold.arena.native import problem
 
 PAGE = 4096
@@ -205,3 +205,70 @@ def test_processes_of_one_container_are_of_one_node() -> None:
 def test_the_core_is_there_or_says_why_not() -> None:
     why = problem()
     assert not why or "C compiler" in why
+
+
+TWO_AT_ONCE = """
+import multiprocessing, os
+from fivefold.arena import ArenaError, Segment, budget
+
+MOST = 192 << 20
+context = multiprocessing.get_context("fork")
+barrier, answers = context.Barrier(2), context.SimpleQueue()
+segments = [Segment.create("test", 256 << 20, sparse=True) for _ in range(2)]
+
+def left():  # as if the machine had so much: what both have really taken counts
+    return MOST - sum(os.fstat(segment.fd).st_blocks * 512 for segment in segments)
+
+def take(segment):
+    budget.available_bytes = left
+    barrier.wait()
+    try:
+        segment.touch(0, 128 << 20, "a tensor")
+        answers.put("taken")
+    except ArenaError as problem:
+        answers.put(str(problem))
+
+children = [context.Process(target=take, args=(segment,)) for segment in segments]
+for child in children:
+    child.start()
+print(*sorted(answers.get() for _ in children), sep="|")
+for child in children:
+    child.join()
+assert left() > 0, left()
+"""
+
+
+def test_of_two_that_ask_at_once_for_the_last_memory_one_gets_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_AT_ONCE], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    refused, taken = done.stdout.strip().split("|")
+    assert taken == "taken"
+    assert refused.startswith("a tensor needs 128 MiB of shared memory, but 64 MiB are left")
+
+
+def test_who_does_not_give_its_turn_back_is_waited_for_in_vain(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("fivefold.arena.budget._TURN_S", 0.1)
+    with (
+        in_turn(),
+        pytest.raises(ArenaError, match=r"another process has been taking .*arena\.lock"),
+    ):
+        segment.touch(0, PAGE, "a tensor")
+    segment.touch(0, PAGE, "a tensor")
+
+
+def test_a_lock_that_somebody_else_has_made_is_told_and_not_used(
+    segment: Segment,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"fivefold-{os.getuid()}-arena.lock").symlink_to("elsewhere")
+    segment.touch(0, PAGE, "a tensor")
+    assert "take shared memory without waiting for each other" in caplog.text
+    assert not (tmp_path / "elsewhere").exists()

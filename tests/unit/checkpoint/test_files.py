@@ -33,6 +33,12 @@ def test_a_file_is_there_when_it_is_committed_and_not_before(tmp_path: Path) -> 
     assert files.digest(path) == written and files.size(path) == 6
 
 
+@pytest.mark.parametrize("files", [FileOps(), Recorded()])
+def test_only_its_owner_may_read_a_file(files: FileOps, tmp_path: Path) -> None:
+    files.write(tmp_path / "a", [b"weights"])
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+
 def test_what_is_not_committed_leaves_nothing_and_the_old_file_alone(tmp_path: Path) -> None:
     files, path = FileOps(), tmp_path / "a"
     files.write(path, [b"old"])

@@ -59,6 +59,14 @@ def made(file: Any = "__0_0.distcp", start: Any = 0, length: Any = 100) -> Metad
     )  # fmt: skip
 
 
+def for_readers() -> Metadata:
+    """What `metadata_of` gives for `made()`: what no reader needs is left out."""
+    metadata = made()
+    metadata.storage_meta = None
+    metadata.storage_data[MetadataIndex("rng")].transform_descriptors = ["transformed"]
+    return metadata
+
+
 CONTENTS = Contents(
     (Entry("w", "bfloat16", (2, 3)), Entry("rng")),
     (Part("w", "__0_0.distcp", 0, 100), Part("rng", "__1_0.distcp", 7, 9, transformed=True)),
@@ -70,7 +78,7 @@ def test_what_torch_writes_is_read(protocol: int) -> None:
     data = pickle.dumps(made(), protocol=protocol)
     assert contents_of(data, WHERE) == CONTENTS
     read = metadata_of(data, WHERE)
-    assert read == made() and type(read) is Metadata
+    assert read == for_readers() and type(read) is Metadata
 
 
 class ByName(pickle.Pickler):
@@ -97,7 +105,7 @@ def test_members_of_enumerations_may_be_written_by_name(protocol: int) -> None:
     data = by_name(protocol=protocol)
     assert b"getattr" in data
     assert contents_of(data, WHERE) == CONTENTS
-    assert metadata_of(data, WHERE) == made()
+    assert metadata_of(data, WHERE) == for_readers()
 
 
 @pytest.mark.parametrize("asked", [(Metadata, "__init__"), (torch.Size, "numel"), (dict, "pop")])

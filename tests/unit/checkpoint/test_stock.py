@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
 import shutil
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +125,32 @@ def test_directories_with_metadata_of_each_rank(tmp_path: Path) -> None:
     assert is_stock(LocalPlace(tmp_path)) and found(tmp_path) == []
     (tmp_path / "__0_0.distcp").unlink()
     assert found(tmp_path) == ["__0_0.distcp missing"]
+
+
+def test_the_same_bytes_are_not_read_again_and_again(folder: Path) -> None:
+    """A small metadata may say that any number of parts are one and the same."""
+    stored: Any = dcp.FileSystemReader(folder).read_metadata()
+    for index, info in stored.storage_data.items():
+        info.offset, info.length = 0, (folder / info.relative_path).stat().st_size
+        assert index
+    (folder / ".metadata").write_bytes(pickle.dumps(stored))
+    checked = verify_stock(LocalPlace(folder))
+    assert [p.name for p in checked.problems] == [".metadata"]
+    assert "are said to share bytes" in str(checked.problems[0])
+
+
+def test_records_that_grow_when_they_are_read_are_not_read(folder: Path) -> None:
+    stored: Any = dcp.FileSystemReader(folder).read_metadata()
+    info = next(iter(stored.storage_data.values()))
+    path = folder / info.relative_path
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 20))
+    data = stream.getvalue()
+    assert len(data) < 2000
+    at = path.stat().st_size
+    path.write_bytes(path.read_bytes() + data)
+    info.offset, info.length = at, len(data)
+    (folder / ".metadata").write_bytes(pickle.dumps(stored))
+    checked = verify_stock(LocalPlace(folder))
+    assert "its table of records is not one of torch.save" in str(checked.problems[0])

@@ -72,6 +72,7 @@ def test_collectives_cost_rounds_and_bytes() -> None:
         ("nodes = 4", "nodes = true", "nodes = True in text: expected a whole number"),
         ("nodes = 4", "nodes = 4\nhere = true", "unknown key 'here'"),
         ('"80GiB"', '"much"', "memory in [device] of text: 'much' is no size of memory"),
+        ('"80GiB"', "80", "memory in [device] of text: 80 has no unit; write 80GiB, 80MiB, or 80B for bytes"),
         ('memory = "80GiB"', "", "text lacks memory at [device]"),
         ("2e13", "-1", "flops_per_s = -1 in text: expected a number above 0"),
         ("2e13", "nan", "expected a number above 0"),
@@ -97,7 +98,7 @@ def test_a_missing_file_is_a_mistake(tmp_path: Path) -> None:
         Cluster.load(tmp_path / "none.toml")
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1G", "16 Gigabytes", "GiB", "1e3"])
+@pytest.mark.parametrize("text", ["", "0B", "-1G", "16 Gigabytes", "GiB", "1e3"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="no size of memory"):
         bytes_of(text)

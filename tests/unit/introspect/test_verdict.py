@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.document import document
 from fivefold.introspect.findings import Finding
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.verdict import findings, verdict
-from fivefold.trace.phases import Phase
-from fivefold.trace.schema import PHASES, State
+from fivefold.trace.phases import Phase, Tag
+from fivefold.trace.schema import KINDS, PHASES, TAGS, State
 from traces import MS, Story
 
+_GRADIENTS, _BATCH_NORM = TAGS.index(Tag.GRADIENTS), TAGS.index(Tag.BATCH_NORM)
 _P = {name: number for number, name in enumerate(PHASES)}
 
 
@@ -166,6 +168,60 @@ def test_exposed_communication_is_told_by_tag(tmp_path: Path) -> None:
     assert "backend fivefold instead of gloo" in found["exposed"].advice
 
 
+class Norms(Story):
+    """What is reduced bears the tag of batch norm."""
+
+    kind = "all_gather"
+
+    def _operation(self, row: NDArray[np.void], begin: NDArray[np.int64], end: NDArray[np.int64],
+                   place: int, phase: Phase) -> None:  # fmt: skip
+        super()._operation(row, begin, end, place, phase)
+        row["kind"], row["tag"] = KINDS.index(self.kind), _BATCH_NORM
+
+    def _windows(self, rank: int, begins: NDArray[np.int64], length: NDArray[np.int64],
+                 blocked: NDArray[np.int64]) -> NDArray[np.void]:  # fmt: skip
+        rows = super()._windows(rank, begins, length, blocked)
+        for name in ("tag_ns", "tag_blocked_ns", "tag_bytes"):
+            rows[name][:, _BATCH_NORM] = rows[name][:, _GRADIENTS]
+            rows[name][:, _GRADIENTS] = 0
+        return rows
+
+
+def of_tile(rank: int) -> dict[str, int]:
+    return {"data": 0, "height": rank}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind", "told", "wrong"),
+    [
+        ("global", "all_gather", 'parallel.batch_norm = "replica" needs none of it between', ""),
+        ("replica", "all_gather", "larger shares", "parallel.batch_norm"),
+        (
+            "global",
+            "all_reduce",
+            "larger shares",
+            "parallel.batch_norm",
+        ),  # buffers of instance norm
+        ("global", "tiles", "larger shares", "parallel.batch_norm"),  # norms over a sample
+        (None, "broadcast", "broadcast_buffers=False", "parallel.batch_norm"),
+        (None, "all_reduce", "larger shares", "broadcast_buffers"),
+    ],
+)
+def test_a_remedy_for_batch_norm_is_one_for_batch_norm(
+    chosen: str | None, kind: str, told: str, wrong: str, tmp_path: Path
+) -> None:
+    story = Norms(transfer_ns=30 * MS)
+    story.kind = "all_gather" if kind == "tiles" else kind
+    if kind == "tiles":
+        story.coordinates = of_tile
+    if chosen is not None:
+        story.meta = {"plan": {"parallel.batch_norm": {"value": chosen, "origin": "default"}}}
+    exposed = judged(story, tmp_path)[1]["exposed"]
+    assert exposed.figures["tag"] == Tag.BATCH_NORM
+    assert told in exposed.advice
+    assert not wrong or wrong not in exposed.advice
+
+
 def test_all_loaders_are_empty(tmp_path: Path) -> None:
     text, found = judged(Story().slow_loader(slice(None)), tmp_path)
     assert "straggler" not in found
@@ -224,7 +280,7 @@ def test_cores_are_not_enough(tmp_path: Path) -> None:
     story.run_delay[:] = 12 * MS
     text, found = judged(story, tmp_path)
     assert found["cores"].gain_s == pytest.approx(12e-3, rel=0.01)
-    assert "4 ranks on 4 cores of node0" in text
+    assert "(1 thread per rank, 4 ranks on 4 cores of node0)" in text
     assert "something else runs on them" in found["cores"].advice
     story.meta = {"threads": 4}
     assert "fewer ranks or threads" in judged(story, tmp_path / "b")[1]["cores"].advice

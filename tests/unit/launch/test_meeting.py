@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.errors import LaunchError, UsageError
+from fivefold.errors import UsageError
 from fivefold.launch import Place, meeting
 from fivefold.launch.meet import Meeting
 
@@ -55,7 +55,7 @@ def test_ranks_without_an_address_ask_for_one() -> None:
 def test_one_node_meets_at_a_file_of_this_user(temporary_folder: Path) -> None:
     found = meeting(MPI, {})
     assert found.kind == "file" and found.path is not None
-    assert found.path.parent == temporary_folder / f"fivefold-{os.getuid()}"
+    assert found.path.parent == temporary_folder / f"fivefold-{os.getuid()}-meet"
     assert found.path.parent.stat().st_mode & 0o777 == 0o700
     assert not found.path.exists()
 
@@ -67,18 +67,17 @@ def test_all_ranks_of_a_job_and_no_other_compute_the_same_file() -> None:
     assert len({first.path, *(meeting(other, {}).path for other in others)}) == 3
 
 
-def test_a_folder_that_others_can_use_is_not_trusted(temporary_folder: Path) -> None:
-    (temporary_folder / f"fivefold-{os.getuid()}").mkdir(mode=0o777)
-    (temporary_folder / f"fivefold-{os.getuid()}").chmod(0o777)
-    with pytest.raises(LaunchError, match="not a folder that only you can use"):
-        meeting(MPI, {})
-
-
 def test_a_link_to_elsewhere_is_not_trusted(temporary_folder: Path) -> None:
     (temporary_folder / "elsewhere").mkdir()
-    (temporary_folder / f"fivefold-{os.getuid()}").symlink_to("elsewhere")
-    with pytest.raises(LaunchError, match="not a folder that only you can use"):
+    (temporary_folder / f"fivefold-{os.getuid()}-meet").symlink_to("elsewhere")
+    with pytest.raises(UsageError, match=r"where ranks meet, is a link.*; or set TMPDIR"):
         meeting(MPI, {})
+
+
+def test_a_folder_with_checkpoints_is_no_obstacle(temporary_folder: Path) -> None:
+    """Saves without `local` used to go where ranks meet, made with the umask's mode."""
+    (temporary_folder / f"fivefold-{os.getuid()}" / "checkpoints").mkdir(mode=0o755, parents=True)
+    assert meeting(MPI, {}).kind == "file"
 
 
 def test_srun_over_several_nodes_meets_on_its_first_node() -> None:

@@ -54,6 +54,45 @@ def test_every_line_carries_its_rank() -> None:
     assert screen.read() == ("[0] one\n[11] three\n[0] two\n", "[0] oops\n")
 
 
+FAILED = b"Traceback (most recent call last):\n  File \"a.py\", line 3, in <module>\n    f()\nKeyError: 'x'\n"
+WARNED = b"/b/a.py:3: UserWarning: look out\n  f()\n"
+
+
+def test_what_ranks_write_in_the_same_words_is_shown_once() -> None:
+    screen = Screen()
+    for rank in range(3):
+        screen.display.feed(rank, "err", WARNED + FAILED + b"after\n")
+    shown = "".join(f"[0] {line}\n" for line in (WARNED + FAILED).decode().splitlines())
+    again = "".join(
+        f"[{r}] KeyError: 'x' (with the traceback of rank 0)\n[{r}] after\n" for r in (1, 2)
+    )
+    assert screen.read()[1] == f"{shown}[0] after\n{again}"
+
+
+def test_what_differs_is_shown_and_what_one_rank_repeats_too() -> None:
+    screen = Screen()
+    other = FAILED.replace(b"line 3", b"line 4")
+    screen.display.feed(0, "err", WARNED + FAILED + FAILED + WARNED)
+    screen.display.feed(1, "err", other + WARNED.replace(b"look", b"watch") + b"  indented\n")
+    told = screen.read()[1]
+    assert told.count("[0]     f()") == 2 and told.count("[0] /b/a.py") == 2
+    assert told.count("line 4") == 1 and "[1] /b/a.py:3: UserWarning: watch out" in told
+    assert told.endswith("[1]   indented\n")
+
+
+def test_a_traceback_that_is_cut_off_is_shown_and_torch_may_name_the_rank() -> None:
+    screen = Screen()
+    for rank in range(2):
+        named = b"".join(b"[rank%d]: " % rank + line for line in FAILED.splitlines(keepends=True))
+        screen.display.feed(rank, "err", named)
+    screen.display.feed(2, "err", FAILED[:60])
+    screen.display.close(2)
+    *whole, folded, first, last = screen.read()[1].splitlines()
+    assert len(whole) == 4
+    assert folded == "[1] [rank1]: KeyError: 'x' (with the traceback of rank 0)"
+    assert first == "[2] Traceback (most recent call last):" and last.startswith("[2]   File")
+
+
 @given(st.data())
 def test_lines_do_not_depend_on_how_bytes_arrive(data: st.DataObject) -> None:
     lines = {

@@ -9,7 +9,7 @@ import pytest
 
 import fivefold
 from fivefold.errors import UsageError
-from fivefold.launch.variables import GIVEN, READ, read_seconds
+from fivefold.launch.variables import GIVEN, READ, check_variables, read_seconds
 
 SOURCES = Path(fivefold.__file__).parent
 
@@ -39,3 +39,23 @@ def test_seconds() -> None:
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"FIVEFOLD_GRACE_S=.*positive number of seconds"):
         read_seconds("FIVEFOLD_GRACE_S", 5.0, {"FIVEFOLD_GRACE_S": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FIVEFOLD_TIMEOUT", "60", "variable FIVEFOLD_TIMEOUT; did you mean 'FIVEFOLD_TIMEOUT_S'"),
+        ("FIVEFOLD_TIMEOUT_S", "soon", "FIVEFOLD_TIMEOUT_S=soon: expected a positive number of seconds"),
+        ("FIVEFOLD_LEASE_S", "-1", "FIVEFOLD_LEASE_S=-1: expected a positive number of seconds"),
+        ("FIVEFOLD_ENGINE", "alon", "FIVEFOLD_ENGINE=alon is not a choice; did you mean 'alone'"),
+        ("FIVEFOLD_ROLE", "spare", "FIVEFOLD_ROLE=spare is not a choice; valid: trainer, helper"),
+        ("FIVEFOLD_DEBUG", "yes", "FIVEFOLD_DEBUG=yes is not a choice; valid: 0, 1"),
+    ],
+)  # fmt: skip
+def test_a_launcher_refuses_what_cannot_be(name: str, value: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check_variables({"PATH": "/bin", name: value})
+
+
+def test_what_fivefold_sets_itself_is_taken() -> None:
+    check_variables({"FIVEFOLD_LOG_DIR": "logs", "FIVEFOLD_ENGINE": "mpirun", "FIVEFOLD_DEBUG": ""})

@@ -14,7 +14,6 @@ import contextlib
 import os
 import socket
 import struct
-import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from fivefold.data.remote.arrival import Arrival
 from fivefold.data.remote.messages import Buffer, Header, Kind, LinkError, Message, packed
 from fivefold.data.remote.stream_link import StreamLink
 from fivefold.data.remote.trays import Borrowed, Trays, set_of
-from fivefold.errors import OffloadWarning
+from fivefold.errors import OffloadWarning, warn
 
 __all__ = ["ArenaLink"]
 
@@ -135,11 +134,10 @@ class ArenaLink(StreamLink):
         try:
             self._borrowed[number] = Borrowed.attach(fds[0], size, count)
         except ArenaError as problem:
-            warnings.warn(
+            warn(
                 f"memory of {self.peer} cannot be used here, so batches are sent through a socket, which "
                 f"costs a copy: {problem}",
                 OffloadWarning,
-                stacklevel=2,
             )
 
     def _drop_fds(self) -> None:

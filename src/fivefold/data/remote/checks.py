@@ -1,15 +1,46 @@
-"""Whether a helper makes the same bytes: every helper makes the trainer's own first batch again."""
+"""Whether a helper makes the same bytes: every helper makes the trainer's own first batch again.
+
+And whether any batch of a helper is built like those that are made here: the loop takes it apart unseen.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from fivefold.data.remote.packer import Packer
 from fivefold.data.remote.parcel import pack, types_in
 from fivefold.data.workers import Key
 
-__all__ = ["First"]
+__all__ = ["First", "structure_of"]
+
+
+def structure_of(batch: Any, key: Key) -> str:
+    """How a batch is built: containers and their keys, kinds of leaves, dtypes, numbers of dims, and which
+    first dims are its number of samples. Neither values nor sizes, which may differ from batch to batch.
+
+    Raises `UsageError` for what cannot travel.
+    """
+    return json.dumps(_built(Packer().node(batch), key.stop - key.start))
+
+
+def _built(tree: Any, samples: int) -> Any:
+    """The same of a tree as `Packer` makes it."""
+    if not isinstance(tree, list):
+        return type(tree).__name__
+    name, *rest = cast("list[Any]", tree)
+    if name in ("tensor", "array", "scalar"):
+        dtype, shape = cast("tuple[str, Sequence[int]]", rest[1:3])
+        return [name, dtype, len(shape), bool(shape) and shape[0] == samples]
+    if name in ("dict", "OrderedDict", "named", "data"):
+        return [name, rest[0], [_built(node, samples) for node in rest[1:]]]
+    if name == "tuple":
+        return [name, [_built(node, samples) for node in rest]]
+    if name == "list":  # of any length: the kinds that it holds
+        return [name, sorted({json.dumps(_built(node, samples)) for node in rest})]
+    return "float" if name == "nan" else name
 
 
 @dataclass(frozen=True)

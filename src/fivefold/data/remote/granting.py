@@ -59,6 +59,10 @@ class Granting:
         """position -> the helper that could not produce it, and what it told"""
         self.answers: list[tuple[int, Message]] = []
         """first batches that helpers made again, to be compared"""
+        self.structures: set[str] = set()
+        """how batches are built that were made here"""
+        self.doubted: dict[int, tuple[int, str]] = {}
+        """position -> the helper whose batch is built otherwise, and how"""
         self.bell = threading.Condition(desk.lock)
         """rings when the head of the line has arrived, or somebody else has to produce it"""
         self.iterating = False
@@ -90,6 +94,7 @@ class Granting:
         self.table = Leases(self._desk.lease)
         self.arrived.clear()
         self.failures.clear()
+        self.doubted.clear()
 
     def settle(self, first: First, trays: Trays) -> None:
         """From now on there is memory for answers."""
@@ -113,6 +118,13 @@ class Granting:
         helper, told = self.failures.pop(position, (-1, ""))
         if helper >= 0:
             self._blame(helper, told)
+
+    def built(self, position: int, structure: str) -> None:
+        """The batch at a position, which a helper may have built otherwise, was made here and is built so."""
+        self.structures.add(structure)
+        helper, other = self.doubted.pop(position, (-1, structure))
+        if other != structure:
+            self._blame(helper, f"it has built it otherwise, {other} instead of {structure}")
 
     def _blame(self, helper: int, told: str) -> None:
         name = self._desk.name(helper)

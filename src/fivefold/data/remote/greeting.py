@@ -20,11 +20,11 @@ import select
 import socket
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fivefold.closing import Closing
 from fivefold.data.remote.address import Address, dial, opened
@@ -39,7 +39,8 @@ from fivefold.data.remote.hello import (
 )
 from fivefold.data.remote.stream_link import StreamLink
 from fivefold.data.remote.versions import differences, versions
-from fivefold.errors import FivefoldError, OffloadWarning, UsageError
+from fivefold.errors import FivefoldError, OffloadWarning, UsageError, warn
+from fivefold.wire import Callers, received
 
 __all__ = [
     "Listener",
@@ -57,7 +58,8 @@ _CODE_BYTES = 32
 _HEAD_BYTES = len(_MAGIC) + len(_VERSION) + _CODE_BYTES
 _REFUSAL = bytes(_CODE_BYTES)
 _GREETING_S = 10.0
-_MOST_GREETINGS = 32
+_MOST_CALLERS, _OF_ONE = 256, 64
+"""who have not said yet who they are"""
 _RETRY_S = 0.05
 
 
@@ -117,11 +119,10 @@ def connect(
         raise
     link = introduced(link, about or about_trainer(), end)
     if not _alike(link):
-        warnings.warn(
+        warn(
             f"{name} lives in another PID namespace (a container?), where it could not be told whether it "
             "still writes: batches are sent through the socket, which costs a copy",
             OffloadWarning,
-            stacklevel=2,
         )
     return link
 
@@ -152,7 +153,7 @@ class Listener(Closing):
         self._inode = os.stat(address.path).st_ino if address.path else 0  # noqa: PTH116
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._links: deque[StreamLink] = deque()
-        self._callers: set[socket.socket] = set()
+        self._callers = Callers(_MOST_CALLERS, _OF_ONE)
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="fivefold-listen", daemon=True)
@@ -181,9 +182,7 @@ class Listener(Closing):
             if self._closed:
                 return
             self._closed = True
-            for caller in self._callers:
-                with contextlib.suppress(OSError):
-                    caller.shutdown(socket.SHUT_RDWR)
+        self._callers.close()
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._thread.join()
@@ -203,28 +202,28 @@ class Listener(Closing):
 
     def _serve(self) -> None:
         while not self._closed:
-            if len(self._callers) >= _MOST_GREETINGS:
-                time.sleep(_RETRY_S)
-                continue
             try:
-                line, _ = self._door.accept()
+                line, address = self._door.accept()
             except OSError:  # out of file descriptors, a caller that is gone already, or the end
                 if not self._closed:
                     time.sleep(_RETRY_S)
                 continue
-            with self._lock:
-                self._callers.add(line)
-            threading.Thread(target=self._greet, args=(line,), daemon=True).start()
+            number = self._callers.add(_host(address), partial(line.shutdown, socket.SHUT_RDWR))
+            try:
+                threading.Thread(target=self._greet, args=(line, number), daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._callers.left(number)
+                line.close()
 
-    def _greet(self, line: socket.socket) -> None:
+    def _greet(self, line: socket.socket, number: int) -> None:
         link: StreamLink | None = None
         try:
             link = self._greeted(line, time.monotonic() + _GREETING_S)
         except (OSError, FivefoldError):  # a silent, wrong or broken caller; others go on
             line.close()
             self.turned_away += 1
+        self._callers.left(number)
         with self._lock:
-            self._callers.discard(line)
             if link is not None and not self._closed:
                 self._links.append(link)
                 os.eventfd_write(self._ready, 1)
@@ -241,7 +240,7 @@ class Listener(Closing):
 
 def _prove(line: socket.socket, key: bytes, name: str, end: float) -> None:
     """The trainer's part of the proof."""
-    head = _received(line, _HEAD_BYTES, end)
+    head = received(line, _HEAD_BYTES, end)
     magic, version = head[: len(_MAGIC)], head[len(_MAGIC) : -_CODE_BYTES]
     if magic != _MAGIC:
         raise Stranger(f"who answers as {name} is no helper of fivefold: check address and port")
@@ -252,7 +251,7 @@ def _prove(line: socket.socket, key: bytes, name: str, end: float) -> None:
         )
     theirs, ours = head[-_CODE_BYTES:], secrets.token_bytes(_CODE_BYTES)
     line.sendall(ours + _code(key, b"trainer", theirs, ours))
-    proof = _received(line, _CODE_BYTES, end)
+    proof = received(line, _CODE_BYTES, end)
     if not hmac.compare_digest(proof, _code(key, b"helper", theirs, ours)):
         raise Stranger(
             f"{name} knows another key: it belongs to another job, or FIVEFOLD_HELPER_KEY differs"
@@ -264,7 +263,7 @@ def _check(line: socket.socket, key: bytes, end: float) -> None:
     ours = secrets.token_bytes(_CODE_BYTES)
     line.settimeout(max(end - time.monotonic(), 0.001))
     line.sendall(_MAGIC + _VERSION + ours)
-    told = _received(line, 2 * _CODE_BYTES, end)
+    told = received(line, 2 * _CODE_BYTES, end)
     theirs, proof = told[:_CODE_BYTES], told[_CODE_BYTES:]
     if not hmac.compare_digest(proof, _code(key, b"trainer", ours, theirs)):
         line.sendall(_REFUSAL)
@@ -276,16 +275,9 @@ def _code(key: bytes, whose: bytes, helper: bytes, trainer: bytes) -> bytes:
     return hmac.new(key, whose + helper + trainer, hashlib.sha256).digest()
 
 
-def _received(line: socket.socket, length: int, end: float) -> bytes:
-    room = bytearray(length)
-    left = memoryview(room)
-    while left:
-        line.settimeout(max(end - time.monotonic(), 0.001))
-        count = line.recv_into(left)
-        if count == 0:
-            raise ConnectionError("the connection ended")
-        left = left[count:]
-    return bytes(room)
+def _host(address: object) -> str:
+    """Of whoever calls; empty at a Unix socket."""
+    return str(cast("tuple[object, ...]", address)[0]) if isinstance(address, tuple) else ""
 
 
 def _link(line: socket.socket, peer: str, *, queues: bool, silent_s: float = 60.0) -> StreamLink:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fivefold.arena.native import ArenaError
 from fivefold.closing import Closing
 from fivefold.data.remote.arrival import fresh
-from fivefold.data.remote.checks import First
+from fivefold.data.remote.checks import First, structure_of
 from fivefold.data.remote.granting import USERS_TRAYS, Arrived, Granting
 from fivefold.data.remote.leases import OWN, Grant, Leases
 from fivefold.data.remote.messages import Message
-from fivefold.data.remote.parcel import ParcelError, unpack
+from fivefold.data.remote.parcel import unpack
 from fivefold.data.remote.serving import boxes_from
 from fivefold.data.remote.trays import Trays
 from fivefold.data.source import BatchId, Made, Source
@@ -117,7 +117,7 @@ class Offloaded(Closing):
             made = arrived.made
             if made is None:
                 assert arrived.message is not None
-                made = self._opened(arrived.message)
+                made = self._opened(table, arrived.helper, arrived.message)
             with self._desk.lock:
                 if made is not None:
                     self._consumed(table, arrived.helper)
@@ -181,6 +181,8 @@ class Offloaded(Closing):
         with self._desk.lock:
             if not made.skipped:
                 self._grants.could(grant.position)
+            if grant.position in self._grants.doubted and not made.skipped:
+                self._grants.built(grant.position, self._structure(made.batch, grant.key))
             if (position := table.done(grant.lease)) is not None:
                 self._grants.arrived[position] = Arrived(OWN, made)
 
@@ -201,6 +203,7 @@ class Offloaded(Closing):
             return
         with self._desk.lock:
             grants.settle(first, trays)
+            grants.structures = {self._structure(made.batch, key)}
             grants.table.depth = self._depth()
             self._desk.feed()
 
@@ -223,7 +226,25 @@ class Offloaded(Closing):
             table.depth = self._depth()
             self._desk.feed()
 
-    def _opened(self, message: Message) -> Made | None:
+    def _opened(self, table: Leases, helper: int, message: Message) -> Made | None:
+        """The batch in a message for the head of the line; None if it makes no sense, or is built otherwise
+        than any that was made here: then it is made here, to see.
+        """
+        made = self._unpacked(message)
+        if made is not None:
+            try:
+                structure = self._structure(made.batch, table.key(table.head))
+            except UsageError as problem:  # what this process could not have sent
+                structure = str(problem)
+            if structure not in self._grants.structures:
+                self._grants.doubted[table.head] = helper, structure
+                return None
+        return made
+
+    def _structure(self, batch: Any, key: Key) -> str:
+        return structure_of(batch[0] if self._grants.axes else batch, key)
+
+    def _unpacked(self, message: Message) -> Made | None:
         """The batch in a message; None if it makes no sense."""
         first, trays = self._grants.first, self._grants.trays
         assert first is not None and trays is not None
@@ -237,7 +258,7 @@ class Offloaded(Closing):
             batch = unpack(message.told, payload, first.types)
             if self._grants.axes:
                 batch = batch, boxes_from(message.told["boxes"], first.boxes)
-        except (ParcelError, KeyError, TypeError, ValueError) as problem:
+        except Exception as problem:  # noqa: BLE001 - nothing that a helper says may end the loop
             self._desk.say(f"a helper's batch is not to be understood and is made here: {problem}")
             return None
         return Made(batch)
@@ -249,7 +270,7 @@ class Offloaded(Closing):
         grants, desk = self._grants, self._desk
         while grants.answers and grants.first is not None:
             helper, message = grants.answers.pop()
-            first, made = grants.first, self._opened(message)
+            first, made = grants.first, self._unpacked(message)
             if made is None or first.same(First.of(first.key, made.batch, tiled=bool(grants.axes))):
                 continue
             again = First.of(first.key, self._made(first.key).batch, tiled=bool(grants.axes))

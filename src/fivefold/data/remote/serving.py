@@ -10,8 +10,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils import _pytree as pytree
-
 from fivefold.data.collate import stack
 from fivefold.data.remote.parcel import pack
 from fivefold.data.remote.service import check_identity
@@ -21,6 +19,7 @@ from fivefold.data.tiling import TileCollate, Tiles
 from fivefold.data.windows import Box, check_transform, windows_of
 from fivefold.errors import DataError, UsageError
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.torch_private import pytree
 from fivefold.trace import Phase, span
 
 if TYPE_CHECKING:

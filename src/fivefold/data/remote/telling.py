@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
 
 from fivefold.data.remote.lines import Line
-from fivefold.errors import OffloadWarning
+from fivefold.errors import OffloadWarning, warn
 from fivefold.trace import active
 from fivefold.trace.helping import HelperFigures, SupplyFigures, tell
 from fivefold.trace.trace import Trace
@@ -51,7 +50,7 @@ class Telling:
             self._last_s = at_s
             self._write()
         while self._warnings:
-            warnings.warn(self._warnings.popleft(), OffloadWarning, stacklevel=3)
+            warn(self._warnings.popleft(), OffloadWarning)
 
     def _write(self) -> None:
         trace = active()

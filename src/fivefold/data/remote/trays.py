@@ -16,7 +16,6 @@ import itertools
 import mmap
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from fivefold.arena.segment import Segment
 from fivefold.arena.slots import Slots
 from fivefold.closing import Closing
 from fivefold.data.remote.messages import Buffer
-from fivefold.errors import OffloadWarning
+from fivefold.errors import OffloadWarning, warn
 
 __all__ = ["Borrowed", "Tray", "Trays", "set_of"]
 
@@ -255,11 +254,10 @@ def _pin(segment: Segment) -> bool:
     # Its results are of an enumeration that equals no number.
     problem = int(cudart.cudaHostRegister(segment.address, segment.size_bytes, 0))
     if problem:
-        warnings.warn(
+        warn(
             f"batches of helpers are copied to the GPU step by step: CUDA cannot pin {segment.size_bytes} "
             f"bytes (error {problem}); raise the limit on locked memory (ulimit -l)",
             OffloadWarning,
-            stacklevel=2,
         )
         return False
     # Before the last view unmaps it.

@@ -69,7 +69,8 @@ const share = (x) => (known(x) ? `${(x * 100).toFixed(Math.abs(x) >= 0.9995 ? 0 
 const ratio = (x) => (known(x) ? `× ${digits(x)}` : "–");
 // A number and its unit stay on one line.
 const kept = (text) => String(text).replace(/(\d) (?=(%|s|ms|us|µs|ns|B|KiB|MiB|GiB|TiB)\b|%)/g, "$1\u00a0");
-const sentence = (text) => (text ? kept(text[0].toUpperCase() + text.slice(1)) : "");
+// A key of the plan, or a call, is written as it is.
+const sentence = (text) => (text ? kept(/^\S*[._=(]\w/.test(text) ? text : text[0].toUpperCase() + text.slice(1)) : "");
 const word = (x) => (known(x) && x !== "" ? String(x) : "–");
 
 function duration(x) {

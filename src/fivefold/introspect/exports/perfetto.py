@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.introspect.exports.clock import begin_ns, offset_ns
+from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS
 
@@ -41,7 +42,7 @@ def write_perfetto(traces: Sequence[RankTrace], out: Path, limit: int = EVENTS) 
     zero_ns = begin_ns(traces)
     since_ns, left_out = _latest(traces, limit)
     parts = [_Rank(trace, zero_ns, since_ns) for trace in traces]
-    with path.open("w") as file:
+    with opened_anew(path) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         first = True
         for event in _all(parts):

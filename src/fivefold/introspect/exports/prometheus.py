@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import BINS, KINDS, PHASES, TAGS, State
 
@@ -85,8 +86,9 @@ Found = dict[str, list[tuple[dict[str, Any], float]]]
 def write_prometheus(traces: Sequence[RankTrace], out: Path) -> str:
     """Files fivefold.prom, for a node exporter's textfile collector, and grafana.json in the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "fivefold.prom").write_text(text(traces))
-    (out / "grafana.json").write_text(dashboard())
+    for name, content in (("fivefold.prom", text(traces)), ("grafana.json", dashboard())):
+        with opened_anew(out / name) as file:
+            file.write(content)
     return f"wrote fivefold.prom and grafana.json to {out}"
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import UsageError
 from fivefold.introspect.exports.clock import begin_ns, seconds
+from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS
 
@@ -125,7 +126,7 @@ def write_csv(traces: Sequence[RankTrace], out: Path) -> str:
     """Files steps.csv, operations.csv, events.csv and notes.csv in the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in _tables(traces):
-        with (out / f"{name}.csv").open("w", newline="") as file:
+        with opened_anew(out / f"{name}.csv", newline="") as file:
             writer = csv.writer(file)
             for i, columns in enumerate(parts):
                 if i == 0:
@@ -153,14 +154,15 @@ def write_parquet(traces: Sequence[RankTrace], out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in _tables(traces):
         writer = None
-        for columns in parts:
-            # from_pandas: nan becomes null
-            arrays = {n: pa.array(c, from_pandas=True) for n, c in columns.items()}
-            table = pa.table({n: _text(pa, a) for n, a in arrays.items()})
-            writer = writer or ParquetWriter(out / f"{name}.parquet", table.schema)
-            writer.write_table(table)
-        if writer:
-            writer.close()
+        with opened_anew(out / f"{name}.parquet", binary=True) as file:
+            for columns in parts:
+                # from_pandas: nan becomes null
+                arrays = {n: pa.array(c, from_pandas=True) for n, c in columns.items()}
+                table = pa.table({n: _text(pa, a) for n, a in arrays.items()})
+                writer = writer or ParquetWriter(file, table.schema)
+                writer.write_table(table)
+            if writer:
+                writer.close()
     return f"wrote {', '.join(f'{name}.parquet' for name in TABLES)} to {out}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import pickle
 import random
@@ -17,7 +18,7 @@ from fivefold.parallel.graph.values import ABSENT, untouched
 
 __all__ = [
     "Bag", "Change", "ClassItems", "Container", "Found", "Held", "Items", "Row", "Subset", "Whole", "named",
-    "of_array", "of_cell", "of_generator",
+    "of_array", "of_bytes", "of_cell", "of_generator", "of_slot",
 ]  # fmt: skip
 
 
@@ -285,6 +286,30 @@ def of_array(array: np.ndarray[Any, Any], path: str, shared: bool) -> Container:
         array[...] = content
 
     return Whole(array.copy, put, path, shared)
+
+
+def of_bytes(value: bytearray | array.array[Any], path: str, shared: bool) -> Container:
+    """Numbers of Python's in a row, by their content."""
+
+    def put(content: bytes) -> None:
+        del value[:]
+        value.extend(
+            content if isinstance(value, bytearray) else array.array(value.typecode, content)
+        )
+
+    return Whole(lambda: bytes(value), put, path, shared)
+
+
+def of_slot(owner: Any, name: str, path: str, shared: bool) -> Container:
+    """An attribute of an object whose class lists them in `__slots__`."""
+
+    def put(content: Any) -> None:
+        if content is not ABSENT:
+            setattr(owner, name, content)
+        elif hasattr(owner, name):
+            delattr(owner, name)
+
+    return Whole(lambda: getattr(owner, name, ABSENT), put, f"{path}.{name}", shared)
 
 
 def of_generator(value: Any, path: str) -> Container | None:

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.containers import Change, Container, Items, named
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value
 from fivefold.parallel.graph.values import ABSENT
 from fivefold.parallel.trees import leaves
+from fivefold.torch_private import FakeTensor
 
 __all__ = ["Effects", "Set", "apply", "noted"]
 

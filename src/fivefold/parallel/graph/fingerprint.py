@@ -11,17 +11,19 @@ import enum
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.parallel.graph.effects import Effects
+from fivefold.parallel.graph.containers import Items
+from fivefold.parallel.graph.effects import Effects, Set
 from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
 from fivefold.parallel.graph.tape import Node, Tape
+from fivefold.parallel.graph.values import is_plain
 
-__all__ = ["Fingerprint", "difference", "fingerprint", "in_words"]
+__all__ = ["Fingerprint", "calls", "difference", "fingerprint", "in_words"]
 
 _HASHED_BYTES = 1 << 26
 """of larger tensors only this much is looked at, from their beginning"""
@@ -62,6 +64,11 @@ def difference(one: Fingerprint, other: Fingerprint) -> str | None:
     return "its order"
 
 
+def calls(nodes: Iterable[Node]) -> list[tuple[str, str]]:
+    """What a forward calls, in lines with their places, whether gradients flow or not."""
+    return [(_line(replace(node, grad=True)), node.where) for node in nodes]
+
+
 def _line(node: Node) -> str:
     name = getattr(node.function, "__qualname__", type(node.function).__qualname__)
     called = in_words((node.args, node.kwargs))
@@ -79,7 +86,16 @@ def _effects(effects: Effects) -> Iterable[tuple[str, str]]:
     for target, ref in effects.written:
         yield f"writes {_ref(target)} = {_ref(ref)}", f"what is written to {_ref(target)}"
     for one in effects.sets:
-        yield f"sets {one.path} = {in_words(one.value)}", f"{one.path}, which the forward sets"
+        if one.container.shared and not is_plain(one.value) and not any(one.refs()):
+            continue  # what a library has loaded by its first call, which may have been earlier on some ranks
+        path = _path(one)
+        yield f"sets {path} = {in_words(one.value)}", f"{path}, which the forward sets"
+
+
+def _path(one: Set) -> str:
+    """How a message names what is set, alike on all ranks: torch numbers hooks as they come."""
+    kind = one.container.kind if isinstance(one.container, Items) else ""
+    return f"{one.container.path}{kind}" if "hooks" in kind else one.path
 
 
 def _held(tape: Tape, computed: Collection[str]) -> Iterable[tuple[str, str]]:

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from fivefold.parallel.graph.refs import filled
+from fivefold.torch_private import pytree
 
 __all__ = ["Functional", "assigned", "renumbered"]
 
@@ -69,5 +69,5 @@ class Functional:
     @staticmethod
     def others(result: Any, changed: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a result that are none of `changed`."""
-        flat = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        flat = [leaf for leaf in pytree.tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         return [leaf for leaf in flat if all(leaf is not one for one in changed)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import resolve_name
 
-__all__ = ["asks_in_place", "base_name", "is_in_place", "is_own", "plain", "with_flag"]
+__all__ = ["asks_in_place", "base_name", "is_in_place", "is_own", "is_users", "plain", "with_flag"]
 
 
 def _own_name(function: Any) -> str:
@@ -80,6 +80,18 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_own(function: Callable[..., Any]) -> bool:
     """Whether a node's function is one of ours, which change none of their operands."""
     return type(function).__module__.startswith("fivefold.")
+
+
+def is_users(function: Callable[..., Any]) -> bool:
+    """Whether it is an autograd function or an operation of the user's, whose backward nobody knows."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return not owner.__module__.startswith("torch.")
+    return getattr(function, "namespace", "aten") not in _KNOWN_OPERATIONS
+
+
+_KNOWN_OPERATIONS = frozenset({"aten", "prims", "torchvision"})
+"""packages whose operations are differentiated as their forward says"""
 
 
 @functools.cache

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils._pytree import tree_leaves
 
 from fivefold.parallel.graph.names import plain
 from fivefold.parallel.graph.refs import Ref, State, Value
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.graph.writes import user_frame
+from fivefold.torch_private import pytree, without_modes
 
 __all__ = ["Check", "Unknown", "assumed", "known"]
 
@@ -206,11 +205,11 @@ def known(
                 return values[one.index]
             return look(one.name) if isinstance(one, State) else one.tensor
 
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             for node in order:
                 args, kwargs = node.arguments([get(one) for one in node.operands])
                 result = plain(node.function)(*args, **kwargs)
-                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
                 values.update(zip(node.outputs, made, strict=True))
             return get(ref)
 

@@ -16,6 +16,7 @@ Nothing of the walk runs code of the user's: it reads dictionaries, not attribut
 
 from __future__ import annotations
 
+import array
 import collections
 import dis
 import functools
@@ -42,8 +43,10 @@ from fivefold.parallel.graph.containers import (
     Whole,
     named,
     of_array,
+    of_bytes,
     of_cell,
     of_generator,
+    of_slot,
 )  # fmt: skip
 from fivefold.parallel.graph.values import (
     ABSENT,
@@ -77,6 +80,8 @@ class Reach:
         self.tensors: list[Found] = []
         self.caches: list[tuple[Any, Any]] = []
         """functions that `functools.lru_cache` keeps results of, and what it has told of them"""
+        self.iterators: list[tuple[str, Any, Any]] = []
+        """where there is one, itself, and how far it was, if others than the net may use it"""
         self.truncated = False
         """whether there was more than is looked at"""
         self._seen: dict[int, Any] = {}
@@ -117,12 +122,16 @@ class Reach:
                 self._todo.append((item, f"{path}[{number}]", shared))
         elif isinstance(value, set):
             self._add(Bag(cast(set[Any], value), path, shared))
+        elif isinstance(value, (bytearray, array.array)):
+            self._add(of_bytes(value, path, shared), follow=False)
         elif isinstance(value, np.ndarray):
-            self._add(of_array(value, path, shared))
+            self._add(of_array(value, path, shared), follow=False)  # a copy, which is another one
         elif callable(value) or isinstance(value, (property, classmethod)):
             self._visit_callable(value, path, shared)
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self.iterators.append((path, value, _progress(value) if shared else None))
         elif (generator := of_generator(value, path)) is not None:
-            self._add(generator)
+            self._add(generator, follow=False)
         else:
             self._visit_object(value, path, shared)
 
@@ -223,6 +232,11 @@ class Reach:
         if isinstance(own, dict) and own and id(own) not in self._seen:
             self._seen[id(own)] = own
             self._add(Items(cast(dict[Any, Any], own), f"{path}.", shared, members=True))
+        for cls in type(value).__mro__ if user_code(where) else ():
+            slots: Any = vars(cls).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__"):
+                    self._add(of_slot(value, name, path, shared))
 
     def _add(
         self, container: Container, *, skip: frozenset[str] = frozenset(), follow: bool = True
@@ -270,6 +284,11 @@ class Reach:
                 found.append(Change(held.container, held.container.keys(), now, before))
         return found
 
+    def advanced(self) -> str | None:
+        """An iterator that the forward may have taken something from: it cannot be put back."""
+        found = (path for path, it, before in self.iterators if _progress(it) != before)
+        return next(found, None)
+
     def restore(self) -> None:
         """Let every container hold what it held, and caches forget what they were given meanwhile."""
         for held in self.held:
@@ -311,6 +330,15 @@ def user_code(module: str) -> bool:
         and top not in _FOREIGN
         and (top not in sys.stdlib_module_names or top == "__main__")
     )
+
+
+def _progress(iterator: Iterator[Any]) -> Any:
+    """How far an iterator is, as far as it shows. Of what shows nothing, every look is another."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, [*map(id, frame.f_locals.values())])
+    shown = repr(iterator)
+    return object() if " object at 0x" in shown else shown
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

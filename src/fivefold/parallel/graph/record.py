@@ -13,7 +13,9 @@ part of the recording (`effects`), as what it can read is (`guards`).
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
+import time
 import traceback
 import weakref
 from collections import Counter
@@ -25,8 +27,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.effects import Effects, noted
+from fivefold.parallel.graph.fingerprint import calls
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.hooks import hooked
 from fivefold.parallel.graph.numbered import by_row
@@ -44,6 +45,7 @@ from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.writes import Writes
 from fivefold.parallel.trees import flatten, leaves, map_tensors
+from fivefold.torch_private import FUNCTION, FakeTensorMode, apply_of, forward_hooks, restore_apply
 
 __all__ = ["record"]
 
@@ -75,25 +77,34 @@ def record(  # noqa: PLR0917 - a forward and what it runs on
     """
     _check_hooks(net)
     device = device or next((p.device for p in net.parameters()), torch.device("cpu"))
-    objects = [leaf for leaf in flatten(inputs)[0] if not isinstance(leaf, Tensor)]
-    reach = Reach(
-        net, [(f"object {number} of the inputs", leaf) for number, leaf in enumerate(objects)]
-    )
-    tape, stand_ins = _recorded(net, reach, call, inputs, shapes, device, parts)
+    tape, stand_ins, lines = _recorded(net, call, inputs, shapes, device, parts)
+    if lines is not None:
+        _, _, without = _recorded(net, call, inputs, shapes, device, parts, as_before=True)
+        _check_same(lines, without or [])
     _check_left(stand_ins)
     return tape
 
 
 def _recorded(  # noqa: PLR0917 - what `record` was given
     net: nn.Module,
-    reach: Reach,
     call: Callable[..., Any],
     inputs: Any,
     shapes: Sequence[torch.Size],
     device: torch.device,
     parts: Callable[[Tensor], tuple[int, ...] | None],
-) -> tuple[Tape, list[weakref.ref[Tensor]]]:
-    """The recording, and every stand-in that took part."""
+    *,
+    as_before: bool = False,
+) -> tuple[Tape, list[weakref.ref[Tensor]], list[tuple[str, str]] | None]:
+    """The recording, and every stand-in that took part.
+
+    Third, what the net calls, if it has parts that one process runs without gradients first, and with them in
+    backward; else None. `as_before`: such parts are recorded as they run first.
+    """
+    objects = [leaf for leaf in flatten(inputs)[0] if not isinstance(leaf, Tensor)]
+    reach = Reach(
+        net, [(f"object {number} of the inputs", leaf) for number, leaf in enumerate(objects)]
+    )
+    _check_iterators(reach)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         writes = Writes(fake)
         sizes = iter(shapes)
@@ -106,9 +117,11 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
             look = Look(lambda n: places[n].now(), reach.changes)
             recorder = Recorder(named, given, writes, device, look)
+            recorder.as_before = as_before
             with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
                 returned = _run(recorder, net, call, stand_ins)
             recorder.check_counted()
+            _check_iterators(reach)
             changes = reach.changes()
             sets = noted(changes, recorder.ref, writes.own)
             tape = _tape(recorder, returned, Effects(recorder.written(), sets))
@@ -116,7 +129,16 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             reach.restore()
     tape.guards = Guards(reach, changes, recorder.looked, device)
     tape.places, tape.carried = places, [found for found, _ in carried]
-    return tape, [weakref.ref(t) for t in recorder.held if writes.own(t)]
+    lines = calls(recorder.nodes) if recorder.reentrant else None
+    return tape, [weakref.ref(t) for t in recorder.held if writes.own(t)], lines
+
+
+def _check_iterators(reach: Reach) -> None:
+    if path := reach.advanced():
+        raise UsageError(
+            f"the net may take from the iterator {path} in its forward, which nobody can wind back: keep a "
+            "number or a list in its place"
+        )
 
 
 def _places(net: nn.Module, reach: Reach) -> dict[str, Found]:
@@ -261,20 +283,21 @@ def _no_cache() -> Generator[None]:
 _recording = threading.local()
 _lock = threading.Lock()
 _watchers = 0
-_plain_apply: Any = Function.__dict__["apply"]
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 _plain_checkpoint: Any = vars(torch_checkpoint)[_CHECKPOINT]
 
 
 def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    apply = _plain_apply.__get__(None, cls)
+    apply = apply_of(cls)
     recorder: Recorder | None = getattr(_recording, "recorder", None)
     if recorder is None or cls.__module__.startswith("fivefold."):
         return apply(*args, **kwargs)
     if cls is CheckpointFunction:  # (function, preserve_rng_state, *inputs)
         # As torch has it, gradients flow only if they flow into an input.
         grad = any(leaf.requires_grad for leaf in args[2:] if isinstance(leaf, Tensor))
-        with recorder.again(), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+        grad = grad and torch.is_grad_enabled()
+        recorder.reentrant |= grad
+        with recorder.again(), torch.set_grad_enabled(grad and not recorder.as_before):
             return args[0](*args[2:])
     return recorder.opaque(apply, f"{cls.__name__}.apply", args)
 
@@ -296,7 +319,7 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
     global _watchers  # noqa: PLW0603 - torch has one class of functions
     with _lock:
         _watchers += 1
-        Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign]
+        FUNCTION.apply = classmethod(_watched_apply)
         setattr(torch_checkpoint, _CHECKPOINT, _watched_checkpoint)
     _recording.recorder = recorder
     try:
@@ -306,7 +329,7 @@ def _functions_seen(recorder: Recorder) -> Generator[None]:
         with _lock:
             _watchers -= 1
             if not _watchers:
-                Function.apply = _plain_apply  # type: ignore[method-assign]
+                restore_apply()
                 setattr(torch_checkpoint, _CHECKPOINT, _plain_checkpoint)
 
 
@@ -332,7 +355,7 @@ def _ours_apart(net: nn.Module) -> Generator[None]:
     """Within the block, modules are without the hooks by which parameters are gathered."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for module in net.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        for hooks in forward_hooks(module):
             if any(map(gathers, hooks.values())):
                 taken.append((hooks, dict(hooks)))
                 kept = {key: hook for key, hook in hooks.items() if not gathers(hook)}
@@ -394,22 +417,41 @@ def _alive(nodes: Sequence[Node], wanted: Sequence[Ref]) -> list[Node]:
 _UPDATES = frozenset({"batch_norm", "instance_norm"})
 
 
+def _check_same(first: list[tuple[str, str]], again: list[tuple[str, str]]) -> None:
+    for (one, where), (other, _) in itertools.zip_longest(first, again, fillvalue=("", "")):
+        if one != other:
+            raise UsageError(
+                "a checkpoint with use_reentrant=True computes something else in backward, where gradients "
+                f"flow, than in forward, where they do not: at {where or 'its end'}. Give it "
+                "use_reentrant=False"
+            )
+
+
+_PATIENCE_S = (0.0, 0.001, 0.01, 0.1)
+"""Another thread may look at frames, or collect, which makes `gc.collect` here do nothing."""
+
+
 def _check_left(stand_ins: Sequence[weakref.ref[Tensor]]) -> None:
     """Refuse a forward that keeps tensors of the recording where they were not found."""
-    if not any(ref() is not None for ref in stand_ins):
-        return
-    gc.collect()
-    left = [tensor for ref in stand_ins if (tensor := ref()) is not None]
+    for wait_s in _PATIENCE_S:
+        if not any(ref() is not None for ref in stand_ins):
+            return
+        time.sleep(wait_s)
+        gc.collect()
+    left = [tensor for tensor in (ref() for ref in stand_ins) if tensor is not None]
     if left:
-        holders = {type(holder).__name__ for holder in _holders(left[0]) if holder is not left}
+        # A result holds what it was computed from, which no Python object does.
+        held = next((tensor for tensor in left if any(_holders(tensor, left))), left[0])
+        kinds = sorted({type(holder).__name__ for holder in _holders(held, left)})
         raise UsageError(
-            f"the net keeps a tensor of shape {tuple(left[0].shape)} outside of its modules (in a "
-            f"{', '.join(sorted(holders)) or 'place that was not found'}), where a recording cannot follow "
-            "it: keep it in an attribute of a module, or return it"
+            f"the net keeps a tensor of shape {tuple(held.shape)} outside of its modules (in a "
+            f"{', '.join(kinds) or 'place that was not found'}), where a recording cannot follow it: keep it "
+            "in an attribute of a module, or return it"
         )
 
 
-def _holders(tensor: Tensor) -> Iterator[Any]:
+def _holders(tensor: Tensor, besides: list[Tensor]) -> Iterator[Any]:
     for holder in gc.get_referrers(tensor):
-        if not hasattr(holder, "f_code") and type(holder).__name__ != "list_iterator":
+        frame = hasattr(holder, "f_code") or hasattr(holder, "gi_code")
+        if not frame and holder is not besides and type(holder).__name__ != "list_iterator":
             yield holder

@@ -13,15 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource]
-    is_functorch_wrapped_tensor,
-)
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils._pytree import tree_leaves
 
 from fivefold.parallel.graph.containers import Change, Items, named
 from fivefold.parallel.graph.functional import Functional, assigned
@@ -33,6 +24,14 @@ from fivefold.parallel.graph.tape import depends
 from fivefold.parallel.graph.values import is_plain
 from fivefold.parallel.graph.writer import Writer, tensors_of
 from fivefold.parallel.graph.writes import Writes, user_line
+from fivefold.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    is_functorch_wrapped_tensor,
+    pytree,
+    saved_tensor_hooks,
+    without_modes,
+)
 
 __all__ = ["WHOLE_MODULES", "Recorder"]
 
@@ -99,12 +98,16 @@ class Recorder(Writer):
         self.failed = ""
         """the module that raised"""
         self._look = look
-        self._silent = False
         self._again_known = 0
         self._counted: Counter[str] = Counter()
         """how often running statistics are updated"""
         self.twice: set[str] = set()
         """those that are updated in a part which one process runs twice"""
+        self.reentrant = False
+        """whether such a part runs without gradients first"""
+        self.as_before = False
+        """whether it does so here"""
+        self._saving = saved_tensor_hooks()
 
     # ---- seeing calls
 
@@ -131,6 +134,11 @@ class Recorder(Writer):
 
     def _seen(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_of((args, kwargs))
+        if saved_tensor_hooks() is not self._saving:
+            self.refuse(
+                "saves tensors for backward by hooks (saved_tensors_hooks, save_on_cpu), which a recording "
+                "would drop: leave them out, memory.recompute of the plan saves memory"
+            )
         self._check(name, func, args, given)
         graded = {id(leaf) for leaf in given if leaf.requires_grad}
         self._writes.changed.clear()
@@ -167,6 +175,7 @@ class Recorder(Writer):
     def opaque(self, apply: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         """A call whose inside is not looked at: an autograd function of the user's."""
         given = tensors_of(args)
+        self.check_seen(given)
         graded = {id(leaf) for leaf in given if leaf.requires_grad}
         before = set(self._states)
         self._writes.changed.clear()
@@ -203,13 +212,14 @@ class Recorder(Writer):
         return result
 
     def _check(self, name: str, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> None:
+        self.check_seen(given)
         if any(map(is_functorch_wrapped_tensor, given)):
             self.refuse("uses torch.func (vmap, grad, jvp), whose calls cannot be followed")
         if name in _RESHAPED_IN_PLACE and asks_in_place(func, args, {}):
             self.refuse(
                 f"changes the shape of a tensor in place ({name}_): use {name}, which gives another one"
             )
-        if any(isinstance(leaf, Unknown) for leaf in tree_leaves(args)):
+        if any(isinstance(leaf, Unknown) for leaf in pytree.tree_leaves(args)):
             self.refuse(_NUMBERS)
 
     def _changed(self, given: Sequence[Tensor]) -> list[Tensor]:
@@ -237,7 +247,7 @@ class Recorder(Writer):
         if all(source is not None for source in sources):
 
             def again() -> Any:
-                with _disable_current_modes():
+                with without_modes():
                     return apply(*(source() for source in sources if source is not None))
 
             found = again()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fivefold.parallel.trees import flatten, unflatten
+from fivefold.torch_private import pytree
 
 __all__ = ["Constant", "Ref", "Slot", "State", "Value", "filled", "map_refs", "refs_of"]
 
@@ -62,7 +62,7 @@ def filled(placed: Any, operands: Sequence[Any]) -> Any:
     def put(leaf: Any) -> Any:
         return operands[leaf.index] if isinstance(leaf, Slot) else leaf
 
-    return tree_map(put, placed)
+    return pytree.tree_map(put, placed)
 
 
 def map_refs(new: Callable[[Ref], Any], tree: Any) -> Any:

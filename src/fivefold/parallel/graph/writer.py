@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.functional import Functional, assigned, renumbered
@@ -25,6 +24,7 @@ from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value, fill
 from fivefold.parallel.graph.tape import Autocast, Node
 from fivefold.parallel.graph.writes import Writes, user_line
 from fivefold.parallel.intercept import draws_mask
+from fivefold.torch_private import pytree
 
 __all__ = ["Writer", "tensors_of"]
 
@@ -83,6 +83,10 @@ class Writer(TorchFunctionMode):
         """by tensor: which state of its memory its ref stands for"""
         self._states: dict[int, int] = {}
         """by storage: how often it was changed"""
+        self._silent = False
+        """whether calls are not noted now"""
+        self._leaves: set[int] = set()
+        """tensors that had no gradient when they were given their ref"""
         self._views: dict[int, _View] = {}
         self._used: set[int] = set()
         """storages whose numbers autograd may have kept"""
@@ -106,7 +110,7 @@ class Writer(TorchFunctionMode):
             operands.append(leaf)
             return Slot(len(operands) - 1)
 
-        placed = tree_map(place, (tuple(args), kwargs))
+        placed = pytree.tree_map(place, (tuple(args), kwargs))
         return placed, operands, [self.ref(leaf) for leaf in operands]
 
     def _emit(  # noqa: PLR0917 - the parts of a node
@@ -219,7 +223,7 @@ class Writer(TorchFunctionMode):
             others.append(leaf)
             return Slot(len(others) + 1)
 
-        placed, function = tree_map(place, (view.args, view.kwargs)), view.function
+        placed, function = pytree.tree_map(place, (view.args, view.kwargs)), view.function
 
         def write(*operands: Tensor) -> None:  # keeps no tensor of the recording
             args, kwargs = filled(placed, operands)
@@ -252,6 +256,11 @@ class Writer(TorchFunctionMode):
     # ---- what tensors are called
 
     def _value(self, like: Tensor) -> int:
+        if like.layout is not torch.strided:
+            self.refuse(
+                "makes a sparse tensor, which cannot be divided: keep it dense, or make it beforehand and "
+                "register it as a buffer"
+            )
         index = len(self.shapes)
         self.shapes[index], self.dtypes[index] = tuple(like.shape), like.dtype
         return index
@@ -265,6 +274,7 @@ class Writer(TorchFunctionMode):
         storage = self._writes.storage(tensor)
         self._refs[id(tensor)] = ref
         self._current[id(tensor)] = self._states.setdefault(storage, 0)
+        (self._leaves.discard if tensor.requires_grad else self._leaves.add)(id(tensor))
         self.held.append(tensor)
         return ref
 
@@ -274,9 +284,29 @@ class Writer(TorchFunctionMode):
             if self._writes.own(tensor):
                 self.refuse("uses a tensor that was made where calls cannot be seen")
             self.named.append((tensor, self._bind(tensor, Constant(tensor))))
-        if self._current[id(tensor)] != self._states[self._writes.storage(tensor)]:
+        if self._is_stale(tensor):
             self._make_again(tensor)
         return self._refs[id(tensor)]
+
+    def _is_stale(self, tensor: Tensor) -> bool:
+        """Whether its memory was changed by way of another tensor."""
+        return self._current[id(tensor)] != self._states[self._writes.storage(tensor)]
+
+    def check_seen(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse tensors that had no gradient when they were seen, and have one before the next call."""
+        silent, self._silent = self._silent, True
+        try:
+            found = any(
+                id(t) in self._leaves and t.grad_fn is not None and not self._is_stale(t)
+                for t in tensors
+            )
+        finally:
+            self._silent = silent
+        if found:
+            self.refuse(
+                "uses a tensor whose gradient is computed where calls cannot be seen, as a scripted function "
+                "(torch.jit) does: call the plain function"
+            )
 
     def _make_again(self, tensor: Tensor) -> None:
         """Make a view again whose memory was changed by way of another tensor."""
@@ -298,6 +328,7 @@ class Writer(TorchFunctionMode):
 
     def output(self, tensor: Tensor) -> Value:
         """A tensor that the net returns, as a value."""
+        self.check_seen([tensor])
         ref = self.ref(tensor)
         if not isinstance(ref, Value):
             value, shape = self._value(tensor), tuple(tensor.shape)
@@ -323,7 +354,7 @@ class Writer(TorchFunctionMode):
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of a tree."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_basic(index: Any) -> bool:

@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from fivefold.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    memory_of,
+    pytree,
+    schema_of,
+)
 
 __all__ = ["Writes", "storage_of", "user_frame", "user_line"]
 
@@ -28,7 +34,7 @@ def storage_of(tensor: Tensor) -> int:
     """Which memory a tensor is a view of."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
-    return tensor.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return memory_of(tensor)
 
 
 class Writes(TorchDispatchMode):
@@ -71,11 +77,13 @@ class Writes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        named, schema = kwargs or {}, func._schema  # noqa: SLF001
+        named, schema = kwargs or {}, schema_of(func)
         if "lift" not in schema.name:  # which makes a constant of a real tensor
-            args, named = tree_map_only(Tensor, self.stand_in, (args, named))
+            args, named = pytree.tree_map_only(Tensor, self.stand_in, (args, named))
         self.read.update(
-            storage_of(leaf) for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)
+            storage_of(leaf)
+            for leaf in pytree.tree_leaves((args, named))
+            if isinstance(leaf, Tensor)
         )
         if schema.is_mutable:
             self._note(schema, args, named)
@@ -85,7 +93,7 @@ class Writes(TorchDispatchMode):
         given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                flat = tree_flatten(given.get(argument.name))[0]
+                flat = pytree.tree_flatten(given.get(argument.name))[0]
                 self.changed.update(storage_of(leaf) for leaf in flat if isinstance(leaf, Tensor))
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold import comm
+from fivefold.torch_private import own_buffers, own_parameters
 from fivefold.trace import Tag
 
 __all__ = ["everywhere", "released"]
@@ -18,7 +19,7 @@ def released(net: nn.Module, keep: set[str]) -> None:
     """Give back the memory of what is not in `keep`: meta tensors take its place under the same names."""
     moved: dict[int, Tensor] = {}
     for prefix, module in net.named_modules():
-        for kind in (module._parameters, module._buffers):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        for kind in (own_parameters(module), own_buffers(module)):
             for name, tensor in kind.items():
                 if tensor is None or f"{prefix}.{name}".lstrip(".") in keep:
                     continue
@@ -55,11 +56,11 @@ def everywhere(
         ):
             own = tensors[name] if mine else None
             if own is None:
-                sent[name] = torch.empty_like(like[name], device=device)
-            else:  # what is sent is written back, which torch refuses for a part of another tensor
-                part = own.untyped_storage().nbytes() != own.nbytes
-                copied = own.detach().clone(memory_format=torch.contiguous_format) if part else own
-                sent[name] = copied.detach()
+                own = torch.empty_like(like[name], device=device)
+            elif own.untyped_storage().nbytes() != own.nbytes:
+                # What is sent is written back, which torch refuses for a part of another tensor.
+                own = own.clone(memory_format=torch.contiguous_format)
+            sent[name] = own.detach()
         comm.broadcast_all(list(sent.values()), group, Tag.CONTROL, source=rank)
         found |= sent
     return found

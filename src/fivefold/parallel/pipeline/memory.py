@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, part_of
@@ -34,6 +33,7 @@ from fivefold.parallel.tiles.net import Outputs, Prepared
 from fivefold.parallel.tiles.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Plan
+from fivefold.torch_private import FakeTensorMode
 
 __all__ = ["predicted_in_stages"]
 

@@ -36,11 +36,18 @@ from fivefold.parallel.pipeline.stages import (
     Stage,
     check_holders,
     check_hooks,
+    check_set,
     check_writers,
     divided,
     holders,
 )  # fmt: skip
-from fivefold.parallel.pipeline.statistics import Notes, check_counted, check_effects, check_norms
+from fivefold.parallel.pipeline.statistics import (
+    Notes,
+    check_counted,
+    check_effects,
+    check_linear,
+    check_norms,
+)
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
 from fivefold.parallel.sharded import joint_norm, local
@@ -53,6 +60,9 @@ from fivefold.plan import AXES
 from fivefold.trace import Tag
 
 __all__ = ["PipelinedNet", "pipelined"]
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class PipelinedNet:
@@ -69,11 +79,16 @@ class PipelinedNet:
         example: Any,
         costs: Costs | None = None,
         cut: Cut | None = None,
+        *,
+        loss: object = None,
     ) -> None:
         held = [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
         comm.broadcast_all(held, mesh.group(*AXES), Tag.GRADIENTS)
         self._net, self._mesh, self._example = net, mesh, _shapes(example)
         self.rank = mesh.coordinate("pipe")
+        self._names = _names(net)
+        self._dtypes: dict[bool, torch.dtype] = {}
+        """of the loss, with and without autocast"""
         self.tiles = TiledNet(net, mesh, costs)
         self.schedules = Schedules(mesh)
         """by size of the batch"""
@@ -105,9 +120,9 @@ class PipelinedNet:
         ]
         opposite = mesh.pair_group() if paired else None
         self._opposite = None if opposite is None or opposite.size() == 1 else opposite
-        released(
-            net, {name for name, stages in self.holders.items() if not held.isdisjoint(stages)}
-        )
+        keep = {name for name, stages in self.holders.items() if not held.isdisjoint(stages)}
+        of_loss = {id(b) for b in loss.buffers()} if isinstance(loss, nn.Module) else set[int]()
+        released(net, keep | {name for name, b in net.named_buffers() if id(b) in of_loss})
         shards = mesh.plan.memory.shard != "none" and mesh.layout.data > 1
         self._replicas = mesh.own_replicas() if shards else None
         self.gradients = {
@@ -183,8 +198,17 @@ class PipelinedNet:
             check_holders(found, self.holders)
             check_hooks(program, found)
             check_writers(found, self._writers)
+            self._check_names()
             self._divided[id(program)] = (program, found)  # kept, so that the id stays its
         return self._divided[id(program)][1]
+
+    def _check_names(self) -> None:
+        """Refuse a net that has other parameters than when it was cut: nobody would hold them."""
+        if new := sorted(_names(self._net) ^ self._names):
+            raise UsageError(
+                f"the net has become another one since parallelize: {new[0]!r} has come or gone. Stages hold "
+                "what the net had when it was cut: change it first, then call parallelize"
+            )
 
     # ---- running
 
@@ -208,8 +232,9 @@ class PipelinedNet:
         `loss` gives the share of some of this rank's samples, from what the net returns for them. With
         `divided` it gives a numerator over the number of samples, and this rank's part of the denominator,
         which is known when all is done. `of_loss` are the parameters that it trains besides the net's.
-        Returns the sum of all shares, float64.
+        Returns the sum of all shares, in the dtype of the loss.
         """
+        _check_inputs(batch.inputs)
         for gradients in self.all_gradients():
             gradients.begin()
         if not self._joint:
@@ -217,7 +242,8 @@ class PipelinedNet:
         schedule = self._schedule(batch.share)
         micros = self._micro_batches(batch, schedule.micro_batches)
 
-        told = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        # The loss, its denominator, the number of its dtype, and how many ranks tell it.
+        told = torch.zeros(4, dtype=torch.float64, device=self._mesh.device)
 
         def share(micro: int, ready: Prepared, made: Mapping[int, Tensor]) -> Tensor:
             own, denominator = loss(micros[micro], ready, self.tiles.finish(ready, made))
@@ -225,9 +251,11 @@ class PipelinedNet:
                 told[1] += denominator
             return own
 
-        step = self._run(schedule, batch, micros, share, scaled)
+        step = self._run(schedule, batch, micros, share, scaled, divided=divided)
         if step.total is not None:
-            told[0] += step.total
+            told[0] += step.total.reshape(())
+            told[2] += _DTYPES.index(step.total.dtype)
+            told[3] += 1
         summed = comm.start_all_reduce(told, self._mesh.group(*AXES), Tag.LOSS)
         scale = batch.share.total / summed.wait()[1] if divided else None
         for gradients in self._tied.values():
@@ -238,8 +266,23 @@ class PipelinedNet:
             of_loss.finish(scale, counted=batch.share.rows > 0 or not divided)
         for notes in self._notes.values():
             notes.apply(self._opposite)
-        total = summed.wait()[0]
-        return total if scale is None else total * scale
+        total, _, number, ranks = summed.wait()
+        return self._as_loss(total if scale is None else total * scale, number / ranks)
+
+    def _as_loss(self, total: Tensor, number: Tensor) -> Tensor:
+        """In the dtype with that number, which is asked for once: a GPU would be waited for."""
+        autocast = torch.is_autocast_enabled(self._mesh.device.type)
+        if autocast not in self._dtypes:
+            self._dtypes[autocast] = _DTYPES[int(number)]
+        return total.to(self._dtypes[autocast])
+
+    def share_from_last(self, loss: nn.Module) -> None:
+        """Let all ranks have the buffers of a loss as the rank has them that computes it. Collective."""
+        if self.schedule.chains == 1:
+            last = self._mesh.layout.pipe - 1
+            comm.broadcast_all(
+                list(loss.buffers()), self._mesh.group("pipe"), Tag.CONTROL, source=last
+            )
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Outputs:
@@ -281,12 +324,16 @@ class PipelinedNet:
         micros: list[range],
         loss: Callable[[int, Prepared, Mapping[int, Tensor]], Tensor],
         scaled: Callable[[Tensor], Tensor],
+        *,
+        divided: bool = False,
     ) -> Step:
         feeds = self._feeds(batch, micros)
         tape = feeds[0].ready.program.tape
         check_counted(tape, schedule.micro_batches)
         if schedule.chains > 1:
             check_effects(tape)
+        if divided:
+            check_linear(tape)
         notes = self._notes if schedule.chains > 1 else {}
         step = Step(
             schedule, self.rank, self.tiles, self._wires, feeds.__getitem__, loss, scaled, self.gradients,
@@ -305,6 +352,7 @@ class PipelinedNet:
         self.tiles.leave_ahead(ready)
         for number, stage in enumerate(self._stages(ready.program)):
             for one in ready.program.tape.effects.sets:
+                check_set(one)
                 if any(isinstance(r, Value) and r.index in stage.leaves for r in one.refs()):
                     self._writers.setdefault(one.path, number)
                     if one.registered:
@@ -394,7 +442,19 @@ def pipelined(
             "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or choose "
             'pipeline.schedule = "layer", which takes the batch at once'
         )
-    return PipelinedNet(net, mesh, example)
+    return PipelinedNet(net, mesh, example, loss=loss)
+
+
+def _check_inputs(inputs: Any) -> None:
+    if any(leaf.requires_grad for leaf in leaves(inputs)):
+        raise UsageError(
+            "the inputs ask for gradients, which stages do not hand back to whoever gave them: detach them, "
+            "or use a layout without a pipe axis"
+        )
+
+
+def _names(net: nn.Module) -> set[str]:
+    return {name for name, _ in net.named_parameters()}
 
 
 def _shapes(example: Any) -> Any:

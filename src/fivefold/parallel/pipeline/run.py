@@ -146,12 +146,10 @@ class Step:
         return values, self.schedule.rank_of(action.chain, source)
 
     def _gaps(self, action: Action) -> bool:
-        """Whether a loss may leave out something, whose gradient is None then and not zero.
-
-        Tiles exchange in backward, in which all of them have to take part.
-        """
-        several = len(returned(self.feed(action.micro).ready.program)) > 1
-        return action.op is not Op.FORWARD and several and self.net.grid.tiles == 1
+        """Whether a loss may leave out something, whose gradient is None then and not zero."""
+        if action.op is Op.FORWARD:
+            return False
+        return len(returned(self.feed(action.micro).ready.program)) > 1
 
     def _send(
         self,

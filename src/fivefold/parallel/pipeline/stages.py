@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.containers import Found
+from fivefold.parallel.graph.effects import Set
 from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Tape
@@ -29,6 +30,7 @@ __all__ = [
     "Stage",
     "check_holders",
     "check_hooks",
+    "check_set",
     "check_writers",
     "divided",
     "holders",
@@ -181,6 +183,16 @@ def check_hooks(program: Program, stages: list[Stage]) -> None:
                     "several stages, each of which sees its part: let pipeline.cut name the modules that "
                     "begin stages, such that the module is used in one"
                 )
+
+
+def check_set(one: Set) -> None:
+    """Raise `UsageError` for a tensor that moves from one place of the net to another: no stage makes it."""
+    refs = list(one.refs())
+    if refs and not any(isinstance(ref, Value) for ref in refs):
+        raise UsageError(
+            f"the net moves a tensor that it has kept to {one.path!r}, which stages cannot follow: keep it "
+            "where it is, in a buffer that is written in place, say"
+        )
 
 
 def check_writers(stages: list[Stage], writers: Mapping[str, int]) -> None:

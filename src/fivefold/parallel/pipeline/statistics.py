@@ -21,7 +21,7 @@ from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.tiles.rule import Statistics
 from fivefold.trace import Tag
 
-__all__ = ["Notes", "check_counted", "check_effects", "check_norms"]
+__all__ = ["Notes", "check_counted", "check_effects", "check_linear", "check_norms"]
 
 
 class Notes:
@@ -117,6 +117,21 @@ def check_counted(tape: Tape, micro_batches: int) -> None:
             "counts statistics again while it goes backward, an order that stages do not have with several "
             "micro-batches. Keep it out of the checkpoint and let memory.recompute save the memory, or set "
             "pipeline.micro_batches = 1"
+        )
+
+
+def check_linear(tape: Tape) -> None:
+    """Raise `UsageError` for what the user does to gradients before these are divided by the denominator."""
+    nodes = tape.nodes
+    found = next(
+        (n for n in nodes if isinstance(n.function, Hooked) or n.name.endswith(".apply")), None
+    )
+    if found is not None:
+        what = "a hook of a tensor" if isinstance(found.function, Hooked) else found.name
+        raise UsageError(
+            f"{what} ({found.where}) would see gradients that are not divided yet: with a pipe axis, the "
+            "denominator of a loss with share(outputs, targets) is known when all micro-batches are done. "
+            "Put hooks on parameters, choose a loss without share, or a layout without pipe"
         )
 
 

@@ -8,12 +8,11 @@ so that it counts once.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 from torch import Tensor
 
-from fivefold.errors import UsageError
+from fivefold.errors import UsageError, warn
 from fivefold.mesh import part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
@@ -22,7 +21,8 @@ from fivefold.parallel.tiles.net import Outputs, Samples, TiledNet
 from fivefold.parallel.tiles.rule import everything, want_of
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.torch_losses import Loss
-from fivefold.parallel.trees import flatten, leaves, unflatten
+from fivefold.parallel.trees import flatten, in_graph, unflatten
+from fivefold.torch_private import base_of
 
 __all__ = ["TileLoss", "whole_images"]
 
@@ -54,7 +54,9 @@ class TileLoss:
             own = self._loss.over_all(*self._loss.own_terms(parts, targets, recorded=True))
         else:
             own = self._loss.share(parts, targets, weight, outputs.samples.own, share.total)
-        return _in_graph(own, parts) / grid.tiles
+        if not own.requires_grad:
+            own = in_graph(own, parts)
+        return own / grid.tiles
 
     def of_micro_batch(
         self, outputs: Outputs, targets: Any, weight: Any, share: Share
@@ -70,7 +72,9 @@ class TileLoss:
         targets = whole_images(self._tiles, targets)
         numerator, denominator = self._loss.own_terms(parts, targets, recorded=True)
         tiles = self._tiles.grid.tiles
-        return _in_graph(numerator, parts) / (tiles * share.total), denominator / tiles
+        if not numerator.requires_grad:
+            numerator = in_graph(numerator, parts)
+        return numerator / (tiles * share.total), denominator / tiles
 
     def _by_pixels(
         self,
@@ -138,25 +142,16 @@ class TileLoss:
         if not everyone and grid.data is not None and spread.shape[:1] == (samples.rows,):
             wants = (samples.want(grid.data), *wants[1:])
         plan = Exchange.of(spread, wants, grid, self._tiles.here.rank)
-        return exchange(leaf, plan, self._tiles.lines)
+        found = exchange(leaf, plan, self._tiles.lines)
+        return found if base_of(found) is None else found.clone()  # a loss may change it in place
 
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "the loss cannot be computed in tiles: every rank gathers the whole of what the net returns. "
                 "Losses of torch on one tensor are computed in tiles. The result is exact",
-                stacklevel=2,
             )
-
-
-def _in_graph(share: Tensor, outputs: Any) -> Tensor:
-    """A share that reaches the outputs, if only to add nothing: other ranks wait for what goes back."""
-    if share.requires_grad:
-        return share
-    return share + sum(
-        (leaf[:0].sum() for leaf in leaves(outputs) if leaf.dim()), share.new_zeros(())
-    )
 
 
 def whole_images(tiles: TiledNet, tree: Any, everyone: Samples | None = None) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from fivefold.errors import PlanError
@@ -33,6 +32,7 @@ from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.tiles.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Layout, Plan
+from fivefold.torch_private import FakeTensorMode
 
 __all__ = ["Predicted", "device_of", "made", "predicted", "storage_bytes"]
 

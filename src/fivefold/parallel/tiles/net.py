@@ -22,7 +22,7 @@ from fivefold.parallel.graph.effects import apply
 from fivefold.parallel.graph.numbers import known
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
 from fivefold.parallel.graph.tape import Tape
-from fivefold.parallel.intercept import Share
+from fivefold.parallel.intercept import Share, warn_layout
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.sharded import refuse_write
 from fivefold.parallel.tiles.costs import Costs, Options, measured
@@ -296,6 +296,8 @@ class TiledNet:
             fewest = share.total // self._mesh.layout.data // micro[1]
         here = self._here(known, fewest)
         program = self.programs.program(call, inputs, spreads, here)
+        if program.drawn is not None and not share.draws:
+            warn_layout(program.drawn.where)
         if self._mesh.plan.memory.shard != "none" and self._mesh.layout.data > 1:
             check_divided(program.tape)
         if self._recompute not in {0, "none"} and torch.is_grad_enabled():

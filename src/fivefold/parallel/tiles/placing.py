@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fivefold.errors import UsageError
+from fivefold.errors import UsageError, warn
 from fivefold.mesh import owned
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
@@ -174,7 +173,7 @@ class _Placing:
         if self._strict:
             raise UsageError(f"{text}; tiles.strict = true in the plan forbids that")
         if not is_quiet():
-            warnings.warn(f"{text}. The result is exact", stacklevel=2)
+            warn(f"{text}. The result is exact")
 
 
 def _filled(spread: Spread) -> Spread:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,8 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from fivefold.parallel.graph.fingerprint import Fingerprint
+from fivefold.parallel.graph.names import is_users
 from fivefold.parallel.graph.refs import Ref, Value
 from fivefold.parallel.graph.tape import Node, Tape
+from fivefold.parallel.intercept import draws_mask, quietly
 from fivefold.parallel.tiles.border import Border
 from fivefold.parallel.tiles.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.tiles.exchange import Exchange
@@ -37,6 +38,7 @@ from fivefold.parallel.tiles.rule import (
     everything,
 )
 from fivefold.parallel.tiles.spread import Spread
+from fivefold.parallel.tiles.sums import complete_gradient, shared_gradient
 from fivefold.parallel.trees import map_tensors
 
 __all__ = ["Compute", "Move", "Program", "cheapest_thinnest", "exchange_of", "planned"]
@@ -92,6 +94,10 @@ class Program:
     """of the tape"""
     meeting: str | None = None
     """where samples of different replicas meet, empty if nowhere; None: not looked for"""
+    masks: dict[tuple[str, int], bool | None] = field(
+        default_factory=dict[tuple[str, int], bool | None]
+    )
+    """where they do not, by scope and number of the random call: as `Share.masks`"""
     divisions: dict[tuple[int, frozenset[int], range], list[Any]] = field(
         default_factory=dict[tuple[int, frozenset[int], range], list[Any]]
     )
@@ -101,6 +107,12 @@ class Program:
         """Its mark, which programs that a net runs have."""
         assert self.mark is not None
         return self.mark
+
+    @functools.cached_property
+    def drawn(self) -> Node | None:
+        """The first random call whose numbers follow the samples, in a step."""
+        nodes = self.tape.nodes
+        return next((n for n in nodes if draws_mask(n.function, n.args, n.kwargs)), None)
 
     @functools.cached_property
     def dying(self) -> list[list[int]]:
@@ -175,8 +187,7 @@ def cheapest_thinnest(tape: Tape, inputs: Sequence[Spread], here: Here, options:
     middle, never = replace(here, rank=here.grid.tiles // 2), replace(options, fuse="never")
     tried: list[tuple[float, int]] = []
     for thinnest in _THINNEST:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the plan that is taken will tell
+        with quietly():  # the plan that is taken will tell
             placed = place(tape, inputs, here, thinnest=thinnest)
         seconds = _lowered(tape, placed, middle, never).seconds(middle, options.costs)
         tried.append((seconds, thinnest))
@@ -271,12 +282,24 @@ class _Lowering:
 
 
 def _on_the_whole(node: Node, made: Sequence[Spread], here: Here) -> Local:
-    """Gather the operands and compute everything on every rank; keep one's own part."""
+    """Gather the operands and compute everything on every rank; keep one's own part.
+
+    A function of the user's is given the complete gradient as well, on every rank: its backward need not be
+    linear.
+    """
     compute = call(node)
     boxes = [tuple(slice(*r) for r in spread.held(here.grid, here.rank)) for spread in made]
+    axes, wants = tuple(range(len(here.grid.axes))), tuple(map(everything, node.shapes))
 
     def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
         mine = iter(boxes)
         return map_tensors(lambda whole: whole[next(mine)], compute(moment, operands))
 
-    return Local(tuple(everything(shape) for shape in node.shapes), run)
+    def run_joint(moment: Moment, operands: Sequence[Tensor]) -> Any:
+        everyone, mine = moment.groups(axes, False), iter(boxes)
+        made = compute(moment, [shared_gradient(x, everyone) for x in operands])
+        return map_tensors(lambda whole: complete_gradient(whole, everyone)[next(mine)], made)
+
+    if is_users(node.function) and node.grad and here.grid.size > 1:
+        return Local(wants, run_joint, collective="gradients for a function")
+    return Local(wants, run)

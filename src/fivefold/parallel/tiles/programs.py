@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.errors import warn
 from fivefold.parallel.graph.fingerprint import Fingerprint, difference, fingerprint
 from fivefold.parallel.graph.guards import settings
 from fivefold.parallel.graph.record import record
@@ -142,11 +142,10 @@ class Programs:
         if apart is None:
             return known.program
         self._volatile = True
-        warnings.warn(
+        warn(
             "the net does not compute the same twice, though nothing that it holds has changed, at "
             f"{apart}. It is recorded anew in every step, which is exact and slow: let what changes be "
             "an attribute of a module, an input, or a global that the forward names",
-            stacklevel=2,
         )
         return self._planned(tape, call, inputs, spreads, here)
 
@@ -155,10 +154,9 @@ class Programs:
         self._anew = self._anew + 1 if reason and reason == self._reason else 1
         self._reason = reason
         if self._anew == _TOLD_AFTER:
-            warnings.warn(
+            warn(
                 f"{reason} is another one in every forward, so the net is recorded anew in every step "
                 f"({seconds:.2f} s each): exact, and slow. Keep counters and the like out of the forward",
-                stacklevel=2,
             )
 
     def look_again(self) -> None:

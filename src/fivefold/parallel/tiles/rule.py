@@ -154,6 +154,8 @@ class Local:
     """how it computes the first operand's own part and what an exchange brings apart, if it can"""
     in_place: bool = False
     """whether the net's own call, which changes its first operand, does the same as `run`"""
+    differs_apart: bool = False
+    """whether replicas that ran the net as it is would compute something else, though nothing is exchanged"""
     tight: bool = False
     """whether it gives what ranks own and no margin, which its readers then exchange"""
 

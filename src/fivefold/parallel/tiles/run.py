@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten
 
 from fivefold.parallel.graph.refs import Ref, State, Value, refs_of
 from fivefold.parallel.graph.tape import Autocast
@@ -20,6 +19,7 @@ from fivefold.parallel.tiles.in_place import as_recorded
 from fivefold.parallel.tiles.program import Compute, Move, Program
 from fivefold.parallel.tiles.recompute import Segment, divided, recomputed, segments
 from fivefold.parallel.tiles.rule import Moment
+from fivefold.torch_private import memory_of, pytree
 
 __all__ = ["Defer", "carry_out", "execute", "left", "returned"]
 
@@ -186,7 +186,7 @@ class _Running:
         if isinstance(result, Tensor):
             self.values[step.node.outputs[0]] = result
             return
-        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in pytree.tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         self.values.update(zip(step.node.outputs, made, strict=True))
 
     def _is_own(self, ref: Ref) -> bool:
@@ -240,5 +240,5 @@ def _remade_in_backward(kept: Sequence[tuple[Tensor, Kept]]) -> saved_tensors_ho
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors share that are the same numbers; without addresses, which fake tensors do not have."""
-    storage = tensor.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    storage = memory_of(tensor)
     return (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

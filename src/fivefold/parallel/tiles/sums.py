@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fivefold import comm
 from fivefold.trace import Tag
 
-__all__ = ["all_extreme", "all_sum"]
+__all__ = ["all_extreme", "all_sum", "complete_gradient", "shared_gradient"]
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,6 +36,30 @@ def all_extreme(
     backward too.
     """
     return cast(Tensor, _AllExtreme.apply(x, dims, largest, group))
+
+
+def complete_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, which all ranks have; in backward each gets the sum of their gradients. Collective there."""
+    return cast(Tensor, _Completed.apply(x, group)) if x.requires_grad else x
+
+
+def shared_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, which all ranks have; the gradient of each, the same on all, becomes its share of it."""
+    return cast(Tensor, _Shared.apply(x, group.size())) if x.requires_grad else x
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.ranks, None
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,6 +80,15 @@ class _AllSum(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         return _summed(grads[0], ctx.group), None
+
+
+class _Completed(_AllSum):
+    """Backward as there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
 
 
 class _AllExtreme(torch.autograd.Function):

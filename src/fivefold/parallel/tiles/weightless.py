@@ -13,18 +13,20 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from fivefold.errors import UsageError
+from fivefold.torch_private import (
+    LOCAL_SCALAR,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    TorchDispatchMode,
+    memory_tracker,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from fivefold.errors import UsageError
 
 __all__ = ["Count", "counting", "weightless"]
 
@@ -79,21 +81,7 @@ def counting(existing: Sequence[Tensor], device: torch.device, rows: int) -> Gen
     Who asks for numbers is answered: masks are true throughout, so that no memory is forgotten; whole numbers
     are `rows`, as if all ranks had as many samples; others are 2.
     """
-    # A second to import, most of it for DTensor.
-    from torch.distributed._tools.mem_tracker import MemTracker
-    from torch.distributed._tools.mod_tracker import ModTracker
-
-    class NoModules(ModTracker):
-        """Follows no modules. Its hooks hold for all threads, and fail in those that load data meanwhile."""
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    tracker: Any = MemTracker()
-    tracker._mod_tracker = NoModules()  # noqa: SLF001
+    tracker = memory_tracker()
     tracker.track_external(*existing)
     with tracker, _Answers(rows):
         yield Count(tracker, device.type)
@@ -119,7 +107,7 @@ class _Answers(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            if func is not LOCAL_SCALAR:
                 raise
             return self._number(args[0].dtype)
 

@@ -119,12 +119,19 @@ def _compared(  # noqa: PLR0917 - what verify was given
     net, loss = _built(build, loss, mesh, dtype)
     layout = OnLayout(net, mesh, loss, example=batches[0][0])
     uncontrolled = _told("yes" if judge and judge.uncontrolled else "", mesh) == "yes"
+    problem = ""
     for step, trees in enumerate(batches):
         layout.start(judge.truth[step].state if judge else None)
         inputs, targets = (map_tensors(lambda leaf: leaf.to(mesh.device), tree) for tree in trees)
         got = layout.step(inputs, targets, step, uncontrolled=uncontrolled)
-        if judge:
-            judge.compare(got, step)
+        if judge and not problem:
+            try:
+                judge.compare(got, step)
+            except CannotRun as cannot:  # others wait for the verdict
+                problem = f"one process alone could not train the model again: {cannot}"
+    problem = _told(problem, mesh)
+    if problem:
+        raise UsageError(problem)
     samples, model = leaves(batches[0][0])[0].shape[0], type(net).__name__
     report = judge.report(model, len(batches), samples, layout.replicas) if judge else None
     told = json.dumps(dataclasses.asdict(report)) if report else ""

@@ -23,8 +23,8 @@ CHANCES = 12
 
 UNCONTROLLED = (
     "the model draws random numbers that do not follow the global sample; the warning '... draws random "
-    "numbers in the model ...' names the function. Draw them with nn.Dropout and its kin, or with "
-    "bernoulli_ on a tensor whose leading dim is the samples"
+    "numbers in the model ...' names the function. Draw them with nn.Dropout and its kin, with "
+    "torch.rand, or with bernoulli_, where the leading dim is the samples"
 )
 DRAWS = (
     "the model draws random numbers. Masks follow the samples where these are on the leading dim of what is "

@@ -73,6 +73,9 @@ _DROPOUTS = {
     "feature_alpha_dropout": (False, 2, True),
 }  # fmt: skip
 """functions of torch's -> whether they train by default, dims of the mask (the rest broadcast), alpha"""
+_RAND = torch.rand
+_NOT_DRAWN = ("generator", "out", "names", "requires_grad")
+"""with these, `torch.rand` draws from torch's generator"""
 
 
 def uniform(index: np.ndarray[Any, Any], seed: int, step: int, module: str, call: int) -> Tensor:
@@ -90,9 +93,9 @@ def uniform(index: np.ndarray[Any, Any], seed: int, step: int, module: str, call
 class Masks:
     """Random masks as documented: a function of seed, step, module, its call, global sample and element.
 
-    torch's dropout functions and `Tensor.bernoulli_` are replaced while it is entered. Which module calls is
-    read from the stack. What is checkpointed runs again in backward, with the state that torch's generator
-    had before: so the state at each draw tells which draw it is.
+    torch's dropout functions, `Tensor.bernoulli_`, `torch.rand` and `torch.rand_like` are replaced while
+    it is entered. Which module calls is read from the stack. What is checkpointed runs again in backward,
+    with the state that torch's generator had before: so the state at each draw tells which draw it is.
     """
 
     def __init__(self, net: nn.Module, seed: int, step: int) -> None:
@@ -121,7 +124,7 @@ class Masks:
 
     def _draw(self, shape: Sequence[int], common: bool) -> Tensor:
         state = torch.get_rng_state().numpy().tobytes()
-        torch.rand(1)  # so that the next draw finds another state
+        _RAND(1)  # so that the next draw finds another state
         self.count += 1
         again = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         if not again or state not in self._drawn:
@@ -169,16 +172,33 @@ class Masks:
             chance = p.cpu() if isinstance(p, Tensor) else p
             return noise.copy_(self._draw(noise.shape, common=False) < chance)
 
-        before, plain = {name: getattr(F, name) for name in _DROPOUTS}, Tensor.bernoulli_
-        for name, (default, dims, alpha) in _DROPOUTS.items():
-            setattr(F, name, self._dropout(before[name], default, dims, alpha))
-        setattr(Tensor, "bernoulli_", bernoulli)  # noqa: B010 - of another signature, as types go
+        def rand(plain: Callable[..., Tensor], empty: Callable[..., Tensor]) -> Callable[..., Any]:
+            def drawn(*args: Any, **options: Any) -> Tensor:
+                if any(options.get(name) for name in _NOT_DRAWN):
+                    return plain(*args, **options)
+                made = empty(*args, **options)
+                common = any(isinstance(one, nn.Parameter) for one in (*args, options.get("input")))
+                return made.copy_(self._draw(made.shape, common))
+
+            return drawn
+
+        functions: list[tuple[Any, str, Any]] = [
+            (F, name, self._dropout(getattr(F, name), default, dims, alpha))
+            for name, (default, dims, alpha) in _DROPOUTS.items()
+        ]
+        functions += [
+            (Tensor, "bernoulli_", bernoulli),
+            (torch, "rand", rand(_RAND, torch.empty)),
+            (torch, "rand_like", rand(torch.rand_like, torch.empty_like)),
+        ]
+        before = [getattr(place, name) for place, name, _ in functions]
+        for place, name, function in functions:
+            setattr(place, name, function)
         try:
             yield
         finally:
-            for name, function in before.items():
-                setattr(F, name, function)
-            setattr(Tensor, "bernoulli_", plain)  # noqa: B010
+            for (place, name, _), function in zip(functions, before, strict=True):
+                setattr(place, name, function)
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
@@ -346,9 +366,7 @@ class Run:
         self._seeded = _generators(self._device)
         seed = self._told.get("masks")
         masks = None if seed is None else Masks(self.net, seed, number)
-        with nullcontext() if masks is None else masks.entered():
-            # Until the end of backward: what is checkpointed runs again.
-            outputs, loss = self._trained(inputs, targets, step.get("micro_batches"), masks)
+        outputs, loss = self._trained(inputs, targets, step.get("micro_batches"), masks)
         gradients = {name: _copy(p.grad) for name, p in self._parameters().items()}
         if step.get("clip"):
             nn.utils.clip_grad_norm_(self.net.parameters(), step["clip"])
@@ -406,7 +424,7 @@ class Run:
         state = torch.get_rng_state()
         torch.set_rng_state(torch.frombuffer(bytearray(self._seeded[0]), dtype=torch.uint8))
         for _ in range(count):
-            torch.rand(1)
+            _RAND(1)
         expected = [torch.get_rng_state().numpy().tobytes(), *self._seeded[1:]]
         torch.set_rng_state(state)
         self._uncontrolled = now != expected
@@ -443,18 +461,20 @@ class Run:
         self, inputs: Any, targets: Any, micro_batches: Any, masks: Masks | None
     ) -> tuple[dict[str, Any], Tensor]:
         rows = next(leaf.shape[0] for leaf in flat(inputs).values() if isinstance(leaf, Tensor))
+        entered = nullcontext if masks is None else masks.entered
         made: list[Any] = []
-        for samples in micro_batches or [list(range(rows))]:
-            if masks is not None:
-                masks.begin(samples)
-            take = functools.partial(_some, samples=samples, rows=rows)
-            made.append(self._call(inputs if micro_batches is None else _mapped(take, inputs)))
+        with entered():
+            for samples in micro_batches or [list(range(rows))]:
+                if masks is not None:
+                    masks.begin(samples)
+                take = functools.partial(_some, samples=samples, rows=rows)
+                made.append(self._call(inputs if micro_batches is None else _mapped(take, inputs)))
         self._note_draws(masks)
         joined = _Joined(micro_batches or ())
         outputs = made[0] if len(made) == 1 else _mapped(joined, *made)
         told = {path: _copy(leaf) for path, leaf in flat(outputs).items()}
         loss = self.loss(outputs, targets)
-        with _LaidOut():
+        with entered(), _LaidOut():  # what is checkpointed runs again
             loss.backward()
         return told, loss
 

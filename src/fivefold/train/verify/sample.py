@@ -27,8 +27,11 @@ def random_batches(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
+    integers: int = 0,
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """`batch(step) -> (inputs, targets)` on the CPU: inputs (samples, *shape), standard normal, in `dtype`.
+
+    With `integers`, inputs are whole numbers below it instead, int64.
 
     The same for every caller with the same `seed`. The net is run once, to see what it returns and so what
     targets look like; it is of no other use afterwards. Classes are as many as dim 1 of the outputs says.
@@ -36,7 +39,15 @@ def random_batches(
     Raises `UsageError` if the net cannot be run on such inputs, with what torch says to that, or if it
     does not return one tensor with the samples on its leading dim.
     """
-    outputs = _shape_of_outputs(net, torch.Size([samples, *shape]), seed, dtype, device)
+    whole = torch.Size([samples, *shape])
+
+    def inputs_from(draw: torch.Generator) -> Tensor:
+        if integers:
+            return torch.randint(integers, whole, generator=draw)
+        return torch.randn(whole, generator=draw, dtype=torch.float64).to(dtype)
+
+    probe = inputs_from(torch.Generator().manual_seed(seed))
+    outputs = _shape_of_outputs(net, probe, seed, dtype, device)
     if targets == "classes" and len(outputs) < 2:
         raise UsageError(
             f"the model returns a tensor of shape {tuple(outputs)}, but a loss on classes needs (samples, "
@@ -45,7 +56,7 @@ def random_batches(
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        inputs = torch.randn(samples, *shape, generator=draw, dtype=torch.float64).to(dtype)
+        inputs = inputs_from(draw)
         if targets == "classes":
             wanted = torch.randint(outputs[1], (samples, *outputs[2:]), generator=draw)
         elif targets == "binary":
@@ -58,18 +69,18 @@ def random_batches(
 
 
 def _shape_of_outputs(
-    net: nn.Module, shape: torch.Size, seed: int, dtype: torch.dtype, device: torch.device
+    net: nn.Module, inputs: Tensor, seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Size:
+    shape = inputs.shape
     try:
         probe = cast_net(net.to(device), dtype).train()
-        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         with seeded(seed, device), default_dtype(dtype), torch.no_grad():
             outputs = probe(inputs.to(device))
     except Exception as problem:
         said = str(problem).strip().splitlines() or ["no reason given"]
         raise UsageError(
             f"one process alone cannot run the model on an input of shape {tuple(shape)} in "
-            f"{str(dtype).removeprefix('torch.')}: {type(problem).__name__}: {said[0]}"
+            f"{str(inputs.dtype).removeprefix('torch.')}: {type(problem).__name__}: {said[0]}"
         ) from problem
     if not isinstance(outputs, Tensor):
         raise UsageError(

@@ -85,7 +85,6 @@ _ALONG: dict[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     ),
     "argsort": (("input", "dim"), _LAST),
     "sort": (("input", "dim"), _LAST),
-    "kthvalue": (("input", "k", "dim"), _LAST),
     "topk": (("input", "k", "dim"), _LAST),
     "channel_shuffle": (("input",), _CHANNELS),
     "local_response_norm": (("input",), _CHANNELS),

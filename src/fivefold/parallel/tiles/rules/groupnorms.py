@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold import comm
 from fivefold.parallel.norms import global_batch_norm, laid_out
@@ -29,6 +29,7 @@ from fivefold.parallel.tiles.rules.along import widened
 from fivefold.parallel.tiles.rules.norms import owned_slices
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.parallel.tiles.sums import all_sum
+from fivefold.torch_private import AnyInstanceNorm
 from fivefold.trace import Tag
 
 __all__ = ["GroupNorm", "InstanceNorm", "InstanceNormModule", "LayerNorm", "RmsNorm"]
@@ -221,8 +222,11 @@ class _Instance:
     def collective(self, op: Operation, *, given: bool, tracked: bool) -> str | None:
         """What ranks exchange: sums over images in parts, and running statistics unless they are `given`."""
         lies = op.made[0]
-        joins = not given and (_axes(lies, 2) or (tracked and lies.axes))
-        return "statistics" if joins else None
+        if given:
+            return None
+        if _axes(lies, 2):
+            return "statistics"
+        return "running statistics" if tracked and lies.axes else None
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the input, unless its channels are cut or there is no dim of samples."""
@@ -270,7 +274,7 @@ class InstanceNormModule(_Instance):
         """As torch's own forward, with the statistics of all tiles."""
         lies = op.made[0]
         module: Any = op.node.function
-        assert isinstance(module, nn.modules.instancenorm._InstanceNorm)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(module, AnyInstanceNorm)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             x = operands[0]

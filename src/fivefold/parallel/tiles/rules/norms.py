@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.parallel.norms import global_batch_norm, laid_out
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Statistics, as_held, rule
 from fivefold.parallel.tiles.spread import Spread
+from fivefold.torch_private import AnyBatchNorm
 
 __all__ = ["BatchNorm", "BatchNormModule", "owned_slices"]
 
@@ -97,8 +98,12 @@ class _Norm:
 
     def on_parts(self, op: Operation, run: Any, *, trains: bool) -> Local:
         """`run` on what ranks hold; `trains` if it uses the statistics of the batch."""
-        collective = "batch norm" if trains and op.made[0].axes else None
-        return Local((as_held(op.made[0]), *op.whole(1)), run, collective=collective)
+        joins = bool(op.made[0].axes)
+        return Local(
+            (as_held(op.made[0]), *op.whole(1)), run,
+            collective="batch norm" if trains and joins else None,
+            differs_apart=trains and not joins,  # replicas would join what all of them have
+        )  # fmt: skip
 
 
 @rule("batch_norm")
@@ -131,7 +136,7 @@ class BatchNormModule(_Norm):
         """As torch's own forward, with the statistics of all tiles."""
         slices, spread = owned_slices(op), op.made[0]
         module: Any = op.node.function
-        assert isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(module, AnyBatchNorm)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             x = operands[0]

@@ -136,13 +136,20 @@ class Einsum:
         return Local(wants, call(op.node))
 
 
+_EMBEDDING = (
+    "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
+)  # fmt: skip
+
+
 @rule("embedding", "one_hot")
 class Embedding:
     """A vector for every index, behind the dims that the indices have."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """As the indices."""
-        if any(not spread.is_whole for spread in op.given[1:]) or op.node.kwargs.get("max_norm"):
+        """As the indices, unless all of them count: how often each is looked up, what is normalised."""
+        a = op.node.bound(_EMBEDDING) if op.node.name == "embedding" else {}
+        joined = a.get("max_norm") is not None or a.get("scale_grad_by_freq", False)
+        if joined or any(not spread.is_whole for spread in op.given[1:]):
             return None
         return [Spread(op.node.output_shapes[0], (*op.given[0].cuts, None)).tight()]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.parallel.graph.tape import Node
-from fivefold.parallel.intercept import DROPOUTS, dropout_arguments, warn_layout
+from fivefold.parallel.intercept import DROPOUTS, draws_mask, dropout_arguments, warn_layout
 from fivefold.parallel.randomness import uniform_box
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Wants, as_held, call, rule
 from fivefold.parallel.tiles.rules.heads import Heads
@@ -81,9 +81,10 @@ class Exactly:
         p = float(a["p"])
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
-            if moment.key is None:
+            key = _key(moment, node)
+            if key is None:
                 return plainly(moment, operands)
-            x, key = operands[0], moment.key(node.scope, node.draw)
+            x = operands[0]
             common = isinstance(x, nn.Parameter)
             kept = _uniform(moment, key, shape, box, x.device, common) >= p
             return apply(x, kept, p, False)
@@ -91,9 +92,17 @@ class Exactly:
         return Local(wants, run)
 
 
-def _own_key(moment: Moment, node: Node) -> int | None:
-    """For random calls that are not numbered: they must not disturb the numbers of those that are."""
-    return None if moment.key is None else moment.key(f"{node.scope}:{node.name}", node.call)
+def _numbered(node: Node) -> bool:
+    return draws_mask(node.function, node.args, node.kwargs)
+
+
+def _key(moment: Moment, node: Node) -> int | None:
+    """What is not numbered must not disturb the numbers of what is."""
+    if moment.key is None:
+        return None
+    if _numbered(node):
+        return moment.key(node.scope, node.draw)
+    return moment.key(f"{node.scope}:{node.name}", node.call)
 
 
 _Sampler = Callable[[Tensor, Sequence[Any], Mapping[str, Any]], Tensor]
@@ -125,11 +134,15 @@ _SAMPLERS: dict[str, _Sampler] = {
 
 @rule(*_SAMPLERS)
 class Sampled:
-    """Numbers that do not depend on how the batch is divided, but are not those of torch."""
+    """Numbers that do not depend on how the batch is divided, but are not those of torch.
+
+    `torch.rand` and `rand_like`, as stochastic depth is written too, exactly.
+    """
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the tensor whose shape they take; whole if there is none."""
-        warn_layout(op.node.where)
+        if not _numbered(op.node):
+            warn_layout(op.node.where)
         return [op.given[0].tight() if op.given else op.here.fresh(op.node)]
 
     def lower(self, op: Operation) -> Local:
@@ -139,7 +152,7 @@ class Sampled:
         shape = node.output_shapes[0]
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
-            key = _own_key(moment, node)
+            key = _key(moment, node)
             if key is None or "generator" in node.kwargs:
                 return plainly(moment, operands)
             args, kwargs = node.arguments(operands)
@@ -150,7 +163,10 @@ class Sampled:
             dtype = kwargs.get("dtype") or (
                 torch.get_default_dtype() if like is None else like.dtype
             )
-            return sampler(_uniform(moment, key, shape, box, device), args, kwargs).to(dtype)
+            common = isinstance(like, nn.Parameter)
+            return sampler(_uniform(moment, key, shape, box, device, common), args, kwargs).to(
+                dtype
+            )
 
         return Local(_nothing_but_type(op), run)
 
@@ -177,8 +193,7 @@ class Bernoulli:
         wants = tuple(broadcast_wants(s, op.made[0]) for s in node.shapes)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
-            numbered = moment.key is not None and exact
-            key = moment.key(node.scope, node.draw) if numbered else _own_key(moment, node)  # pyright: ignore[reportOptionalCall]
+            key = _key(moment, node)
             if key is None:
                 return plainly(moment, operands)
             args, kwargs = node.arguments(operands)
@@ -212,7 +227,7 @@ class Seeded:
         node, plainly = op.node, call(op.node)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
-            key = _own_key(moment, node)
+            key = _key(moment, node)
             if key is None or node.kwargs.get("generator") is not None:
                 return plainly(moment, operands)
             device = (

@@ -26,6 +26,7 @@ from fivefold.parallel.tiles.rule import (
 )
 from fivefold.parallel.tiles.spread import Cut, Range, Spread
 from fivefold.parallel.tiles.windows import follow
+from fivefold.parallel.trees import in_graph
 
 __all__ = ["Assign", "Index", "Rows"]
 
@@ -223,20 +224,16 @@ class Assign:
 
         def run(_moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             if nothing:
-                return _linked(operands[0].clone(), operands[1:])
+                return in_graph(operands[0].clone(), operands[1:])
             value = operands[1] if len(operands) > 1 else op.node.args[2]
             return op.node.function(operands[0], tuple(index), value)
 
         others = (tuple(wants),) if len(op.node.shapes) > 1 else ()
-        return Local((as_held(made), *others), run)
-
-
-def _linked(made: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """The same numbers, with others in their graph: ranks wait for the gradients of what they exchanged."""
-    for other in others:
-        if other.requires_grad:
-            made = made + other.flatten()[:0].sum().to(made.dtype)
-    return made
+        chosen = any(
+            made.cuts[dim] is not None and entry != Rows(0, 1, made.shape[dim])
+            for dim, _, entry in _matched(entries, len(shape))
+        )
+        return Local((as_held(made), *others), run, differs_apart=chosen)
 
 
 def _rows_within(entry: Rows | int, held: Range) -> Range:

@@ -1,0 +1,408 @@
+"""What Fivefold takes of torch that torch does not promise to keep. It stands here and nowhere else.
+
+All of it is in every version from 2.11 to 2.15, unless its line says since when. A version that is not
+among `TRIED` is told once. Classes that stand in for torch's own (groups, works) implement what torch calls,
+private names included: those stand with the classes.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource]
+    is_functorch_wrapped_tensor,
+)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "FUNCTION",
+    "LOCAL_SCALAR",
+    "TRIED",
+    "AnyBatchNorm",
+    "AnyInstanceNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "after_backward",
+    "apply_of",
+    "backend_of_device",
+    "base_of",
+    "broadcast_coalesced",
+    "default_group",
+    "default_store",
+    "device_types",
+    "dtensor",
+    "fake_group",
+    "foreach_copy",
+    "forget_plans",
+    "forward_hooks",
+    "gradient_hooks",
+    "in_backward",
+    "is_functorch_wrapped_tensor",
+    "is_known",
+    "is_profiling",
+    "load_state_dict",
+    "loader_iterator",
+    "loader_iterator_class",
+    "memory_of",
+    "memory_tracker",
+    "nccl_options",
+    "norm_functions",
+    "note_version",
+    "own_buffers",
+    "own_parameters",
+    "put_in_place",
+    "pytree",
+    "registered_backends",
+    "restore_apply",
+    "save_state_dict",
+    "saved_tensor_hooks",
+    "schema_of",
+    "sequence_number",
+    "values_of",
+    "version_of",
+    "without_modes",
+    "without_warnings_of_sockets",
+    "world",
+]
+
+TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""versions of torch; README.md says what was run under which"""
+
+_log = logging.getLogger(__name__)
+_LOG_WARNINGS, _LOG_ERRORS = 1, 2
+"""levels of c10/util/logging_common.h"""
+
+
+@functools.cache
+def note_version() -> None:
+    """One line if nobody has tried Fivefold with this torch."""
+    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    if release not in TRIED:
+        _log.warning(
+            "Fivefold was tried with torch %s to %s, this is %s: `fivefold verify` shows whether a model is "
+            "exact under it",
+            TRIED[0], TRIED[-1], torch.__version__,
+        )  # fmt: skip
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
+"""the operation behind `Tensor.item`"""
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to, as autograd counts."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that it is a view of."""
+    return tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number of the memory that it is a view of; fake tensors, which have no address, have one too."""
+    return tensor.untyped_storage()._cdata
+
+
+def values_of(sparse: Tensor) -> Tensor:
+    """The values of a sparse tensor, coalesced or not."""
+    return sparse._values()
+
+
+def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, by one call."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+AnyInstanceNorm = nn.modules.instancenorm._InstanceNorm
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict in which a module keeps its parameters."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict in which a module keeps its buffers."""
+    return module._buffers
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The dicts of its hooks after and before forward."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def gradient_hooks(holder: nn.Module | Tensor) -> dict[int, Any] | None:
+    """The dict of its hooks of gradients, if it has had any."""
+    return cast(Any, holder)._backward_hooks
+
+
+def norm_functions() -> Any:
+    """Torch's module of the autograd functions of synchronised norms."""
+    from torch.nn.modules import _functions
+
+    return _functions
+
+
+# --- autograd -----------------------------------------------------------------------------------
+
+
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
+FUNCTION: Any = (
+    torch.autograd.function._SingleLevelFunction
+    if isinstance(_APPLY, classmethod)
+    else torch.autograd.Function
+)
+"""whose `apply` all autograd functions call. Until torch 2.14 a base class, by way of which a call is seen
+also where `apply` was kept as a function; later that is written in C, and what was kept is not seen"""
+
+
+def apply_of(cls: Any) -> Any:
+    """The `apply` of an autograd function, as it is when nobody watches."""
+    if FUNCTION is torch.autograd.Function:
+        return _APPLY.__get__(None, cls)
+    return super(FUNCTION, cls).apply
+
+
+def restore_apply() -> None:
+    """Undo what has been set as `FUNCTION.apply`."""
+    if FUNCTION is torch.autograd.Function:
+        FUNCTION.apply = _APPLY
+    else:
+        del FUNCTION.apply
+
+
+def in_backward() -> bool:
+    """Whether this thread computes gradients now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call it at the end of the backward that runs now."""
+    cast(Any, torch.autograd.Variable._execution_engine).queue_callback(call)
+
+
+def sequence_number(node: Any) -> int:
+    """Of a node of the graph: later ones have larger ones, in each thread."""
+    return node._sequence_nr()
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
+    return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+# --- modes --------------------------------------------------------------------------------------
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within the block, no mode sees what torch computes."""
+    return _disable_current_modes()
+
+
+def schema_of(operation: Any) -> Any:
+    """Name, arguments and what is written to, of an operation that a dispatch mode sees."""
+    return operation._schema
+
+
+def memory_tracker() -> Any:
+    """Torch's MemTracker, without hooks of modules: they hold for all threads, and fail in those that load
+    data meanwhile. The import takes a second, most of it for DTensor.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed._tools.mod_tracker import ModTracker
+
+    class NoModules(ModTracker):
+        """Follows no modules."""
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    tracker: Any = MemTracker()
+    tracker._mod_tracker = NoModules()
+    return tracker
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def loader_iterator(loader: Any, *, take: bool = False) -> Any:
+    """What iterates over a DataLoader whose processes persist, or None; `take`: the loader forgets it."""
+    iterator = loader._iterator
+    if take:
+        loader._iterator = None
+    return iterator
+
+
+def loader_iterator_class() -> Any:
+    """The class of all iterators of DataLoaders."""
+    from torch.utils.data import dataloader
+
+    return dataloader._BaseDataLoaderIter
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+def world() -> Any:
+    """Torch's books of groups."""
+    return dist.distributed_c10d._world  # noqa: TID251 - private parts of it are what this module is for
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch has noted a group: it does when the group is made."""
+    return group in world().pg_map
+
+
+def device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    """Devices whose tensors a group sends."""
+    return group._device_types
+
+
+def backend_of_device(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What a group sends tensors of a device with."""
+    return group._get_backend(device)
+
+
+def default_store() -> Any:
+    """The store of the group that all ranks are in. Raises ValueError where torch is not started."""
+    return dist.distributed_c10d._get_default_store()  # noqa: TID251
+
+
+def registered_backends() -> dict[str, Any]:
+    """Backends of others, by upper-case name."""
+    return cast("dict[str, Any]", dist.Backend._plugins)
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup, tensors: Sequence[Tensor], message_bytes: int, source: int
+) -> None:
+    """Overwrite tensors with those of a rank, packed into messages: what DistributedDataParallel calls."""
+    dist._broadcast_coalesced(group, list(tensors), message_bytes, source)
+
+
+def put_in_place(name: str, group: dist.ProcessGroup) -> None:
+    """Have torch find a group under the name of another one."""
+    dist.distributed_c10d._unregister_process_group(cast(Any, name))  # noqa: TID251
+    dist.distributed_c10d._register_process_group(cast(Any, name), group)  # noqa: TID251
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group that all ranks are in. Raises ValueError where torch is not started."""
+    return dist.distributed_c10d._get_default_group()  # noqa: TID251
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Of a group over NCCL."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+def fake_group(rank: int, size: int, name: str) -> dist.ProcessGroup:
+    """A group without other ranks, over torch's backend "fake"."""
+    from torch.testing._internal.distributed import fake_pg
+
+    group: Any = dist.ProcessGroup(dist.HashStore(), rank, size)
+    backend = fake_pg.FakeProcessGroup._create_internal(rank, size)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_group_name(name)
+    return group
+
+
+@contextlib.contextmanager
+def without_warnings_of_sockets() -> Generator[None]:
+    """Let torch's C++ log errors only, unless TORCH_CPP_LOG_LEVEL is set.
+
+    Otherwise every socket whose address has no name is a warning; one that cannot be used also raises.
+    """
+    try:
+        core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(core, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # a torch without its own logging
+        yield
+        return
+    before = level.value
+    if before == _LOG_WARNINGS and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        level.value = _LOG_ERRORS
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def save_state_dict(*args: Any, **named: Any) -> Any:
+    """As `torch.distributed.checkpoint.save`, with what it returns; a group of one asks nobody."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    return _save_state_dict(*args, **named)
+
+
+def load_state_dict(*args: Any, **named: Any) -> None:
+    """As `torch.distributed.checkpoint.load`, for states that are flat."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    _load_state_dict(*args, **named)
+
+
+def forget_plans(planner: Any) -> None:
+    """Have a save planner plan anew."""
+    from torch.distributed.checkpoint import SavePlanner
+
+    for plans in (
+        SavePlanner._cached_save_plan,
+        SavePlanner._cached_final_save_plan,
+        SavePlanner._cached_all_plans,
+        SavePlanner._cached_global_plan,
+        SavePlanner._cached_metadata,
+    ):
+        cast("dict[str, Any]", plans).pop(planner._cached_plans_key, None)
+
+
+def dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor with this part, divided as another one; `from_local` would move it to the mesh's device."""
+    return cast(Any, type(like))(local, like._spec, requires_grad=False)
