@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FUNCTION",
     "LOCAL_SCALAR",
+    "SCRIPTED",
     "TRIED",
     "AnyBatchNorm",
     "AnyInstanceNorm",
@@ -202,6 +203,10 @@ def restore_apply() -> None:
         FUNCTION.apply = _APPLY
     else:
         del FUNCTION.apply
+
+
+SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+"""what TorchScript calls: of functions, and of modules"""
 
 
 def in_backward() -> bool:

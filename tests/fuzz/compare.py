@@ -218,7 +218,8 @@ def _of_step(
     scale = _norm(truth["loss"])
     allowed_loss = limits.allowed(_error(nudged["loss"], truth["loss"], scale))
     for number, rank in enumerate(ranks):
-        error = _error(rank["loss"].to(truth["loss"]), truth["loss"], scale)
+        # `step` returns a scalar, also for a loss of one element.
+        error = _error(rank["loss"].to(truth["loss"]), truth["loss"].reshape(()), scale)
         if error > allowed_loss:
             yield f"loss of rank {number} is off by {error:.1e}"
             break

@@ -65,6 +65,27 @@ class Remembering(nn.Module):
         return F.mse_loss(main_output(outputs), targets) / self.scale
 
 
+class Counting(nn.Module):
+    """A loss that counts its calls in a buffer, and weighs by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(main_output(outputs), targets) * (1.0 + 0.1 * self.calls)
+
+
+def _in_place(outputs: Any, targets: Tensor) -> Tensor:
+    return F.mse_loss(main_output(outputs).mul_(0.5), targets)
+
+
+def _one_element(outputs: Any, targets: Tensor) -> Tensor:
+    """Of shape (1,)."""
+    return F.mse_loss(main_output(outputs), targets).reshape(1)
+
+
 def _relative(outputs: Any, targets: Tensor) -> Tensor:
     """Not a mean over samples."""
     return (main_output(outputs) - targets).norm() / (targets.norm() + 1.0)
@@ -156,6 +177,9 @@ LOSSES: dict[str, tuple[str, Callable[[dict[str, Any], nn.Module], Loss]]] = {
     "annealed": ("like", lambda _s, _n: Annealed()),
     "trained": ("like", lambda _s, _n: Trained()),
     "remembering": ("like", lambda _s, _n: Remembering()),
+    "counting": ("like", lambda _s, _n: Counting()),
+    "in_place": ("like", lambda _s, _n: _in_place),
+    "one_element": ("like", lambda _s, _n: _one_element),
     "relative": ("like", lambda _s, _n: _relative),
     "overlap": ("binary", lambda _s, _n: _overlap),
     "contrast": ("like", lambda _s, _n: _contrast),

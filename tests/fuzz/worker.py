@@ -103,10 +103,10 @@ class _Under:
         inputs, targets = called(self.made["batch"], step["batch"])
         rows = self.case["batches"][step["batch"]]["rows"]
         _seed(self.case["seed"] + 1 + number)
-        seen: list[Any] = []
-        self.model.on_outputs = seen.append
+        seen: list[dict[str, Any]] = []
+        # At once: a loss may change them in place.
+        self.model.on_outputs = lambda made: seen.extend(self._pieces(made, rows))
         loss = self.model.step(*self.model.shard(inputs, targets))
-        outputs = [piece for each in seen for piece in self._pieces(each, rows)]
         gradients = self._whole({n: p.grad for n, p in self._parameters().items()})
         if step.get("clip"):
             ff.clip_grad_norm_(self.model, step["clip"])
@@ -114,7 +114,7 @@ class _Under:
             self.optimizer.step()
         return {
             "loss": loss.detach().clone(),
-            "outputs": outputs,
+            "outputs": seen,
             "gradients": gradients,
             "buffers": self._whole(dict(self.model.module.named_buffers())),
             "weights": self._whole(self._parameters()),

@@ -281,10 +281,16 @@ def test_scripted_functions_are_refused(layout: Layout) -> None:
 
     def check(mesh: Mesh) -> None:
         net = made(kind, lambda _net, h: swish(h), dict)
-        with pytest.raises(UsageError, match=r"scripted function|TorchScript"):
+        with pytest.raises(UsageError, match="calls a scripted function"):
             train(net, mesh, data)
 
     run_ranks(layout, check, plan=plan_for(layout))
+
+
+def test_scripted_functions_are_called_where_replicas_call_the_net() -> None:
+    # Stand-ins of a recording within TorchScript ended the process, at the second call.
+    swish = torch.jit.script(_swish)
+    expect_exact(DATA, lambda _net, h: swish(h))
 
 
 def _swish(x: Tensor) -> Tensor:
@@ -543,6 +549,17 @@ def test_inputs_that_ask_for_gradients_are_refused_in_stages() -> None:
             model.step(x.requires_grad_(), y)
 
     run_ranks(PIPE, check, plan=plan_for(PIPE))
+
+
+def test_batch_norm_of_a_micro_batch_of_one_sample_is_refused() -> None:
+    def check(mesh: Mesh) -> None:
+        net = made(Net, lambda net, h: net.norm(h), lambda: {"norm": nn.BatchNorm1d(6)})
+        x, y = (t.double() for t in batches(Net)[0])
+        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        with pytest.raises(UsageError, match=r"more than 1 value per channel .* of 4 micro-batches"):
+            model.step(x, y)
+
+    run_ranks(PIPE, check, plan=Plan(layout=PIPE).replace({"pipeline.micro_batches": 4}, USER))
 
 
 def test_kthvalue_in_tiles() -> None:

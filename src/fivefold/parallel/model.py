@@ -171,7 +171,7 @@ class ParallelModel(nn.Module):
                 last stage.
             scaler: a `torch.amp.GradScaler`, which then scales what backward starts from.
 
-        Returns the loss of the whole batch, detached; it travels with the gradients.
+        Returns the loss of the whole batch, a scalar, detached; it travels with the gradients.
         Repeated calls accumulate gradients. Autocast is honoured in forward.
 
         Raises:

@@ -7,6 +7,7 @@ from fuzz.blocks import (
     hooks,
     images,
     in_place,
+    joins,
     known,
     memories,
     norms,
@@ -20,6 +21,6 @@ from fuzz.blocks import (
 )
 
 __all__ = [
-    "buffers", "control", "experts", "hooks", "images", "in_place", "known", "memories", "norms", "options",
-    "pictures", "regions", "rows", "structure", "tokens", "weights",
+    "buffers", "control", "experts", "hooks", "images", "in_place", "joins", "known", "memories", "norms",
+    "options", "pictures", "regions", "rows", "structure", "tokens", "weights",
 ]  # fmt: skip

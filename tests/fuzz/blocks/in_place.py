@@ -12,7 +12,8 @@ from fuzz.grammar import Block, Shape, register
 
 WAYS = (
     "view", "chunk", "region", "region_of_zeros", "channel", "masked", "masked_fill", "out", "data",
-    "index_put", "augmented", "copied", "transposed", "empty", "several", "set_rows",
+    "index_put", "augmented", "copied", "transposed", "empty", "several", "set_rows", "first_row",
+    "other_rows", "row_mask", "parameter_row", "last_element", "diagonal",
 )  # fmt: skip
 
 
@@ -62,6 +63,32 @@ class Written(Block):
         for row in range(y.shape[0]):
             made[row] = y[row] * 2.0
         return made
+
+    def _first_row(self, y: Tensor) -> Tensor:
+        y[0] = 0.5
+        return y
+
+    def _other_rows(self, y: Tensor) -> Tensor:
+        y = y.clone()
+        y[::2] = 0.25
+        return y
+
+    def _row_mask(self, y: Tensor) -> Tensor:
+        mask = torch.ones_like(y)
+        mask[0] = 0
+        return y * mask
+
+    def _parameter_row(self, y: Tensor) -> Tensor:
+        y = y.clone()
+        y[-1] = self.gain
+        return y
+
+    def _last_element(self, y: Tensor) -> Tensor:
+        y[-1, ..., 0] = 0.5
+        return y
+
+    def _diagonal(self, y: Tensor) -> Tensor:
+        return y.clone().fill_diagonal_(0.25) if y.dim() == 2 else y.tanh()
 
     def _view(self, y: Tensor) -> Tensor:
         y.flatten(1).mul_(0.5)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import time
 import traceback
 import weakref
@@ -25,11 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.parallel.graph.containers import Found
@@ -43,9 +40,10 @@ from fivefold.parallel.graph.recorder import WHOLE_MODULES, Look, Recorder
 from fivefold.parallel.graph.recurrent import from_zeros
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
+from fivefold.parallel.graph.unseen import unseen_calls_noted
 from fivefold.parallel.graph.writes import Writes
 from fivefold.parallel.trees import flatten, leaves, map_tensors
-from fivefold.torch_private import FUNCTION, FakeTensorMode, apply_of, forward_hooks, restore_apply
+from fivefold.torch_private import FakeTensorMode, forward_hooks
 
 __all__ = ["record"]
 
@@ -202,7 +200,7 @@ def _run(recorder: Recorder, net: nn.Module, call: Callable[..., Any], inputs: A
         return call(net, inputs)
 
     try:
-        with _scopes(recorder, net), _functions_seen(recorder):
+        with _scopes(recorder, net), unseen_calls_noted(recorder):
             return called_here()
     except FivefoldError:
         raise
@@ -276,61 +274,6 @@ def _no_cache() -> Generator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-# ---- autograd functions of the user's
-
-_recording = threading.local()
-_lock = threading.Lock()
-_watchers = 0
-_CHECKPOINT = "_checkpoint_without_reentrant_generator"
-_plain_checkpoint: Any = vars(torch_checkpoint)[_CHECKPOINT]
-
-
-def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    apply = apply_of(cls)
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
-    if recorder is None or cls.__module__.startswith("fivefold."):
-        return apply(*args, **kwargs)
-    if cls is CheckpointFunction:  # (function, preserve_rng_state, *inputs)
-        # As torch has it, gradients flow only if they flow into an input.
-        grad = any(leaf.requires_grad for leaf in args[2:] if isinstance(leaf, Tensor))
-        grad = grad and torch.is_grad_enabled()
-        recorder.reentrant |= grad
-        with recorder.again(), torch.set_grad_enabled(grad and not recorder.as_before):
-            return args[0](*args[2:])
-    return recorder.opaque(apply, f"{cls.__name__}.apply", args)
-
-
-def _watched_checkpoint(*args: Any, **kwargs: Any) -> Generator[None]:
-    """What `checkpoint` does around a function: memory is the plan's business."""
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
-    if recorder is None:
-        yield from _plain_checkpoint(*args, **kwargs)
-        return
-    chosen = kwargs.get("context_fn", args[2] if len(args) > 2 else noop_context_fn)
-    with recorder.again(known=chosen is noop_context_fn):
-        yield
-
-
-@contextmanager
-def _functions_seen(recorder: Recorder) -> Generator[None]:
-    """Within the block, this thread's calls of autograd functions are noted whole: no mode sees them."""
-    global _watchers  # noqa: PLW0603 - torch has one class of functions
-    with _lock:
-        _watchers += 1
-        FUNCTION.apply = classmethod(_watched_apply)
-        setattr(torch_checkpoint, _CHECKPOINT, _watched_checkpoint)
-    _recording.recorder = recorder
-    try:
-        yield
-    finally:
-        _recording.recorder = None
-        with _lock:
-            _watchers -= 1
-            if not _watchers:
-                restore_apply()
-                setattr(torch_checkpoint, _CHECKPOINT, _plain_checkpoint)
 
 
 # ---- what is not the user's

@@ -47,6 +47,7 @@ from fivefold.parallel.pipeline.statistics import (
     check_effects,
     check_linear,
     check_norms,
+    check_values,
 )
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
@@ -330,6 +331,10 @@ class PipelinedNet:
         feeds = self._feeds(batch, micros)
         tape = feeds[0].ready.program.tape
         check_counted(tape, schedule.micro_batches)
+        if self._mesh.layout.data == 1:
+            for rows, feed in zip(micros, feeds, strict=True):
+                if len(rows) == 1:
+                    check_values(feed.ready.program.tape, schedule.micro_batches)
         if schedule.chains > 1:
             check_effects(tape)
         if divided:

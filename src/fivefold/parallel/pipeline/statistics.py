@@ -6,6 +6,7 @@ micro-batch gives, tell each other at the end of a step, and apply all of it in 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import torch
@@ -19,9 +20,10 @@ from fivefold.parallel.graph.refs import State
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.tiles.rule import Statistics
+from fivefold.parallel.tiles.rules.norms import uses_batch
 from fivefold.trace import Tag
 
-__all__ = ["Notes", "check_counted", "check_effects", "check_linear", "check_norms"]
+__all__ = ["Notes", "check_counted", "check_effects", "check_linear", "check_norms", "check_values"]
 
 
 class Notes:
@@ -143,4 +145,18 @@ def check_norms(net: nn.Module) -> None:
             raise UsageError(
                 f"the module {name!r} keeps running statistics of an instance norm, which schedules of two "
                 f"directions ({', '.join(sorted(PAIRED))}) cannot keep in order: use another schedule"
+            )
+
+
+def check_values(tape: Tape, micro_batches: int) -> None:
+    """Raise `UsageError` for a batch norm of one value per channel, which has no variance.
+
+    For one replica: with others a value of each is enough.
+    """
+    for node in tape.nodes:
+        if uses_batch(node) and math.prod(node.shapes[0]) == node.shapes[0][1]:
+            raise UsageError(
+                f"{node.where} expects more than 1 value per channel when training, and gets an input of "
+                f"shape {node.shapes[0]} from one of {micro_batches} micro-batches: use larger batches, "
+                "fewer pipeline.micro_batches, or drop the last batch of an epoch"
             )

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.norms import global_batch_norm, laid_out
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, Statistics, as_held, rule
 from fivefold.parallel.tiles.spread import Spread
 from fivefold.torch_private import AnyBatchNorm
 
-__all__ = ["BatchNorm", "BatchNormModule", "owned_slices"]
+__all__ = ["BatchNorm", "BatchNormModule", "owned_slices", "uses_batch"]
 
 _TORCH_BATCH_NORM = (
     "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
@@ -24,6 +25,17 @@ _TORCH_BATCH_NORM = (
 _BATCH_NORM = (
     "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps",
 )  # fmt: skip
+
+
+def uses_batch(node: Node) -> bool:
+    """Whether a node is a batch norm that uses the statistics of its input."""
+    if isinstance(node.function, AnyBatchNorm):
+        return node.function.training or node.function.running_mean is None
+    return node.name == "batch_norm" and bool(node.bound(_names(node)).get("training", False))
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return _TORCH_BATCH_NORM if node.function is torch.batch_norm else _BATCH_NORM
 
 
 def owned_slices(op: Operation) -> tuple[slice, ...] | None:
@@ -113,7 +125,7 @@ class BatchNorm(_Norm):
     def lower(self, op: Operation) -> Local:
         """Statistics over owned pixels, everything held normalised."""
         slices, spread = owned_slices(op), op.made[0]
-        names = _TORCH_BATCH_NORM if op.node.function is torch.batch_norm else _BATCH_NORM
+        names = _names(op.node)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             args, kwargs = op.node.arguments(operands)
@@ -125,7 +137,7 @@ class BatchNorm(_Norm):
                 return laid_out(functools.partial(F.batch_norm, **a, training=False), x)
             return _tracked(moment, x, spread, slices, None, op.node.again, **a)
 
-        return self.on_parts(op, run, trains=bool(op.node.bound(names).get("training", False)))
+        return self.on_parts(op, run, trains=uses_batch(op.node))
 
 
 @rule("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
@@ -154,4 +166,4 @@ class BatchNormModule(_Norm):
                 weight=module.weight, bias=module.bias, momentum=module.momentum, eps=module.eps,
             )  # fmt: skip
 
-        return self.on_parts(op, run, trains=module.training or module.running_mean is None)
+        return self.on_parts(op, run, trains=uses_batch(op.node))
