@@ -556,7 +556,9 @@ def test_batch_norm_of_a_micro_batch_of_one_sample_is_refused() -> None:
         net = made(Net, lambda net, h: net.norm(h), lambda: {"norm": nn.BatchNorm1d(6)})
         x, y = (t.double() for t in batches(Net)[0])
         model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
-        with pytest.raises(UsageError, match=r"more than 1 value per channel .* of 4 micro-batches"):
+        with pytest.raises(
+            UsageError, match=r"more than 1 value per channel .* of 4 micro-batches"
+        ):
             model.step(x, y)
 
     run_ranks(PIPE, check, plan=Plan(layout=PIPE).replace({"pipeline.micro_batches": 4}, USER))
