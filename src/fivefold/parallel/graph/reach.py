@@ -199,7 +199,8 @@ class Reach:
 
     def _visit_globals(self, function: types.FunctionType) -> None:
         """The globals that a function names, and what it names of the user's modules."""
-        names = list(_names_in(function.__code__))
+        # pytest, which rewrites `assert`, puts names there that no source can write.
+        names = [name for name in _names_in(function.__code__) if name.isidentifier()]
         assigns = _assigns_globals(function.__code__)
         scopes = [(function.__globals__, names)]
         for name in names:

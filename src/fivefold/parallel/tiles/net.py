@@ -433,6 +433,7 @@ class TiledNet:
             return made
 
         read = {found.path for name, found in tape.places.items() if name in tape.named}
+        read |= {found.path for found in tape.carried}
         due = [
             one for one in tape.effects.sets
             if one.plain or not one.there or not (one.fits(tape.shapes) or one.path in read)
