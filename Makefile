@@ -22,14 +22,14 @@ JOBS ?= 4
 
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
-CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
+CONSTRAINTS := $(VENV)/constraints.txt
 INSTALL_FLAGS := install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_FLAGS)
 NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 # Another torch is asked for in spite of what a site's pip.conf holds it to.
 INSTALL := $(if $(TORCH),PIP_CONSTRAINT=$(CONSTRAINTS) )$(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke fuzz soak check format docs native sanitize torch-distributed clean
+.PHONY: help demo test smoke fuzz soak check format docs lock native sanitize torch-distributed clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -92,9 +92,17 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 
-# What the tests of another torch are run with: that torch and the torchvision that fits it, all else as pinned.
-$(VENV)/constraints.txt: constraints.txt $(VENV)/bin/python
-	@{ echo 'torch==$(TORCH).*'; sed '/^torch/d' constraints.txt; } > $@
+# Everything as locked but what torch's GPU build needs, which differs with torch; with TORCH, that torch and
+# the torchvision that fits it. Without hashes: pip wants none beside a checkout, nor for builds of other indexes.
+$(VENV)/constraints.txt: constraints.txt requirements.lock $(VENV)/bin/python
+	@{ cat constraints.txt; sed -nE 's/^([^ #]+==.*[^ ]) \\$$/\1/p' requirements.lock; } | \
+	  grep -vE '^(cuda-|nvidia-[^m]|triton)$(TORCH:%=|^torch)' > $@
+	@$(TORCH:%=echo 'torch==%.*' >> $@)
+
+lock: $(VENV)/bin/python  ## pin anew all that constraints.txt leads to, with hashes, in requirements.lock
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --generate-hashes \
+	  --custom-compile-command 'make lock' -c constraints.txt -o requirements.lock pyproject.toml
 
 # Stamps: an environment is renewed when the list of what goes into it has changed.
 # Torch comes alone, so that only one look-up has to wait for an index that is out of reach.
