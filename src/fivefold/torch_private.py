@@ -32,6 +32,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn import _reduction as _Reduction
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -68,6 +70,7 @@ __all__ = [
     "is_functorch_wrapped_tensor",
     "is_known",
     "is_profiling",
+    "legacy_reduction",
     "load_state_dict",
     "loader_iterator",
     "loader_iterator_class",
@@ -88,6 +91,7 @@ __all__ = [
     "sequence_number",
     "values_of",
     "version_of",
+    "watch_total_norm",
     "without_modes",
     "without_warnings_of_sockets",
     "world",
@@ -203,6 +207,27 @@ def restore_apply() -> None:
         FUNCTION.apply = _APPLY
     else:
         del FUNCTION.apply
+
+
+def legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that the old options of a loss mean."""
+    return _Reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+
+
+def watch_total_norm(look: Callable[[Sequence[Tensor]], None]) -> None:
+    """From now on, `look` is called with the gradients of which torch computes one norm, to clip them."""
+    module: Any = clip_grad
+    plain = module._get_total_norm
+
+    @functools.wraps(plain)
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        look(tensors)
+        return plain(tensors, *args, **kwargs)
+
+    module._get_total_norm = watched
+    if getattr(nn.utils, "get_total_norm", None) is plain:
+        nn.utils.get_total_norm = watched
 
 
 SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import array
 import collections
+import functools
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fivefold.comm import CommError
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
-from fivefold.plan import Layout, Plan, Provenance
+from fivefold.parallel.torch_losses import split_loss
+from fivefold.plan import Layout, Plan
+from joined import (
+    DATA,
+    PIPE,
+    USER,
+    WIDTH,
+    Call,
+    Images,
+    Net,
+    batches,
+    expect_exact,
+    made,
+    plan_for,
+    refusal,
+    train,
+)
 from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -29,124 +46,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:the loss .* is not one that Fivefold can take apart",
     "ignore:the loss cannot be computed",
     "ignore:`torch.jit.script` is deprecated",
+    "ignore:size_average and reduce args will be deprecated",
 )
-DATA, WIDTH, PIPE = Layout(data=2), Layout(width=2), Layout(pipe=2)
-USER = Provenance("user", "a test")
-STEPS = 4
-Call = Callable[[Any, Tensor], Tensor]
-_DRAWING = threading.Lock()
-"""ranks are threads, which share one generator"""
-
-
-class Net(nn.Module):
-    """Something between two layers."""
-
-    def __init__(self, middle: Call, **held: Any) -> None:
-        super().__init__()
-        self.first, self.last, self.middle = nn.Linear(5, 6), nn.Linear(6, 3), middle
-        for name, value in held.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self, self.first(x)))
-
-
-class Images(Net):
-    """The same for images."""
-
-    def __init__(self, middle: Call, **held: Any) -> None:
-        super().__init__(middle, **held)
-        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3)
-
-
-def plan_for(layout: Layout) -> Plan:
-    """Stages take the batch at once, so that one process does too."""
-    plan = Plan(layout=layout)
-    return plan.replace({"pipeline.schedule": "layer"}, USER) if layout.pipe > 1 else plan
-
-
-def batches(kind: type[Net]) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(4)
-    if kind is Images:
-        return [(torch.randn(3, 2, 7, 9), torch.randn(3, 3, 5, 7)) for _ in range(STEPS)]
-    return [(torch.randn(5, 5), torch.randn(5, 3)) for _ in range(STEPS)]
-
-
-def made(kind: type[Net], middle: Call, held: Callable[[], dict[str, Any]]) -> Net:
-    with _DRAWING:
-        torch.manual_seed(2)
-        return kind(middle, **held()).double()
-
-
-def expect_exact(
-    layout: Layout,
-    middle: Call,
-    held: Callable[[], dict[str, Any]] = dict,
-    kind: type[Net] = Net,
-    criterion: Callable[[], Any] = nn.MSELoss,
-) -> None:
-    """Losses, gradients, buffers and the loss's buffers of every step are those of one process."""
-    data = [(x.double(), y.double()) for x, y in batches(kind)]
-
-    def check(mesh: Mesh) -> None:
-        net, loss = made(kind, middle, held), criterion()
-        one, own = made(kind, middle, held), criterion()
-        model = parallelize(net, mesh, example=data[0][0], loss=loss)
-        for x, y in data:
-            told = model.step(*model.shard(x, y))
-            expected = own(one(x), y)
-            expected.backward()
-            assert told.dtype == expected.dtype
-            torch.testing.assert_close(told, expected.detach(), rtol=1e-9, atol=1e-11)
-            wanted = dict(one.named_parameters())
-            for name, parameter in net.named_parameters():
-                if not parameter.is_meta:
-                    expect_close(parameter.grad, wanted[name].grad, name)
-            for (name, buffer), other in zip(net.named_buffers(), one.buffers(), strict=True):
-                if not buffer.is_meta:
-                    expect_close(buffer, other, name)
-            if isinstance(loss, nn.Module):
-                for buffer, other in zip(loss.buffers(), own.buffers(), strict=True):
-                    expect_close(buffer, other, "a buffer of the loss")
-            model.zero_grad(set_to_none=True)
-            one.zero_grad(set_to_none=True)
-
-    run_ranks(layout, check, plan=plan_for(layout))
-
-
-def train(net: nn.Module, mesh: Mesh, data: list[tuple[Tensor, Tensor]]) -> None:
-    model = parallelize(net, mesh, example=data[0][0], loss=nn.MSELoss())
-    for x, y in data:
-        model.step(*model.shard(x, y))
-
-
-def expect_close(got: Tensor | None, wanted: Tensor | None, what: str) -> None:
-    assert (got is None) == (wanted is None), what
-    if got is not None and wanted is not None:
-        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-11, msg=lambda m: f"{what}: {m}")
-
-
-def refusal(
-    layout: Layout, middle: Call, held: Callable[[], dict[str, Any]] = dict, cut: str = ""
-) -> str:
-    """What a net is refused with, on the first step that it cannot take."""
-    data = [(x.double(), y.double()) for x, y in batches(Net)]
-
-    def check(mesh: Mesh) -> str:
-        net = made(Net, middle, held)
-        try:
-            train(net, mesh, data)
-        except UsageError as problem:
-            return str(problem)
-        return ""
-
-    plan = plan_for(layout)
-    plan = plan.replace({"pipeline.cut": cut}, USER) if cut else plan
-    told = run_ranks(layout, check, plan=plan)
-    assert len(set(told)) == 1, told
-    return told[0]
-
-
 # ---- rows that are named by their number
 
 
@@ -460,6 +361,67 @@ def test_a_loss_within_the_net_keeps_its_weights_in_stages() -> None:
     assert max(run_ranks(PIPE, check, plan=plan_for(PIPE))) < 1e-12
 
 
+@pytest.mark.parametrize("layout", [DATA, PIPE], ids=str)
+@pytest.mark.parametrize("old", ["size_average", "reduce"])
+def test_the_old_words_for_reductions_of_functions(layout: Layout, old: str) -> None:
+    loss = functools.partial(F.mse_loss, **{old: False})
+    if old == "reduce":
+        with pytest.raises(UsageError, match="gives no single number"):
+            split_loss(loss)
+        return
+    expect_exact(layout, lambda _n, h: h, criterion=lambda: loss)
+
+
+@pytest.mark.parametrize("layout", [DATA, PIPE], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_targets_that_are_broadcast_over_samples_are_refused(
+    layout: Layout, reduction: str, loss: Callable[..., Tensor]
+) -> None:
+    def check(mesh: Mesh) -> None:
+        net = nn.Linear(5, 1) if layout is DATA else nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
+        x, y = torch.randn(6, 5), torch.randn(6)
+        criterion = functools.partial(loss, reduction=reduction)
+        model = parallelize(net, mesh, example=x, loss=criterion)
+        with pytest.raises((UsageError, CommError)) as caught:
+            model.step(*model.shard(x, y))
+        if layout is DATA or mesh.rank == 1:  # the last stage
+            assert "broadcasts outputs of shape" in str(caught.value)
+
+    run_ranks(layout, check)
+
+
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss, nn.BCELoss])
+def test_weights_of_samples_are_refused_where_samples_are_divided(loss: Any) -> None:
+    def check(mesh: Mesh) -> None:
+        x, y = torch.randn(6, 5), torch.rand(6, 3)
+        net = nn.Sequential(nn.Linear(5, 3), nn.Sigmoid())
+        model = parallelize(net, mesh, example=x, loss=loss(weight=torch.ones(6, 1)))
+        with pytest.raises(UsageError, match=r"weight of shape \(6, 1\), one for every sample"):
+            model.step(*model.shard(x, y))
+
+    run_ranks(DATA, check)
+
+
+def test_weights_of_classes_are_those_of_one_process() -> None:
+    weight = torch.linspace(0.5, 1.5, 3).double()
+    loss = nn.BCEWithLogitsLoss(weight=weight, pos_weight=weight.flip(0))
+    expect_exact(DATA, lambda _n, h: h, criterion=lambda: loss)
+
+
+def test_weights_of_pixels_are_refused_in_tiles() -> None:
+    def check(mesh: Mesh) -> None:
+        net = nn.Conv2d(2, 3, 3)
+        x, y = torch.randn(3, 2, 7, 9), torch.rand(3, 3, 5, 7)
+        loss = nn.BCEWithLogitsLoss(weight=torch.ones(5, 7))
+        model = parallelize(net, mesh, example=x, loss=loss)
+        with pytest.raises(UsageError, match=r"weight of shape \(5, 7\), one for every pixel"):
+            model.step(*model.shard(x, y))
+
+    run_ranks(WIDTH, check)
+
+
 # ---- what a script may do around steps
 
 
@@ -495,6 +457,8 @@ def exchange(net: Net) -> None:
 
 def grow(net: Net) -> None:
     net.more = nn.Linear(2, 2).double()
+    for parameter in net.more.parameters():  # ranks are threads, which draw from one generator
+        nn.init.zeros_(parameter)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
@@ -539,6 +503,36 @@ def test_an_optimiser_that_looks_at_all_parameters_is_refused_in_stages() -> Non
             optim.step(lambda: model.step(x, y))
 
     run_ranks(PIPE, check, plan=plan_for(PIPE))
+
+
+def test_torchs_norm_of_some_stages_is_refused() -> None:
+    def check(mesh: Mesh) -> None:
+        x, y = (t.double() for t in batches(Net)[0])
+        model = parallelize(made(Net, lambda _n, h: h, dict), mesh, example=x, loss=nn.MSELoss())
+        model.step(x, y)
+        with pytest.raises(UsageError, match=r"use fivefold\.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+
+    run_ranks(PIPE, check, plan=plan_for(PIPE))
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_optimisers_that_hold_what_was_before_or_cannot_step_parts_are_refused(shard: str) -> None:
+    def check(mesh: Mesh) -> None:
+        net = made(Net, lambda _n, h: h, dict)
+        early = torch.optim.SGD(net.parameters(), 0.1)
+        x, y = (t.double() for t in batches(Net)[0])
+        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        model.step(*model.shard(x, y))
+        with pytest.raises(UsageError, match="SGD was made before parallelize"):
+            early.step()
+        for kind in (torch.optim.Rprop, torch.optim.Adafactor):
+            with pytest.raises(UsageError, match=r"cannot step parameters that replicas divide"):
+                kind(model.parameters()).step()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+    run_ranks(DATA, check, plan=Plan(layout=DATA).replace({"memory.shard": shard}, USER))
 
 
 def test_inputs_that_ask_for_gradients_are_refused_in_stages() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold import comm
 from fivefold.data import BatchId, Loader
@@ -22,6 +22,7 @@ from fivefold.offload.slices import Sums
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.arithmetic import Arithmetic
 from fivefold.parallel.model import sums_of
+from fivefold.parallel.modes import evaluating
 from fivefold.parallel.trees import call_with
 from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, recording, span
@@ -82,13 +83,8 @@ class Evaluator:
         """Without gradients, every module in eval mode; the inner recorder keeps this out of training's
         times.
         """
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            with torch.no_grad(), span(Phase.VALIDATE), recording():
-                self.model.eval()
-                yield
-        finally:
-            _train(training)
+        with torch.no_grad(), span(Phase.VALIDATE), recording(), evaluating(self.model):
+            yield
 
 
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -98,11 +94,6 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
                 "a batch of the test data is no pair (inputs, targets): let the data set return pairs"
             )
         yield batch[0], batch[1]
-
-
-def _train(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        module.training = True
 
 
 def _joined(rows: Sequence[Tensor], mesh: Mesh) -> Tensor:

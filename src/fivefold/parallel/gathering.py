@@ -65,6 +65,11 @@ def _check_parameters(net: nn.Module) -> None:
                 f"the parameter {name!r} has no dim along which replicas could divide it: give it the shape "
                 '(1,), or use memory.shard = "none"'
             )
+        if not parameter.numel():
+            raise UsageError(
+                f"the parameter {name!r} has no elements, which replicas cannot divide among them: use "
+                'memory.shard = "none"'
+            )
         if parameter.is_complex():
             raise UsageError(
                 f"the parameter {name!r} is complex, which replicas cannot divide among them: hold real and "

@@ -86,7 +86,12 @@ class SharedLoss:
         """
         if self.split is not None:
             summed = None if weight is None else weight.wait()
-            return self.split.share(outputs, targets, summed, rows, total, per_sample=per_sample)
+            whole = self._alone or (
+                self._group.size() == 1 and rows == total and per_sample is None
+            )
+            return self.split.share(
+                outputs, targets, summed, rows, total, per_sample=per_sample, whole=whole
+            )
         if self.shares:
             return self.over_all(*self.own_terms(outputs, targets))
         if self._group.size() == 1:
@@ -160,9 +165,19 @@ class SharedLoss:
             isinstance(number, Tensor) and number.is_meta and not self._predicts
         ):
             raise UsageError(_ELSEWHERE.format(problem="it gives a tensor without numbers"))
-        if not isinstance(number, Tensor) or number.numel() != 1:
+        whole = found is number
+        if (
+            not isinstance(number, Tensor)
+            or number.numel() != 1
+            or (not whole and function is self.loss)
+        ):
+            given = number if whole else found
+            raise UsageError(f"the loss gave {_described(given)} instead of a tensor of one number")
+        trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(outputs))
+        if whole and trains and not number.requires_grad:
             raise UsageError(
-                f"the loss gave {_described(number)} instead of a tensor of one number"
+                "the loss has no gradient, though the outputs have: it is detached, or made anew of numbers "
+                "(.item(), torch.tensor(...)): return what is computed of the outputs"
             )
         return found  # pyright: ignore[reportUnknownVariableType]
 

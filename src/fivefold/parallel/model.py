@@ -24,6 +24,7 @@ from fivefold.mesh.agreement import position_of
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel import bare
+from fivefold.parallel.alike import check_alike, is_due
 from fivefold.parallel.batches import Batches
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.gathering import check_shard, gathering_reducer
@@ -31,13 +32,14 @@ from fivefold.parallel.given import given
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.loss_parameters import loss_parameters
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.modes import evaluating
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
-from fivefold.parallel.refuse import check_net, held, refuse_joint_optimizers
+from fivefold.parallel.refuse import check_net, held, refuse_joint
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
@@ -138,10 +140,11 @@ class ParallelModel(nn.Module):
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""
+        before = [*net.parameters()]
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         self._reducer = (self._own_reducer(net),)
         if mesh.layout.pipe > 1 or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):
-            refuse_joint_optimizers(net)
+            refuse_joint(net, before, staged=mesh.layout.pipe > 1)
 
     def _own_reducer(self, net: nn.Module) -> Reducer:
         """Who completes the gradients. Collective."""
@@ -195,6 +198,8 @@ class ParallelModel(nn.Module):
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
         self.steps += 1
+        if is_due(self.steps):
+            check_alike(self.module, self._everyone, self.steps)
         of_loss = self._of_loss
         with nullcontext() if self._hooks is None else self._hooks.once():
             if of_loss is not None:
@@ -225,6 +230,8 @@ class ParallelModel(nn.Module):
                     outputs = self._reducer[0].forward(
                         lambda: self._or_stand_in(inputs, share.rows, call_with), step=True
                     )
+                if self._rows is not None:
+                    self._rows.note_left()
                 if self.on_outputs is not None:
                     self.on_outputs(outputs)
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total)
@@ -439,13 +446,8 @@ class ParallelModel(nn.Module):
 
         Returns (sums,), float64; equal on all ranks if joined.
         """
-        training = [module for module in self.modules() if module.training]
-        self.eval()
-        try:
+        with evaluating(self):
             outputs, counts = self._whole_outputs(inputs, targets)
-        finally:
-            for module in training:
-                module.training = True
         targets = self.whole(self._batches.moved(targets))
         sums = score(outputs, targets) if counts else None
         width = torch.tensor([0 if sums is None else len(sums_of(sums))], device=self._mesh.device)

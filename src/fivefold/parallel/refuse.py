@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.errors import UsageError
+from fivefold.torch_private import watch_total_norm
 
-__all__ = ["check_net", "held", "refuse_joint_optimizers"]
+__all__ = ["check_net", "held", "refuse_joint"]
 
 
 def check_net(net: nn.Module, replicas: int = 1) -> None:
@@ -38,28 +40,72 @@ def held(name: str, parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-@functools.cache
-def _watch_optimizers() -> weakref.WeakSet[nn.Module]:
-    """Nets of which this rank has a part; optimisers are looked at when they step."""
-    divided = weakref.WeakSet[nn.Module]()
+_UNDIVIDED = (torch.optim.Rprop, torch.optim.Adafactor)
+"""Optimisers of torch that raise on parts of tensors."""
 
-    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+
+class _Parts:
+    """Nets of which this rank has a part. What looks at all of a net's parameters at once is refused."""
+
+    def __init__(self) -> None:
+        self.nets = weakref.WeakSet[nn.Module]()
+        self.staged = weakref.WeakSet[nn.Module]()
+        self.replaced: dict[int, weakref.ref[Tensor]] = {}
+        """parameters as they were before replicas divided them"""
+        register_optimizer_step_pre_hook(self._check_optimizer)
+        watch_total_norm(self._check_norm)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) in self.replaced and self.replaced[id(p)]() is p for p in given):
+            raise UsageError(
+                f"{type(optimizer).__name__} was made before parallelize, and holds parameters as they were "
+                "before replicas divided them (memory.shard): make it afterwards, of model.parameters()"
+            )
+        fused = isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults.get("fused")
+        if (fused or isinstance(optimizer, _UNDIVIDED)) and any(
+            isinstance(p, DTensor) for p in given
+        ):
+            raise UsageError(
+                f"torch's {type(optimizer).__name__}{' (fused)' * bool(fused)} cannot step parameters that "
+                'replicas divide among them: use another optimiser, or memory.shard = "none"'
+            )
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
-        known = {id(parameter) for net in divided for parameter in net.parameters()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        known = {id(parameter) for net in self.nets for parameter in net.parameters()}
+        if any(id(p) in known for p in given):
             raise UsageError(
                 "LBFGS looks at all parameters of a net at once, and here each rank has some of them (a pipe "
                 "axis, or memory.shard): use an optimiser that treats them one by one, or another layout"
             )
 
-    register_optimizer_step_pre_hook(check)
-    return divided
+    def _check_norm(self, tensors: Sequence[Tensor]) -> None:
+        known = {id(p.grad) for net in self.staged for p in net.parameters() if p.grad is not None}
+        if any(id(each) in known for each in tensors):
+            raise UsageError(
+                "torch.nn.utils sees the gradients of this rank's stages alone, whose norm is not that of "
+                "the net: use fivefold.clip_grad_norm_(model, max_norm), which returns the norm of all"
+            )
 
 
-def refuse_joint_optimizers(net: nn.Module) -> None:
-    """From now on, optimisers that look at all parameters together are refused for those of this net."""
-    _watch_optimizers().add(net)
+@functools.cache
+def _parts() -> _Parts:
+    return _Parts()
+
+
+def refuse_joint(net: nn.Module, before: Iterable[Tensor], *, staged: bool) -> None:
+    """From now on, what looks at all parameters together is refused for those of this net.
+
+    `before` are its parameters before ranks divided them.
+    """
+    parts = _parts()
+    parts.nets.add(net)
+    if staged:
+        parts.staged.add(net)
+        return
+    now = {id(parameter) for parameter in net.parameters()}
+    parts.replaced = {n: ref for n, ref in parts.replaced.items() if ref() is not None}
+    parts.replaced |= {id(p): weakref.ref(p) for p in before if id(p) not in now}
 
 
 def _reason(module: nn.Module) -> str | None:

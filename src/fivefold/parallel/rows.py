@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh
+from fivefold.parallel.graph.fingerprint import reads, results
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import Share, draws_mask, quietly, warn_layout
@@ -39,7 +40,7 @@ __all__ = ["Rows"]
 _BY_SHAPE = frozenset({
     "view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "zeros", "ones",
     "empty", "full",
-    "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "split", "narrow", "as_strided",
+    "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "split",
 })  # fmt: skip
 """calls among whose numbers are sizes, which show in the shape of their result"""
 _NEW = frozenset({
@@ -59,6 +60,8 @@ class Rows:
         self._divides = mesh.plan.memory.shard != "none"
         self._problem = ""
         """why the net cannot be recorded"""
+        self._program: Program | None = None
+        """of the latest batch"""
 
     def meet(self, call: Callable[..., Any], inputs: Any, share: Share) -> bool:
         """Whether samples depend on each other in a step; if so, `tiles` computes it. Collective.
@@ -111,12 +114,13 @@ class Rows:
 
         `norms` may join them.
         """
-        share = _without_empty(share)
+        given, share = share, _without_empty(share)
         inputs = _resized(inputs, share.rows)
         try:
             with quietly() as told:
                 program = self.tiles.program_for(call, inputs, share)
         except UsageError as problem:
+            self._program = None
             self._tell(problem)
             return None, None if norms else _norm_of_batches(self._net)
         if self._divides:
@@ -127,7 +131,18 @@ class Rows:
             self._tell_unknown(program)
             for what in dict.fromkeys(told) if program.meeting else ():
                 warn_layout(what)  # replicas that compute apart tell it themselves
-        return program, program.meeting or (None if norms else _statistics(program))
+        meeting = program.meeting
+        if not meeting and given is not share:
+            meeting = _unlike(
+                program.tape, self.tiles.recorded(call, _resized(inputs, given.total))
+            )
+        self._program = program
+        return program, meeting or (None if norms else _statistics(program))
+
+    def note_left(self) -> None:
+        """Note of which samples what the net's forward has left is, which has run as it is."""
+        if self._program is not None:
+            self.tiles.note_left(self._program)
 
     def _tell_unknown(self, program: Program) -> None:
         for node in program.gathered if program.meeting else ():
@@ -157,7 +172,7 @@ class Rows:
         alone: dict[int, Tape] = {}
         for rows, rank in sorted(sizes.items()):
             try:
-                alone[rank] = self.tiles.recorded(call, _resized(inputs, rows))
+                alone[rank] = self.tiles.recorded(call, _resized(inputs, rows), rank)
             except UsageError as problem:
                 return found or f"a way that it cannot go with {rows} samples ({problem})"
         found = found or _different(program, alone, self.tiles)
@@ -295,20 +310,41 @@ def _masks(whole: Tape, alone: Sequence[Tape]) -> dict[tuple[str, int], bool | N
 
 
 def _apart(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str:
-    whole = program.tape
-    for one, other in itertools.zip_longest(whole.nodes, alone.nodes):
+    """Where a recording of one rank's samples is not that of all, but for their number; empty if nowhere."""
+
+    def expected(node: Node) -> list[tuple[int, ...]]:
+        return [program.spreads[index].local_shape(tiles.grid, rank) for index in node.outputs]
+
+    return _unlike(program.tape, alone, expected)
+
+
+def _unlike(
+    whole: Tape, other: Tape, expected: Callable[[Node], list[tuple[int, ...]]] | None = None
+) -> str:
+    """The first place where two recordings of a net differ, sizes apart; empty if there is none.
+
+    `expected` are the shapes of what a node of the first makes in the second; None: any.
+    """
+    for one, two in itertools.zip_longest(whole.nodes, other.nodes):
         if one is None:
-            return other.where
-        if other is None:
+            return two.where
+        if two is None:
             return one.where
-        same = one.function is other.function and (one.name, one.scope) == (other.name, other.scope)
-        if not (same or _same_kind(one, other)):
-            return other.where
-        shapes = [program.spreads[i].local_shape(tiles.grid, rank) for i in one.outputs]
-        if shapes != [tuple(shape) for shape in other.output_shapes]:
-            return other.where
-        if not _same_arguments(one, other):
-            return other.where
+        same = one.function is two.function and (one.name, one.scope) == (two.name, two.scope)
+        if not (same or _same_kind(one, two)):
+            return two.where
+        shapes = [tuple(shape) for shape in two.output_shapes]
+        if expected is not None and expected(one) != shapes:
+            return two.where
+        if (one.outputs, one.grad, one.autocast) != (two.outputs, two.grad, two.autocast):
+            return two.where
+        if not _same_arguments(one, two) or reads(one) != reads(two):
+            return two.where
+    for (made, where), (made_too, _) in itertools.zip_longest(
+        results(whole), results(other), fillvalue=("", "what the net leaves behind")
+    ):
+        if made != made_too:
+            return where
     return ""
 
 
@@ -329,6 +365,8 @@ def _same_arguments(one: Node, other: Node) -> bool:
     sized = one.name in _BY_SHAPE
     if one.name in {"full", "new_full"} and _fill(one) != _fill(other):
         return False
+    if one.name == "narrow":
+        return _narrowed(one) == _narrowed(other)
     return all(_same(a, b, sized) for a, b in zip(flat, others, strict=True))
 
 
@@ -336,6 +374,12 @@ def _fill(node: Node) -> Any:
     """What a tensor is filled with."""
     names = ("size", "fill_value") if node.name == "full" else ("input", "size", "fill_value")
     return node.bound(names).get("fill_value")
+
+
+def _narrowed(node: Node) -> tuple[Any, ...]:
+    """What `narrow` is given but for the length, which shows in the shape."""
+    given = node.bound(("input", "dim", "start", "length"))
+    return tuple(given.get(name) for name in ("input", "dim", "start"))
 
 
 def _same(one: Any, other: Any, sized: bool) -> bool:

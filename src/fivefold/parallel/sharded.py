@@ -77,7 +77,13 @@ def joint_norm(
     parts: Sequence[Tensor], order: float, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
     """The norm of all that the ranks of `group` hold, float64; `parts` is this rank's. Collective."""
-    norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], order)
+    if order == 0:
+        raise UsageError(
+            "clip_grad_norm_ with norm_type = 0 counts tensors, of which ranks hold parts here: use another "
+            "norm, such as 2.0 or inf"
+        )
+    # Detached: of the gradients of stages themselves torch may not compute a norm.
+    norm = torch.nn.utils.get_total_norm([part.detach() for part in parts if part.numel()], order)
     every = comm.all_gather(norm.double().to(device), group, Tag.CONTROL)
     return torch.linalg.vector_norm(every, order)
 

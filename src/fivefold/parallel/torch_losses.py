@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.torch_private import forward_hooks, gradient_hooks
+from fivefold.torch_private import forward_hooks, gradient_hooks, legacy_reduction
 
 __all__ = ["Loss", "split_loss"]
 
@@ -51,6 +51,8 @@ class Loss:
     ignore_index: int = -100
     pointwise: bool = True
     """whether every term looks at one element of outputs and targets"""
+    scales: tuple[Tensor, ...] = ()
+    """what terms are multiplied by, broadcast against the outputs"""
 
     def target_weight(self, targets: Any) -> Tensor | None:
         """Weight of this rank's targets (float64 scalar), or None if shapes alone tell the denominator."""
@@ -72,10 +74,14 @@ class Loss:
         total: int,
         *,
         per_sample: int | None = None,
+        whole: bool = False,
     ) -> Tensor:
         """This rank's share, differentiable. `target_weight` is the sum over all ranks, if there is one;
         `rows` of the `total` samples are here, with `per_sample` terms each if some of them are elsewhere.
+        With `whole`, everything is here.
         """
+        if self.pointwise and not whole:
+            self._check_apart(outputs, targets)
         each = self.each(outputs, targets)
         numerator = each.sum()
         if self.reduction == "sum":
@@ -92,6 +98,39 @@ class Loss:
         terms = each.shape[1:].numel() if per_sample is None else per_sample
         return numerator / (terms * total)
 
+    def _check_apart(self, outputs: Any, targets: Any) -> None:
+        """Refuse what torch broadcasts such that samples meet, or that has numbers for other ranks' terms."""
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            return
+        shape = tuple(outputs.shape)
+        other = tuple(targets.shape)
+        if shape[:1] != other[:1]:
+            raise UsageError(
+                f"outputs of shape {shape} and targets of shape {other} have other leading dims: outputs and "
+                "targets must keep samples on dim 0"
+            )
+        if outputs.dim() != targets.dim():
+            raise UsageError(
+                f"the loss broadcasts outputs of shape {shape} against targets of shape {other}, by which "
+                "every sample may meet every other: give both the same shape, by outputs.squeeze(1) or "
+                "targets.unsqueeze(1), say"
+            )
+        for scale in self.scales:
+            aligned = scale.shape[-len(shape) :]
+            here = shape[len(shape) - len(aligned) :]
+            if scale.dim() >= len(shape) and aligned[0] != 1:
+                raise UsageError(
+                    f"the loss has a weight of shape {tuple(scale.shape)}, one for every sample, which "
+                    "cannot be divided as samples are: weigh within a loss of your own, with "
+                    "share(outputs, targets) -> (numerator, denominator), whose targets carry the weights"
+                )
+            if any(a not in {1, b} for a, b in zip(aligned, here, strict=True)):
+                raise UsageError(
+                    f"the loss has a weight of shape {tuple(scale.shape)}, one for every pixel, which cannot "
+                    f"be cut as outputs are, {shape} here: weigh within a loss of your own, whose targets "
+                    "carry the weights"
+                )
+
 
 def split_loss(loss: Callable[..., Any]) -> Loss | None:
     """Take a loss of torch's apart; None if it is another callable.
@@ -104,14 +143,20 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
     while isinstance(function, functools.partial) and not function.args:
         function, options = function.func, {**function.keywords, **options}
     if function in _FUNCTIONS:
-        _check_reduction(options.get("reduction", "mean"))
+        options = dict(options)
+        old = [options.pop(word, None) for word in ("size_average", "reduce")]
+        if old != [None, None]:  # overrule the new word
+            options["reduction"] = legacy_reduction(*old)
+        reduction = options.get("reduction", "mean")
+        _check_reduction(reduction)
         return Loss(
             each=functools.partial(function, **{**options, "reduction": "none"}),
-            reduction=options.get("reduction", "mean"),
+            reduction=reduction,
             weighted=_FUNCTIONS[function],
             weight=options.get("weight"),
             ignore_index=options.get("ignore_index", -100),
             pointwise=not _FUNCTIONS[function] and function not in _BY_SAMPLE,
+            scales=_scales(options),
         )
     return None
 
@@ -134,7 +179,13 @@ def _from_module(loss: Any) -> Loss:
         weight=loss.weight if weighted else None,
         ignore_index=loss.ignore_index if weighted else -100,
         pointwise=not weighted and type(loss) not in _BY_SAMPLE,
+        scales=_scales(dict(loss.named_buffers())),
     )
+
+
+def _scales(options: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    found = (options.get(name) for name in ("weight", "pos_weight"))
+    return tuple(each for each in found if isinstance(each, Tensor))
 
 
 def _check_reduction(reduction: str) -> None:

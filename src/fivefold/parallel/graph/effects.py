@@ -67,14 +67,15 @@ class Set:
     @property
     def there(self) -> bool:
         """Whether the container holds tensors there already, as many as will be."""
-        return len(self._now()) == len(list(self.refs()))
+        return len(self.now()) == len(list(self.refs()))
 
     def fits(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
         """Whether the tensors that are there have the shapes of those that will be."""
         will = [shapes[r.index] for r in self.refs() if isinstance(r, Value)]
-        return not will or [tuple(leaf.shape) for leaf in self._now()] == will
+        return not will or [tuple(leaf.shape) for leaf in self.now()] == will
 
-    def _now(self) -> list[Tensor]:
+    def now(self) -> list[Tensor]:
+        """The tensors that the container holds there."""
         keys = self.container.keys()
         return leaves(self.container.values()[keys.index(self.key)] if self.key in keys else None)
 

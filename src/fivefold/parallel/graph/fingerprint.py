@@ -23,7 +23,7 @@ from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.values import is_plain
 
-__all__ = ["Fingerprint", "calls", "difference", "fingerprint", "in_words"]
+__all__ = ["Fingerprint", "calls", "difference", "fingerprint", "in_words", "reads", "results"]
 
 _HASHED_BYTES = 1 << 26
 """of larger tensors only this much is looked at, from their beginning"""
@@ -62,6 +62,16 @@ def difference(one: Fingerprint, other: Fingerprint) -> str | None:
         if a[0] != b[0]:
             return f"{a[1] or b[1]}: {a[0]} before, {b[0]} now"
     return "its order"
+
+
+def results(tape: Tape) -> list[tuple[str, str]]:
+    """What comes of a recording, in lines: what the net returns, and what it leaves behind."""
+    return [(f"returns {in_words(tape.outputs)}", "what the net returns"), *_effects(tape.effects)]
+
+
+def reads(node: Node) -> list[str]:
+    """What a call reads, in words; of constants, a digest of their numbers."""
+    return [_ref(ref) for ref in node.operands]
 
 
 def calls(nodes: Iterable[Node]) -> list[tuple[str, str]]:

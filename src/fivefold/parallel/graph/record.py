@@ -114,7 +114,7 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             named, carried = _stood_in(reach, places, writes, device, parts)
             given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
             look = Look(lambda n: places[n].now(), reach.changes)
-            recorder = Recorder(named, given, writes, device, look)
+            recorder = Recorder(named, given, writes, device, look, modules=[*net.modules()])
             recorder.as_before = as_before
             with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
                 returned = _run(recorder, net, call, stand_ins)

@@ -89,6 +89,8 @@ class Recorder(Writer):
         writes: Writes,
         device: torch.device,
         look: Look,
+        *,
+        modules: Sequence[nn.Module],
     ) -> None:
         super().__init__(named, inputs, writes, device)
         self.statistics: set[str] = set()
@@ -108,6 +110,13 @@ class Recorder(Writer):
         self.as_before = False
         """whether it does so here"""
         self._saving = saved_tensor_hooks()
+        self._options: dict[nn.Module, tuple[Any, ...]] = {
+            m: _options(m) for m in modules if isinstance(m, WHOLE_MODULES)
+        }
+        self._generators = {
+            id(value) for module in modules for value in vars(module).values()
+            if isinstance(value, torch.Generator)
+        }  # fmt: skip
 
     # ---- seeing calls
 
@@ -140,6 +149,17 @@ class Recorder(Writer):
                 "would drop: leave them out, memory.recompute of the plan saves memory"
             )
         self._check(name, func, args, given)
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._generators:
+            self.refuse(
+                "draws from a generator (torch.Generator) that no module holds: each run would go on where "
+                "the last one ended. Make it once, as an attribute of a module"
+            )
+        if name == "as_strided" and args and isinstance(self.ref(args[0]), Value):
+            self.refuse(
+                "looks at the memory of what it computes (as_strided), which lies otherwise where ranks hold "
+                "parts: use unfold, narrow or a view"
+            )
         graded = {id(leaf) for leaf in given if leaf.requires_grad}
         self._writes.changed.clear()
         try:
@@ -195,6 +215,11 @@ class Recorder(Writer):
 
     def as_one(self, module: nn.Module, kind: type, x: Tensor) -> Tensor:
         """A module as one operation: its result has the shape and dtype of what it is given."""
+        if self._options.get(module) != _options(module):
+            self.refuse(
+                "has options (training, momentum, eps) that the forward sets before it is called, which are "
+                "read when it runs: set them between steps"
+            )
         self._silent = True
         try:
             result = x * 1
@@ -484,6 +509,10 @@ class Recorder(Writer):
         self._emit(call, f"{name} in place", (slots, {}), refs, shapes, [*others, *values])
         for tensor, value in zip(changed, values, strict=True):
             self._overwrite(tensor, Value(value), id(tensor) in graded)
+
+
+def _options(module: Any) -> tuple[Any, ...]:
+    return module.training, module.momentum, module.eps, module.track_running_stats
 
 
 _TORCH_NORMS = (torch.batch_norm, torch.instance_norm)

@@ -428,8 +428,7 @@ class TiledNet:
                 return own()
             shape, spread = tape.shapes[ref.index], ready.program.spreads[ref.index].tight()
             made = torch.empty(shape, dtype=tape.dtypes[ref.index], device="meta")
-            if not spread.is_whole:
-                self.programs.left[id(made)] = (made, spread)
+            self.programs.note_left(made, spread)
             return made
 
         read = {found.path for name, found in tape.places.items() if name in tape.named}
@@ -443,12 +442,16 @@ class TiledNet:
     def _kept(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
         """Something that is left in an attribute, of which the next forward is told how it lies."""
         leaf = self._noted(leaf, spread, ready)
-        if not spread.is_whole:
-            self.programs.left = {k: v for k, v in self.programs.left.items() if v[0] is not leaf}
-            self.programs.left[id(leaf)] = (leaf, spread)
-            while len(self.programs.left) > 4096:
-                self.programs.left.pop(next(iter(self.programs.left)))
+        self.programs.note_left(leaf, spread)
         return leaf
+
+    def note_left(self, program: Program) -> None:
+        """Note what a forward has left in attributes that ran as it is, on this replica's samples."""
+        for one in program.tape.effects.sets:
+            refs = [ref for ref in one.refs() if isinstance(ref, Value)]
+            now = one.now() if refs and not one.registered else []
+            for ref, leaf in zip(refs, now, strict=False):
+                self.programs.note_left(leaf, program.spreads[ref.index].tight())
 
     def plan_for(self, example: Any, share: Callable[[int], range]) -> Program:
         """The plan for inputs with the shapes of `example`, a global batch; `share(n)` is this rank's."""
@@ -487,11 +490,10 @@ class TiledNet:
         here = replace(self._here(samples, samples.fewest), alike=alike)
         return planned(tape, [program.spreads[index] for index in tape.inputs], here)
 
-    def recorded(self, call: Callable[..., Any], inputs: Any) -> Tape:
-        """The net as a list of calls, for inputs of these global shapes."""
-        return self.programs.recorded(
-            call, inputs, [Spread.whole(leaf.shape) for leaf in leaves(inputs)]
-        )
+    def recorded(self, call: Callable[..., Any], inputs: Any, rank: int | None = None) -> Tape:
+        """The net as a list of calls, for inputs of these shapes: of the whole batch, or of one rank."""
+        spreads = [Spread.whole(leaf.shape) for leaf in leaves(inputs)]
+        return self.programs.recorded(call, inputs, spreads, rank)
 
     def _noted(self, leaf: Tensor, spread: Spread, ready: Prepared) -> Tensor:
         """A tensor of which it can be told which part of the whole batch's it is."""

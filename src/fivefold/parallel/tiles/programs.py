@@ -6,8 +6,10 @@ guards do not see everything that Python can do.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,7 +64,7 @@ class Programs:
         self._options, self._once = options, once
         self.step = 0
         """number of the step that is prepared"""
-        self.left: dict[int, tuple[Tensor, Spread]] = {}
+        self._left: dict[int, tuple[weakref.ref[Tensor], Spread]] = {}
         """what a forward has left in attributes, of which this rank has a part"""
         self._known: dict[Any, list[_Known]] = {}
         self._computed: set[str] = set()
@@ -102,7 +104,7 @@ class Programs:
     def _planned(
         self, tape: Tape, call: Callable[..., Any], inputs: Any, spreads: list[Spread], here: Here
     ) -> Program:
-        spreads = [*spreads, *(self.left[id(found.tensor)][1] for found in tape.carried)]
+        spreads = [*spreads, *(self._left[id(found.tensor)][1] for found in tape.carried)]
         thinnest = self._thinnest(tape, call, inputs, spreads, here)
         program = planned(tape, spreads, here, self._options, thinnest)
         program.mark = fingerprint(tape, self._computed)
@@ -164,14 +166,34 @@ class Programs:
         for one in itertools.chain.from_iterable(self._known.values()):
             one.uses = 1
 
-    def recorded(self, call: Callable[..., Any], inputs: Any, spreads: Sequence[Spread]) -> Tape:
-        """The net as a list of calls, for inputs that lie so."""
-        shapes = [torch.Size(spread.shape) for spread in spreads]
-        return record(self._net, call, inputs, shapes, self._device, self._shape_of_left)
+    def recorded(
+        self,
+        call: Callable[..., Any],
+        inputs: Any,
+        spreads: Sequence[Spread],
+        rank: int | None = None,
+    ) -> Tape:
+        """The net as a list of calls, for inputs that lie so.
 
-    def _shape_of_left(self, tensor: Tensor) -> tuple[int, ...] | None:
-        found = self.left.get(id(tensor))
-        return None if found is None or found[0] is not tensor else found[1].shape
+        What an earlier forward has left is whole then, or what one rank has of it.
+        """
+        shapes = [torch.Size(spread.shape) for spread in spreads]
+        parts = functools.partial(self._shape_of_left, rank=rank)
+        return record(self._net, call, inputs, shapes, self._device, parts)
+
+    def note_left(self, leaf: Tensor, spread: Spread) -> None:
+        """From now on it is known that a tensor is this rank's part of another."""
+        if spread.is_whole:
+            self._left.pop(id(leaf), None)
+            return
+        self._left = {key: one for key, one in self._left.items() if one[0]() is not None}
+        self._left[id(leaf)] = (weakref.ref(leaf), spread)
+
+    def _shape_of_left(self, tensor: Tensor, rank: int | None) -> tuple[int, ...] | None:
+        found = self._left.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            return None
+        return found[1].shape if rank is None else found[1].local_shape(self.grid, rank)
 
 
 def _key(inputs: Any, spreads: Sequence[Spread], around: Any) -> tuple[Any, list[Any]]:

@@ -92,6 +92,10 @@ class Exactly:
         return Local(wants, run)
 
 
+def _own_generator(node: Node) -> bool:
+    return node.kwargs.get("generator") is not None
+
+
 def _numbered(node: Node) -> bool:
     return draws_mask(node.function, node.args, node.kwargs)
 
@@ -141,19 +145,23 @@ class Sampled:
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the tensor whose shape they take; whole if there is none."""
+        if _own_generator(op.node):
+            return [Spread.whole(shape) for shape in op.node.output_shapes]
         if not _numbered(op.node):
             warn_layout(op.node.where)
         return [op.given[0].tight() if op.given else op.here.fresh(op.node)]
 
     def lower(self, op: Operation) -> Local:
-        """This rank's box of them."""
+        """This rank's box of them; of a generator of the net's own, which all ranks have alike, all."""
         node, plainly, sampler = op.node, call(op.node), _SAMPLERS[op.node.name]
+        if _own_generator(node):
+            return Local(op.whole(), plainly)
         box = op.made[0].held(op.here.grid, op.here.rank)
         shape = node.output_shapes[0]
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
             key = _key(moment, node)
-            if key is None or "generator" in node.kwargs:
+            if key is None:
                 return plainly(moment, operands)
             args, kwargs = node.arguments(operands)
             like = operands[0] if operands else None
@@ -228,7 +236,7 @@ class Seeded:
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Any:
             key = _key(moment, node)
-            if key is None or node.kwargs.get("generator") is not None:
+            if key is None or _own_generator(node):
                 return plainly(moment, operands)
             device = (
                 operands[0].device if operands else torch.device(node.kwargs.get("device") or "cpu")
