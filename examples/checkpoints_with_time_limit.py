@@ -5,7 +5,7 @@
     until fivefold run -n 2 checkpoints_with_time_limit.py 3300; do [ $? -eq 75 ] || break; done
 
 A run that was stopped, killed or lost a node goes on from its newest save, on as many processes as before or
-on others, and ends with the loss of one that never stopped. The batch files beside this script start it again.
+on others, and ends with the loss of one that never stopped. The batch files beside it start it again.
 """
 
 import os

@@ -67,8 +67,8 @@ def begun(line: str, folder: Path, **more: str) -> Iterator[subprocess.Popen[str
     }
     with subprocess.Popen(
         ["bash", "-c", f"exec {line}" if line.startswith("bash") else line],
-        cwd=folder, env=environment | more, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        cwd=folder, env=environment | more, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
             yield process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -123,6 +124,12 @@ def test_the_figures_of_an_epoch_are_listed() -> None:
     assert listed == [field.name for field in fields(EpochReport)]
     phases = re.search(r"phases are (.*?)\. ", text_of("run-directory"), re.DOTALL)
     assert phases and set(re.findall(r"`(\w+)`", phases[1])) == {phase.value for phase in Phase}
+
+
+def test_the_operations_that_tiles_know_are_listed() -> None:
+    """By the script that writes the page."""
+    written = runpy.run_path(str(ROOT / "docs" / "operations.py"))["page"]()
+    assert text_of("operations") == written, "run: python docs/operations.py"
 
 
 def test_the_help_of_every_command_is_shown() -> None:
