@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-PATTERNS = ("*.md", "docs/**/*.md", "src/**/README.md", "benchmarks/**/README.md")
+PATTERNS = ("*.md", "docs/**/*.md", "examples/*.md", "src/**/README.md", "benchmarks/**/README.md")
 # Languages of blocks that show something and cannot be run.
 DATA = ("text",)
 TIMEOUT_S = 100

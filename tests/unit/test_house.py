@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "fivefold"
 MODULES = sorted(SOURCE.rglob("*.py"))
 PYTHON_FILES = sorted(
     path
-    for top in ("src", "tests", "docs", "benchmarks")
+    for top in ("src", "tests", "docs", "benchmarks", "examples")
     for path in (ROOT / top).rglob("*.py")
     if "_build" not in path.parts
 )

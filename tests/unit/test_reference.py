@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import runpy
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -125,6 +127,12 @@ def test_the_figures_of_an_epoch_are_listed() -> None:
     assert phases and set(re.findall(r"`(\w+)`", phases[1])) == {phase.value for phase in Phase}
 
 
+def test_the_operations_that_tiles_know_are_listed() -> None:
+    """By the script that writes the page."""
+    written = runpy.run_path(str(ROOT / "docs" / "operations.py"))["page"]()
+    assert text_of("operations") == written, "run: python docs/operations.py"
+
+
 def test_the_help_of_every_command_is_shown() -> None:
     """The runner of the documents compares it with what the command prints."""
     text = text_of("command-line")
@@ -165,3 +173,42 @@ def test_links_lead_somewhere(path: Path) -> None:
             target = (path.parent / name).resolve() if name else path
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_keys_that_troubleshooting_advises_are_in_the_plan() -> None:
+    text = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    sections = "|".join({key.partition(".")[0] for key in plan_keys()})
+    advised = set(re.findall(rf"`((?:{sections})\.\w+)(?![\w.(])", text)) - {"train.py"}
+    assert len(advised) > 5 and advised <= plan_keys().keys()
+
+
+def sentences() -> list[str]:
+    """Every text of the sources but docstrings, with three dots where it puts in something."""
+    found: list[str] = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if node in docstrings:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "..." for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted() -> list[str]:
+    """What the first cells of the troubleshooting tables quote, from three words on."""
+    text = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    return [q for cell in cells for q in re.findall(r"`([^`]+)`", cell) if q.count(" ") >= 2]
+
+
+def test_sentences_that_troubleshooting_quotes_are_said() -> None:
+    said = sentences()
+    assert len(quoted()) > 40
+    for quote in quoted():
+        pattern = re.compile(".*?".join(re.escape(part) for part in quote.split("...")), re.DOTALL)
+        assert any(pattern.search(text) for text in said), f"nothing in the sources says: {quote}"

@@ -37,6 +37,7 @@ __all__ = [
     "call",
     "everything",
     "plain",
+    "registered",
     "rule",
     "rule_of",
     "want_of",
@@ -210,6 +211,14 @@ def rule(*names: str) -> Callable[[type[_R]], type[_R]]:
 def rule_of(node: Node) -> Rule | None:
     """The rule for what `node` calls, if there is one."""
     return _RULES.get(node.name)
+
+
+def registered() -> dict[type[Rule], list[str]]:
+    """Every kind of rule with the names of its functions; what it does to tiles is told by its docstring."""
+    kinds: dict[type[Rule], list[str]] = {}
+    for name in sorted(_RULES):
+        kinds.setdefault(type(_RULES[name]), []).append(name)
+    return kinds
 
 
 # ---- for rules

@@ -16,7 +16,7 @@ __all__ = ["ByRows"]
 
 @rule("by_row")
 class ByRows:
-    """`ByRow`, by samples."""
+    """By samples: every rank indexes the rows that it has."""
 
     def _dim(self, op: Operation) -> tuple[int, int]:
         """Which dim of the result the rows are on, and how many dims all indices have together."""

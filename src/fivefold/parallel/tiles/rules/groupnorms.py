@@ -85,7 +85,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.
 
 @rule("group_norm")
 class GroupNorm:
-    """Statistics per sample and group of channels."""
+    """Statistics per sample and group of channels, over all tiles."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the input, unless its channels are cut."""
@@ -237,7 +237,7 @@ class _Instance:
 
 @rule("instance_norm")
 class InstanceNorm(_Instance):
-    """The functional call."""
+    """Statistics per sample and channel, over all tiles."""
 
     def lower(self, op: Operation) -> Local:
         """Statistics of all tiles, unless they are given."""
@@ -263,7 +263,7 @@ class InstanceNorm(_Instance):
 
 @rule("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
 class InstanceNormModule(_Instance):
-    """The module."""
+    """As `instance_norm`."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the input; a single sample without its dim is gathered."""

@@ -26,7 +26,7 @@ def _dim(node: Node, names: Sequence[str], size: int) -> int:
 
 @rule("cat", "column_stack", "concat", "concatenate", "dstack", "hstack", "vstack", "row_stack")
 class Join:
-    """Tensors one behind the other."""
+    """Tensors one behind the other, along a dim that is not cut."""
 
     def _along(self, node: Node) -> int:
         size = len(node.output_shapes[0])
@@ -91,7 +91,7 @@ def _placed(op: Operation, shape: tuple[int, ...]) -> list[Spread] | None:
     "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"
 )
 class Split:
-    """One tensor in several pieces."""
+    """One tensor in several pieces, along a dim that is not cut."""
 
     _names = ("input", "sizes", "dim")
 

@@ -120,7 +120,7 @@ class _Norm:
 
 @rule("batch_norm")
 class BatchNorm(_Norm):
-    """The functional call."""
+    """Statistics of the whole batch: of the pixels that ranks own, over all tiles and replicas."""
 
     def lower(self, op: Operation) -> Local:
         """Statistics over owned pixels, everything held normalised."""
@@ -142,7 +142,7 @@ class BatchNorm(_Norm):
 
 @rule("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 class BatchNormModule(_Norm):
-    """The module, which also counts its batches."""
+    """As `batch_norm`; it also counts its batches."""
 
     def lower(self, op: Operation) -> Local:
         """As torch's own forward, with the statistics of all tiles."""

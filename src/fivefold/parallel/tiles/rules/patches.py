@@ -47,9 +47,10 @@ def _columns(op: Operation, windows: Sequence[Window]) -> int:
 
 @rule("unfold")
 class Unfold:
-    """The method and the function are told apart by how many dims they give."""
+    """Every window belongs where its centre is. `F.unfold`: in tiles of the height only."""
 
     def _is_method(self, node: Node) -> bool:
+        """The method and the function are told apart by how many dims they give."""
         return len(node.output_shapes[0]) == len(node.shapes[0]) + 1
 
     def place(self, op: Operation) -> Sequence[Spread] | None:

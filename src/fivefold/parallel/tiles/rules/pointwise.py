@@ -68,7 +68,7 @@ def broadcast_wants(shape: tuple[int, ...], made: Spread) -> Wants:
 
 @rule(*POINTWISE)
 class Pointwise:
-    """`place`: as the operands that are cut; `lower`: the same call on the parts."""
+    """The same call on the parts, which are cut as the operands are."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """Cut as the operands are. Axes must not repeat: two dims cut along one would need a diagonal."""

@@ -218,7 +218,7 @@ def _split(op: Operation) -> tuple[list[Spread], tuple[int, ...]]:
     "pairwise_distance", "tensordot", "vdot",
 )  # fmt: skip
 class Gathered:
-    """What is not followed into tiles: every rank computes all of it."""
+    """Not followed into tiles: gathered."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:  # noqa: ARG002 - always the same
         """Whole."""

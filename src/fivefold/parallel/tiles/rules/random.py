@@ -186,7 +186,7 @@ def _nothing_but_type(op: Operation) -> tuple[Wants, ...]:
 
 @rule("bernoulli")
 class Bernoulli:
-    """`noise.bernoulli_(p)`, as stochastic depth is written, exactly; `torch.bernoulli(p)` as `Sampled`."""
+    """`noise.bernoulli_(p)`, as stochastic depth is written: exactly. `torch.bernoulli(p)`: as `randn`."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the operands."""
@@ -256,12 +256,12 @@ class Seeded:
     "randint_like", "random", "randperm",
 )  # fmt: skip
 class Others(Seeded):
-    """Random in any case."""
+    """Gathered, and drawn alike on all ranks; not the numbers that torch would draw."""
 
 
 @rule("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 class Dropout:
-    """torch.nn.functional's exactly; torch's own, which share their names, as `Seeded`."""
+    """Of torch.nn.functional: exactly. Of torch itself: gathered, and drawn alike on all ranks."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """See the class."""
@@ -274,7 +274,7 @@ class Dropout:
 
 @rule("rrelu")
 class RandomLeaky(Seeded):
-    """Leaky ReLU with a random slope in training."""
+    """Pointwise in evaluation; random slopes in training are gathered, and drawn alike on all ranks."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """In evaluation as any pointwise operation."""
@@ -291,7 +291,7 @@ class RandomLeaky(Seeded):
 
 @rule("scaled_dot_product_attention", "multi_head_attention_forward")
 class Attention(Seeded):
-    """Attention draws its dropout inside one kernel."""
+    """Products of matrices; the longer one by samples. With dropout, drawn inside one kernel, gathered."""
 
     def drops(self, node: Node) -> bool:
         """Whether it drops attention."""
@@ -317,10 +317,10 @@ class Attention(Seeded):
 
 @rule("gru", "lstm", "rnn_relu", "rnn_tanh")
 class Recurrent(Seeded):
-    """Recurrent layers draw the dropout between them; it is their only float argument."""
+    """By samples. With dropout between layers, gathered, and drawn alike on all ranks."""
 
     def drops(self, node: Node) -> bool:
-        """Whether it does, and trains."""
+        """Whether there is dropout, the only float argument, and it trains."""
         at = next((i for i, given in enumerate(node.args) if isinstance(given, float)), None)
         return at is not None and node.args[at] > 0.0 and bool(node.args[at + 1])
 

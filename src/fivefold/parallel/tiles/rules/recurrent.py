@@ -13,7 +13,7 @@ __all__ = ["Recurrences"]
 
 @rule("recurrence")
 class Recurrences:
-    """`Recurrence`, by samples."""
+    """By samples."""
 
     def _samples(self, op: Operation) -> int:
         assert isinstance(op.node.function, Recurrence)

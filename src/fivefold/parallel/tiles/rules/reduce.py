@@ -267,7 +267,7 @@ class LogSumExp(Reduction):
     "nansum", "prod",
 )  # fmt: skip
 class Gathered(Reduction):
-    """Reductions that are gathered where a dim is cut that they run over."""
+    """Gathered where a dim is cut that they run over."""
 
     def combines(self, over: Over) -> bool:  # noqa: ARG002 - see `Reduction`
         """Never."""

@@ -118,7 +118,7 @@ def _is_line(entry: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
 
 @rule("__getitem__", "narrow", "select", "index_select")
 class Index:
-    """`place`: the rows asked for belong to whom they belonged; `lower`: want these rows only."""
+    """The rows asked for belong to whom they belonged. Lists of rows and masks: in dims that are whole."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """A dim of which some part would have nothing becomes whole; lists of rows only in dims that are."""
@@ -165,7 +165,7 @@ class Index:
 
 @rule("assigned")
 class Assign:
-    """`x[index] = y` as a function: every part takes those rows of `y` that fall into it."""
+    """Every part takes those rows of `y` that fall into it. Lists of rows and masks are gathered."""
 
     def _entries(self, node: Node) -> list[_Entry] | None:
         """Rows and single rows only: lists and masks are gathered."""

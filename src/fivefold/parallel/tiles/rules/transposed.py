@@ -60,7 +60,7 @@ class Spray:
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 class TransposedConvolution:
-    """`place`: every output belongs to whose inputs' windows are centred there."""
+    """Every output belongs to whose inputs' windows are centred there."""
 
     def _sprays(self, node: Node) -> list[Spray]:
         """The window along each spatial dim."""

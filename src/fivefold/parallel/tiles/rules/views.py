@@ -124,7 +124,7 @@ def _product(shape: Sequence[int], dims: Sequence[int]) -> int:
     "unflatten", "unsqueeze", "view", "view_as",
 )  # fmt: skip
 class View:
-    """`place`: bounds follow the first dim of every group if only that is cut; `lower`: reshape."""
+    """Bounds follow the first of dims that become one, or that one becomes; if others are cut, gathered."""
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """Cut along the first dims of the groups of which some dim is cut; nothing else can be."""
