@@ -105,6 +105,8 @@ class ParallelModel(nn.Module):
         self.module = net
         self.steps = 0
         """number of `step` calls so far: random masks are a function of it"""
+        self.samples = 0
+        """samples of the whole batches that `step` was given so far"""
         self.seed = mesh.plan.numerics.seed
         self._epoch = 0
         """the latest whose batches were seen: when it changes, the net is recorded again"""
@@ -194,7 +196,7 @@ class ParallelModel(nn.Module):
         share = self._share(inputs, targets)
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
-        self.steps += 1
+        self.steps, self.samples = self.steps + 1, self.samples + share.total
         of_loss = self._of_loss
         with nullcontext() if self._hooks is None else self._hooks.once():
             if of_loss is not None:

@@ -24,6 +24,7 @@ from fivefold.plan import Plan, Train
 from fivefold.recipes import models
 from fivefold.recipes.recipe import Images, Recipe
 from fivefold.train import Arithmetic, Run, Summary, fit, settle_precision, warmup_cosine
+from fivefold.train.loop import is_trained
 from fivefold.train.progress import suited
 from fivefold.train.task import CLASSES, PICTURES, Task
 from fivefold.train.validation import validator
@@ -41,8 +42,10 @@ def train(
     checkpoints: str = "",
     begin_again: bool = False,
     console: Console | None = None,
-) -> Summary:
+) -> Summary | None:
     """Train `recipe` as `plan` says, on the processes that were started with this one. Collective.
+
+    Of a run that `checkpoints` hold finished, the weights are written, and there is no summary.
 
     Args:
         recipe: images and what is done to them.
@@ -83,10 +86,11 @@ def train(
                 mesh=mesh, run=run, console=console, checkpoints=checkpoints,
                 begin_again=begin_again,
             )  # fmt: skip
-        for line in summary.lines():
-            _say(console, line)
-        if recipe.baseline is not None and mesh.rank == 0:
-            _say(console, recipe.baseline(test_images))
+        if summary is not None:
+            for line in summary.lines():
+                _say(console, line)
+            if recipe.baseline is not None and mesh.rank == 0:
+                _say(console, recipe.baseline(test_images))
         _say(console, f"written to     {run.path}: {', '.join(run.files)}")
     return summary
 
@@ -116,7 +120,7 @@ def _fit(
     console: Console,
     checkpoints: str,
     begin_again: bool,
-) -> Summary:
+) -> Summary | None:
     t = plan.train
     optimizer = _optimizer(model, t)
     schedule = warmup_cosine(
@@ -131,8 +135,17 @@ def _fit(
                 model=model, optim=optimizer, schedule=schedule, data=batches, validator=validator,
             )  # fmt: skip
             held.enter_context(saved)
-            if (step := saved.load()) is not None:
-                _say(console, f"going on after step {step}, saved in {checkpoints}")
+            step = saved.load()
+            if step is not None and is_trained(batches, validator, t.epochs):
+                _say(
+                    console,
+                    f"finished       the run in {checkpoints} was trained to step {step}, the end of epoch "
+                    f"{t.epochs}; for more, raise --epochs",
+                )
+                run.save_weights(model.full_state_dict())
+                return None
+            if step is not None:
+                _say(console, f"going on {saved.resumed}")
         return fit(
             model,
             optimizer,

@@ -72,6 +72,9 @@ class Trace:
     that made the trace, which is the one that trains.
     """
 
+    _done: Row | None = None
+    """sums of the rows that are full, once somebody asked for `totals`"""
+
     def __init__(self, file: TraceFile, path: Path, meta: Mapping[str, Any]) -> None:
         self.path = path
         self.meta: dict[str, Any] = {}
@@ -300,8 +303,20 @@ class Trace:
         self._write_row()
         if full:
             self._windows += 1
+            if self._done is not None:
+                _add(self._done, self._row)
             self._row = new_row()
             self._ready.clear()
+
+    def totals(self) -> Row:
+        """`phase_ns` and `tag_blocked_ns` of all steps since the first call, and of some before it."""
+        with self._lock:
+            if self._done is None:
+                self._done = new_row()
+            found = new_row()
+            _add(found, self._done)
+            _add(found, self._row)
+            return found
 
     def _write_row(self) -> None:
         write_row(self._buffer, self._windows_at + self._windows * WINDOW.itemsize, self._row)
@@ -385,3 +400,8 @@ class Trace:
             if self._row["steps"]:
                 self._write_row()
             self._live["heartbeat_ns"], self._live["state"] = _now(), int(state)
+
+
+def _add(to: Row, row: Row) -> None:
+    for name in ("phase_ns", "tag_blocked_ns"):
+        to[name] = [a + b for a, b in zip(to[name], row[name], strict=True)]

@@ -1,0 +1,52 @@
+"""Figures for TensorBoard, by the writer that comes with torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fivefold.integrations import needs
+from fivefold.trace import StepFigures
+from fivefold.train.logger import LogWriter
+
+__all__ = ["TensorBoard"]
+
+_FLUSH_S = 10
+
+
+class TensorBoard(LogWriter):
+    """Scalars in event files below `folder`. See them with `tensorboard --logdir FOLDER`.
+
+    A run that goes on from a save writes to the same folder; what an earlier start wrote there of steps that
+    are made again is hidden.
+    Raises `UsageError` without the package tensorboard (extra `tensorboard`).
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        needs("tensorboard")
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def open(self) -> None:
+        """Make the folder. Raises `OSError`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self._folder, os.W_OK):
+            raise PermissionError(f"{self._folder} cannot be written to")
+
+    def __call__(self, figures: StepFigures) -> None:
+        """A value for each scalar that is known."""
+        if self._writer is None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            first = figures.step - figures.steps + 1
+            self._writer = SummaryWriter(
+                str(self._folder), purge_step=first if first > 1 else None, flush_secs=_FLUSH_S
+            )
+        for name, value in figures.scalars().items():
+            self._writer.add_scalar(name, value, figures.step)
+
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
+        """Write out what is kept back."""
+        if self._writer is not None:
+            self._writer.close()
