@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,17 @@ class TensorBoard(LogWriter):
         self._writer: Any = None
 
     def open(self) -> None:
-        """Make the folder. Raises `OSError`."""
+        """Make the folder, and import what takes a moment. Raises `OSError`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self._folder, os.W_OK):
             raise PermissionError(f"{self._folder} cannot be written to")
+        _summary_writer()
 
     def __call__(self, figures: StepFigures) -> None:
         """A value for each scalar that is known."""
         if self._writer is None:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
             first = figures.step - figures.steps + 1
-            self._writer = SummaryWriter(
+            self._writer = _summary_writer()(
                 str(self._folder), purge_step=first if first > 1 else None, flush_secs=_FLUSH_S
             )
         for name, value in figures.scalars().items():
@@ -50,3 +50,7 @@ class TensorBoard(LogWriter):
         """Write out what is kept back."""
         if self._writer is not None:
             self._writer.close()
+
+
+def _summary_writer() -> Any:
+    return import_module("torch.utils.tensorboard").SummaryWriter

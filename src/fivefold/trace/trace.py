@@ -25,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.trace.current import usage
 from fivefold.trace.ended import Ended
 from fivefold.trace.file import TraceFile, name_of
 from fivefold.trace.schema import (
@@ -170,7 +171,9 @@ class Trace:
         seq, begin = _HEAD.unpack_from(self._buffer, at)
         if seq == event:
             end = end_ns or _now()
-            if blocked_ns < 0:
+            if usage.background:
+                blocked_ns = 0
+            elif blocked_ns < 0:
                 blocked_ns = end - begin
             _ENDING.pack_into(self._buffer, at + _END_AT, end, blocked_ns, start_ns)
 

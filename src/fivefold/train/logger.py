@@ -141,6 +141,7 @@ class Logger(Closing):
         samples, self._seen = self._model.samples - self._seen, self._model.samples
         self._step, self._steps = step, self._steps + 1
         if self._begun is None:
+            self._spent.take()
             self._begin()
         else:
             self._timed += 1
@@ -155,15 +156,16 @@ class Logger(Closing):
 
     def _begin(self) -> None:
         self._begun, self._timed = (time.perf_counter(), self._model.samples), 0
-        self._spent.take()
 
     def _start(self) -> None:
         """Begin a record: what this rank has goes to the others."""
-        self._finish()
         assert self._begun is not None
         seconds = time.perf_counter() - self._begun[0]
         samples = self._model.samples - self._begun[1]
         traced, phases, exposed = self._spent.take()
+        timed = self._timed
+        self._begin()  # on all ranks alike: writing belongs to the next steps
+        self._finish()
         means = self._own_means()
         table = torch.zeros(self._mesh.size, _COLUMNS, dtype=torch.float64)
         table[self._mesh.rank] = torch.tensor(
@@ -171,12 +173,11 @@ class Logger(Closing):
         )
         own = torch.tensor([*phases, *exposed, *means], dtype=torch.float64)
         self._record = _Record(
-            self._step, self._steps, self._timed, samples, traced, self._losses,
+            self._step, self._steps, timed, samples, traced, self._losses,
             {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in self._values.items()},
             self._names or (), self._summed(torch.cat([table.view(-1), own])),
         )  # fmt: skip
         self._steps, self._losses = 0, []
-        self._begin()
 
     def _summed(self, own: Tensor) -> comm.Pending:
         if self._group is None:

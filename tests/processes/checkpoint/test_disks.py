@@ -33,7 +33,9 @@ def payload(disk: Path) -> tuple[int, int]:
 def test_a_full_disk_costs_saves_and_not_the_run(nodes: Nodes, oracle: list[Told]) -> None:
     leave(nodes.disk(1), 40_000)
     job = run(nodes)
-    assert job.wait(90.0) == [1] * len(job.ranks), "all train to the end, and say then that nothing is kept"
+    assert job.wait(90.0) == [1] * len(job.ranks), (
+        "all train to the end, and say then that nothing is kept"
+    )
     found = [Told(rank.text) for rank in job.ranks]
     same(found, oracle)
     for one in found:
