@@ -24,7 +24,7 @@ from fivefold.train import EpochReport
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 USER = Provenance("user", "test")
-PUBLIC = ("fivefold", "fivefold.data", "fivefold.mesh", "fivefold.offload", "fivefold.parallel",
+PUBLIC = ("fivefold", "fivefold.data", "fivefold.integrations", "fivefold.mesh", "fivefold.offload", "fivefold.parallel",
           "fivefold.recipes", "fivefold.recipes.models", "fivefold.trace", "fivefold.train",
           "fivefold.errors")  # fmt: skip
 

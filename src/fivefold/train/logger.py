@@ -1,6 +1,6 @@
 """`Logger`: figures of training steps, over all ranks, given to writers by the first while the run goes on.
 
-    step(n, loss) ──► own sums ──every n-th step──► summed over ranks ──next record──► rank 0 writes
+    step(n, loss) ──► own sums ──every n-th step──► summed over ranks ──when it has come──► rank 0 writes
                       phases, waiting, means        beside the next steps
 
 Ranks send one message of a few hundred bytes, for which nobody waits; no loss is read before that.
@@ -65,6 +65,10 @@ class _Record:
     values: Mapping[str, _Number]
     means: tuple[str, ...]
     sums: comm.Pending
+
+    def has_come(self) -> bool:
+        """Whether nobody has to wait for the sums."""
+        return self.sums.work is None or self.sums.work.is_completed()
 
 
 class Logger(Closing):
@@ -153,6 +157,8 @@ class Logger(Closing):
         self._values = values
         if step % self._every == 0:
             self._start()
+        elif self._record is not None and self._record.has_come():
+            self._finish()
 
     def _begin(self) -> None:
         self._begun, self._timed = (time.perf_counter(), self._model.samples), 0
@@ -199,7 +205,7 @@ class Logger(Closing):
         return [number for name in self._names for number in found.get(name, (0.0, 0.0))]
 
     def _finish(self) -> None:
-        """Write the record under way, whose sums have come by now, most likely."""
+        """Write the record under way."""
         record, self._record = self._record, None
         if record is None:
             return
