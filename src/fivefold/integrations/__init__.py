@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fivefold.integrations.tensorboard import TensorBoard
     from fivefold.integrations.wandb import Wandb
 
-__all__ = ["MLflow", "TensorBoard", "Wandb", "needs"]
+__all__ = ["MLflow", "TensorBoard", "Wandb"]
 
 _HOME = {"MLflow": "mlflow", "TensorBoard": "tensorboard", "Wandb": "wandb"}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from fivefold.integrations import needs
 from fivefold.trace import StepFigures
@@ -41,7 +40,9 @@ class MLflow(LogWriter):
 
     def open(self) -> None:
         """Find or make experiment and run. Raises what MLflow does."""
-        self._mlflow = mlflow = import_module("mlflow")
+        import mlflow as package  # pyright: ignore[reportMissingImports]
+
+        self._mlflow = mlflow = cast(Any, package)
         self._client = client = mlflow.MlflowClient(tracking_uri=self._uri)
         if self.run_id is not None:
             client.update_run(self.run_id, status="RUNNING")

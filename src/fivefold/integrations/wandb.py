@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from fivefold.integrations import needs
 from fivefold.trace import StepFigures
@@ -27,8 +26,9 @@ class Wandb(LogWriter):
 
     def open(self) -> None:
         """`wandb.init`, whose errors are raised."""
-        wandb: Any = import_module("wandb")
-        self._run = wandb.init(**self._options)
+        import wandb as package  # pyright: ignore[reportMissingImports]
+
+        self._run = cast(Any, package).init(**self._options)
         # W&B's own counter only grows; a run that goes on from a save may be behind it.
         self._run.define_metric("*", step_metric="step")
 

@@ -45,8 +45,6 @@ def train(
 ) -> Summary | None:
     """Train `recipe` as `plan` says, on the processes that were started with this one. Collective.
 
-    Of a run that `checkpoints` hold finished, the weights are written, and there is no summary.
-
     Args:
         recipe: images and what is done to them.
         plan: everything else; `recipe.plan()`, changed at will.
@@ -54,7 +52,7 @@ def train(
         size: height and width of the images, where the recipe leaves the choice.
         out: a new directory for this run is made in it, once data and plan have proved to be good.
         checkpoints: directory, or URL, where the state is saved as the plan's section `[checkpoint]` says;
-            a run that was saved there goes on.
+            a run that was saved there goes on; of one that is finished, the result is None.
         begin_again: whether it begins anew where it was saved and all saves are lost.
         console: where rank 0 tells how it goes; standard output by default.
 

@@ -173,15 +173,20 @@ class Logger(Closing):
         self._begin()  # on all ranks alike: writing belongs to the next steps
         self._finish()
         means = self._own_means()
-        table = torch.zeros(self._mesh.size, _COLUMNS, dtype=torch.float64)
-        table[self._mesh.rank] = torch.tensor(
-            [seconds, sum(exposed), self._resident.read() or 0, _gpu_bytes(self._mesh.device)]
+        size, at = self._mesh.size * _COLUMNS, self._mesh.rank * _COLUMNS
+        gpu = (
+            torch.cuda.max_memory_allocated(device)
+            if (device := self._mesh.device).type == "cuda"
+            else 0
         )
-        own = torch.tensor([*phases, *exposed, *means], dtype=torch.float64)
+        own = torch.zeros(size + len(phases) + len(exposed) + len(means), dtype=torch.float64)
+        numbers = own.numpy()
+        numbers[at : at + _COLUMNS] = seconds, sum(exposed), self._resident.read() or 0, gpu
+        numbers[size:] = *phases, *exposed, *means
         self._record = _Record(
             self._step, self._steps, timed, samples, traced, self._losses,
             {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in self._values.items()},
-            self._names or (), self._summed(torch.cat([table.view(-1), own])),
+            self._names or (), self._summed(own),
         )  # fmt: skip
         self._steps, self._losses = 0, []
 
@@ -324,10 +329,6 @@ def _latest(work_s: list[float]) -> tuple[int, float]:
     rank = max(range(len(work_s)), key=work_s.__getitem__)
     others = work_s[:rank] + work_s[rank + 1 :]
     return rank, work_s[rank] - statistics.median(others) if others else 0.0
-
-
-def _gpu_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _name(writer: object) -> str:
