@@ -43,8 +43,10 @@ class TensorBoard(LogWriter):
             self._writer = _summary_writer()(
                 str(self._folder), purge_step=first if first > 1 else None, flush_secs=_FLUSH_S
             )
-        for name, value in figures.scalars().items():
-            self._writer.add_scalar(name, value, figures.step)
+        # One event for all: `add_scalar` makes one of each, and took half of the time of a record.
+        summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        values = [summary.Value(tag=n, simple_value=v) for n, v in figures.scalars().items()]
+        self._writer.file_writer.add_summary(summary(value=values), figures.step)
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         """Write out what is kept back."""
