@@ -48,7 +48,7 @@ from fivefold.mesh.groups import cpu_groups
 from fivefold.plan import Layout
 from fivefold.trace import Phase, span
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "Resumed"]
 
 _Batch = TypeVar("_Batch")
 
