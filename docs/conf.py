@@ -36,7 +36,10 @@ autodoc_typehints_format = "short"
 # manuals, which an offline build cannot look into.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|numpy|np|nn|collections|pathlib|contextlib|typing|types|os|enum|rich)(\..*)?"),
+    (
+        r"py:.*",
+        r"(torch|numpy|np|nn|collections|pathlib|contextlib|typing|types|os|enum|rich)(\..*)?",
+    ),
     (
         r"py:.*",
         r"(Tensor|Module|ProcessGroup|DeviceMesh|Path|Callable|Iterator|Iterable|Mapping|Any)",
