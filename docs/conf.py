@@ -36,7 +36,10 @@ autodoc_typehints_format = "short"
 # manuals, which an offline build cannot look into.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|numpy|np|nn|collections|pathlib|contextlib|typing|types|os|enum)(\..*)?"),
+    (
+        r"py:.*",
+        r"(torch|numpy|np|nn|collections|pathlib|contextlib|typing|types|os|enum|rich)(\..*)?",
+    ),
     (
         r"py:.*",
         r"(Tensor|Module|ProcessGroup|DeviceMesh|Path|Callable|Iterator|Iterable|Mapping|Any)",
@@ -44,7 +47,7 @@ nitpick_ignore_regex = [
     # Types that a signature shows but nobody outside the room uses.
     (
         r"py:.*",
-        r"fivefold\.(mesh\.agreement\.Agreement|parallel\.pipeline\.net\.PipelinedNet|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|checkpoint\.checkpointer\._Batch)",
+        r"fivefold\.(mesh\.agreement\.Agreement|parallel\.pipeline\.net\.PipelinedNet|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|train\.shown\._T|checkpoint\.checkpointer\._Batch)",
     ),
     (r"py:.*", r"Images|Transform|Trace"),
     (r"py:.*", r"dict\[str"),  # half of `dict[str, Any]` in a docstring

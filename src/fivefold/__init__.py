@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from fivefold.parallel import clip_grad_norm_, parallelize
     from fivefold.plan import Layout, Plan
     from fivefold.trace import Phase, span
+    from fivefold.train import Logger
+    from fivefold.train.shown import progress
 
     __version__: str
 
 __all__ = [
     "Checkpointer",
     "Layout",
+    "Logger",
     "Mesh",
     "Phase",
     "Plan",
@@ -38,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "loader",
     "parallelize",
+    "progress",
     "span",
     "start",
 ]
@@ -45,6 +49,7 @@ __all__ = [
 _HOME = {
     "Checkpointer": "fivefold.checkpoint",
     "Layout": "fivefold.plan",
+    "Logger": "fivefold.train",
     "Mesh": "fivefold.mesh",
     "Phase": "fivefold.trace",
     "Plan": "fivefold.plan",
@@ -52,6 +57,7 @@ _HOME = {
     "clip_grad_norm_": "fivefold.parallel",
     "loader": "fivefold.data",
     "parallelize": "fivefold.parallel",
+    "progress": "fivefold.train.shown",
     "span": "fivefold.trace",
     "start": "fivefold.mesh",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inspect import can_lose, copies_at, rows
 from fivefold.checkpoint.manifest import MANIFEST, State
 from fivefold.checkpoint.note import Costs, Note, write_note
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import LOCAL, Run
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.cli import main
 from saves import RUN_ID, bytes_of, manifest_of, save_flushed, save_local
@@ -81,15 +82,58 @@ def test_one_checkpoint_one_run_or_all_of_a_node_can_be_named(places: Path) -> N
 
 def test_show_tells_everything(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "show", f"node1/{RUN_ID}/{NAME}")
-    for part in ("step 120, start 1 of run run-1", "ranks 2, nodes 2, layout data=2", "scheme xor",
-                 "can lose 1 of 2 nodes", "those of node 1 (node1)", "redundancy-1.bin",
-                 "node 0 (node0): ranks 0, 300 B", "__1_0.distcp  200 bytes  xxh3"):  # fmt: skip
+    for part in ("was saved after step 120, by start 1 of run run-1",
+                 "by 2 ranks on 2 nodes, with the layout data=2, as ",
+                 "is protected, with the scheme xor, and can lose 1 of 2 nodes",
+                 "those of node 1 (node1)", "redundancy-1.bin", "__1_0.distcp  200 bytes  xxh3",
+                 "node 0 (node0) saved 300 B, of rank 0:"):  # fmt: skip
         assert part in text
     assert "name one of them, such as step-00000100-epoch-1" in told(
         capsys, "show", "node0", code=2
     )
     (places / "far" / NAME / MANIFEST).write_text("{}")
     assert "is no checkpoint: the manifest in" in told(capsys, "show", f"far/{NAME}", code=1)
+
+
+def record(places: Path, local: Path) -> None:
+    """Write down, as a start does, that the run of `far` saves to `local` on its nodes."""
+    run = Run(RUN_ID, (), {LOCAL: str(local)}).started(None)
+    PersistentStore(places / "far").write_run(run)
+
+
+def test_list_and_show_know_where_the_run_saves_on_this_node(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(places, places / "node0")
+    lines = told(capsys, "list", "far", "node0").splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [NAME, "persistent"], ["step-00000100-epoch-1", "node"], [NAME, "node"],
+    ]  # fmt: skip
+    text = told(capsys, "show", "far/step-00000100-epoch-1")
+    assert text.startswith(f"{places}/node0/{RUN_ID}/step-00000100-epoch-1\n")
+    assert told(capsys, "show", f"far/{NAME}").startswith(f"{places}/far/{NAME}\n")
+    assert "holds 2 checkpoints; name one of them" in told(capsys, "show", "far", code=2)
+    assert "there is no directory far/step-1" in told(capsys, "show", "far/step-1", code=2)
+    shutil.rmtree(places / "far" / NAME)
+    assert len(told(capsys, "list", "far").splitlines()) == 3
+    told(capsys, "verify", "far")
+
+
+def test_list_says_on_which_nodes_saves_are_that_cannot_be_seen_here(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(places, places / "elsewhere")
+    write_note(PersistentStore("far").place, Note(RUN_ID, 1, 120, ("n1", "n2"), "xor"))
+    line = told(capsys, "list", "far").splitlines()[0]
+    assert line == (
+        f"far: saves on nodes lie in {places}/elsewhere/{RUN_ID} on n1, n2; there are none on "
+        f"{socket.gethostname()}"
+    )
+    for name in ("run.json", "run-copy.json"):
+        flip(places / "far" / name)
+    assert "saves on this node were not looked for: the record of the run" in told(
+        capsys, "list", "far"
+    )
 
 
 def test_how_much_may_be_lost_depends_on_state_scheme_and_sets() -> None:
@@ -112,16 +156,16 @@ def test_how_much_may_be_lost_depends_on_state_scheme_and_sets() -> None:
 
 def test_verify_finds_a_flipped_bit(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "verify", "node0", "node1", "far")
-    assert text.count("files are whole") == 5 and "damaged" not in text
+    assert text.count(" is whole: 3 files looked at\n") == 5 and "damaged" not in text
     flip(places / "far" / NAME / "__1_0.distcp")
-    assert "(4 looked at" not in told(capsys, "verify", "far", "--quick")
+    assert "3 files looked at, 3 by length only\n" in told(capsys, "verify", "far", "--quick")
     text = told(capsys, "verify", "far", code=1)
-    assert f"{NAME}: damaged" in text and "  __1_0.distcp: xxh3" in text
+    assert f"{NAME} is damaged:" in text and "  __1_0.distcp: its xxh3 is" in text
 
 
 def test_what_is_under_way_is_no_damage(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (places / "far" / "step-00000130-epoch-1").mkdir()
-    assert "step-00000130-epoch-1: no checkpoint" in told(capsys, "verify", "far")
+    assert "step-00000130-epoch-1 is no checkpoint: its save is" in told(capsys, "verify", "far")
     told(capsys, "verify", "far/step-00000130-epoch-1", code=1)
     (places / "far" / NAME / MANIFEST).write_text("")
     assert "damaged" in told(capsys, "verify", "far", code=1)
@@ -135,7 +179,7 @@ def test_a_manifest_that_is_gone_is_damage(
     for place in ("far", "node0"):
         (next(places.glob(f"{place}/**/{NAME}")) / MANIFEST).unlink()
         text = told(capsys, "verify", place, code=1)
-        assert f"{NAME}: damaged\n  manifest.json: it is not there, and" in text
+        assert f"{NAME} is damaged:\n  manifest.json: it is not there, and" in text
 
 
 @pytest.mark.parametrize("name", ["run.json", "run-copy.json", "saved-epoch-1.json"])
@@ -173,8 +217,8 @@ def test_verify_reads_directories_of_plain_dcp(tmp_path: Path) -> None:
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
-    assert check("verify") == (0, f"{tmp_path}/dcp: 1 parts are whole\n")
-    assert "written by DCP itself" in check("list")[1]
+    assert check("verify") == (0, f"{tmp_path}/dcp is whole: 1 part looked at\n")
+    assert "written by torch.distributed.checkpoint" in check("list")[1]
     assert "w: float32, 1000" in check("show", "--contents")[1]
     flip(tmp_path / "dcp" / "__0_0.distcp")
     code, text = check("verify")
@@ -228,10 +272,10 @@ def test_fetch_brings_a_checkpoint_to_a_node(
 def test_object_stores_are_places_too(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"memory:/{places}/bucket"
     told(capsys, "flush", "node0", "node1", "--to", url)
-    assert "files are whole" in told(capsys, "verify", url)
+    assert "is whole: 3 files looked at" in told(capsys, "verify", url)
     told(capsys, "fetch", url, "--to", "new")
     assert "removed memory:" in told(capsys, "drop", f"{url}/{NAME}", "--last")
-    assert told(capsys, "list", url) == "no checkpoints\n"
+    assert told(capsys, "list", url) == f"there are no checkpoints in {url}\n"
 
 
 def test_drop_keeps_the_last_one(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +299,8 @@ def test_what_a_run_has_measured_is_listed_and_used(
     write_note(PersistentStore("far").place, Note(RUN_ID, 2, 120, ("a",), "single", costs))
     text = told(capsys, "list", "far", "node0")
     assert text.endswith(
-        "far: a save costs 0.5 s of training, a flush 5 s more (measured by start 2); saved every 60 s\n"
+        "far: a save costs 0.5 s of training, and a flush 5 s more; start 2 measured that, and saved every "
+        "60 s\n"
     )
     text = told(capsys, "interval", "far")
     assert text.startswith(

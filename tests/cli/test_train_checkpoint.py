@@ -84,6 +84,14 @@ def test_a_recipe_whose_saves_are_lost_begins_again_when_it_is_told_to(tmp_path:
     done = start(tmp_path, "digits", *words, ranks=1)
     out, err = done.communicate(timeout=100)
     assert done.returncode == 0, out + err
+    once_more = start(tmp_path, "digits", *words, ranks=1)
+    out, err = once_more.communicate(timeout=100)
+    assert once_more.returncode == 0, out + err
+    assert "finished       the run in saved was trained to step 12, the end of epoch 1;" in out
+    first, second = (
+        torch.load(tmp_path / f"runs/digits-00{n}/weights.pt", weights_only=True) for n in (1, 2)
+    )
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
     shutil.rmtree(tmp_path / "local")
     for path in (tmp_path / "saved").glob("step-*"):
         shutil.rmtree(path)

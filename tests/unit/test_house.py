@@ -184,7 +184,7 @@ def declared_packages() -> tuple[set[str], set[str]]:
     ]
     names = {
         "nvidia-ml-py": "pynvml", "pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn",
-        "tomli-w": "tomli_w",
+        "tomli-w": "tomli_w", "mlflow-skinny": "mlflow",
     }  # fmt: skip
 
     def packages(lines: list[str]) -> set[str]:

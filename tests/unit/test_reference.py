@@ -26,9 +26,9 @@ from fivefold.train import EpochReport
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 USER = Provenance("user", "test")
-PUBLIC = ("fivefold", "fivefold.data", "fivefold.mesh", "fivefold.offload", "fivefold.parallel",
-          "fivefold.recipes", "fivefold.recipes.models", "fivefold.trace", "fivefold.train",
-          "fivefold.errors")  # fmt: skip
+PUBLIC = ("fivefold", "fivefold.data", "fivefold.integrations", "fivefold.mesh", "fivefold.offload",
+          "fivefold.parallel", "fivefold.recipes", "fivefold.recipes.models", "fivefold.trace",
+          "fivefold.train", "fivefold.errors")  # fmt: skip
 
 
 def text_of(page: str) -> str:

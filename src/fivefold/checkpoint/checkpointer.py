@@ -12,11 +12,12 @@ A step:   maybe_save ── state captured ── staged beside the next forward
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,9 +48,30 @@ from fivefold.mesh.groups import cpu_groups
 from fivefold.plan import Layout
 from fivefold.trace import Phase, span
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "Resumed"]
 
 _Batch = TypeVar("_Batch")
+
+
+class Resumed(Generic[_Batch]):
+    """The steps that are left of a run, by number, with their batches. See `Checkpointer.resume`."""
+
+    def __init__(
+        self, steps: Iterator[tuple[int, _Batch]], data: Iterable[_Batch], epochs: int | None
+    ) -> None:
+        self._steps = steps
+        self.step = 0
+        """the number of the one under way"""
+        known = epochs is not None and hasattr(data, "upcoming")
+        self.total = epochs * len(cast(Sized, data)) if epochs is not None and known else None
+        """how many the run has in all; None where that is not known"""
+
+    def __iter__(self) -> Resumed[_Batch]:
+        return self
+
+    def __next__(self) -> tuple[int, _Batch]:
+        self.step, batch = next(self._steps)
+        return self.step, batch
 
 
 class _Positioned(Protocol):
@@ -160,6 +182,8 @@ class Checkpointer(Closing):
         self._signals = Signals() if signals else None
         self._writing: Writing | None = None
         self._resumed: tuple[int, int] | None = None
+        self.resumed = ""
+        """from where the run went on, in words: "after step 120, from ..."; empty if it began"""
         self._claimed, self._lease = False, cast("Lease | None", None)
         self._seen: Mapping[str, str] | None = None
         """what the directory told when saves were looked for"""
@@ -208,22 +232,30 @@ class Checkpointer(Closing):
         if found is None:
             return None
         self._resumed = found.step, found.epoch
+        self.resumed = str(found)
         self._step = found.step
         return found.step
 
-    def resume(
-        self, data: Iterable[_Batch], epochs: int | None = None
-    ) -> Iterator[tuple[int, _Batch]]:
+    def resume(self, data: Iterable[_Batch], epochs: int | None = None) -> Resumed[_Batch]:
         """Load, and yield what is left of `data`: (number of the step, from 1; batch).
+
+        The first rank says on standard error from where a run goes on, or that it is finished. With `epochs`,
+        the state after the last step is saved, so that a run that is started once more knows that.
 
         Args:
             data: a loader that was given to the Checkpointer, so that it goes on where it stood; of
                 `fivefold.loader`, or any other whose iteration goes on after `load_state_dict`.
             epochs: how many in all; by default, the epoch that `data` stands in.
         """
+        return Resumed(self._left(data, epochs), data, epochs)
+
+    def _left(self, data: Iterable[_Batch], epochs: int | None) -> Iterator[tuple[int, _Batch]]:
         self._claim()  # first: while another job saves on, the newest save is not known
         step = self.load() or 0
         self._prepare()
+        where = self._settings.directory
+        if self.resumed:
+            self._tell(f"the run in {where} goes on {self.resumed}")
         if not hasattr(data, "upcoming"):
             for _ in range(1 if epochs is None else epochs):
                 for batch in data:
@@ -232,9 +264,19 @@ class Checkpointer(Closing):
             return
         stream = cast(_Positioned, data)
         last = stream.upcoming.epoch + 1 if epochs is None else epochs
+        if stream.upcoming.epoch >= last:
+            self._tell(f"the run in {where} is finished: step {step} was the last of epoch {last}")
+            return
         while stream.upcoming.epoch < last:
             for batch in data:
                 yield int(stream.cursor.step), batch
+        if epochs is not None:
+            self.save(int(stream.cursor.step))
+
+    def _tell(self, text: str) -> None:
+        if self._channels.training.rank == 0:
+            sys.stderr.write(f"fivefold: {text}\n")
+            sys.stderr.flush()
 
     # ---- saving
 

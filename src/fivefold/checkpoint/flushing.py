@@ -22,6 +22,7 @@ from fivefold.checkpoint.store import Generation
 from fivefold.checkpoint.telling import tell_flushed
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
+from fivefold.trace.current import usage
 
 __all__ = ["Flusher"]
 
@@ -101,6 +102,7 @@ class Flusher(Closing):
         sys.stderr.flush()
 
     def _work(self) -> None:
+        usage.background = True
         while (job := self._jobs.get()) is not None:
             manifest, done = job
             problem, self._current = "", f"step {manifest.step}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from socket import gethostname
 from typing import Literal
 
 from fivefold.checkpoint.files import FileOps
@@ -21,10 +22,17 @@ from fivefold.checkpoint.manifest import (
 )
 from fivefold.checkpoint.note import Note, is_note, newest_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
-from fivefold.checkpoint.run import Run, check_run_id
+from fivefold.checkpoint.run import LOCAL, Run, check_run_id
 from fivefold.checkpoint.schemes import SCHEMES
 from fivefold.checkpoint.stock import Checked, is_stock, read_contents, verify_stock
-from fivefold.checkpoint.store import RUN_COPY, Generation, Problem, Store
+from fivefold.checkpoint.store import (
+    RUN_COPY,
+    Generation,
+    LocalStore,
+    PersistentStore,
+    Problem,
+    Store,
+)
 from fivefold.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -33,7 +41,9 @@ __all__ = [
     "age_text",
     "can_lose",
     "copies_at",
+    "copies_on_node",
     "costs_at",
+    "counted",
     "damaged_records",
     "rows",
     "size_text",
@@ -132,6 +142,33 @@ def copies_at(url: str) -> list[Copy]:
     return copies
 
 
+def copies_on_node(url: str) -> tuple[list[Copy], str]:
+    """What the run of a directory, or of one checkpoint in it, has on the storage of this node.
+
+    And a sentence, if there are saves on other nodes that cannot be looked at from here. Raises `OSError`.
+    """
+    place = place_at(url)
+    above, _, name = place.where().rstrip("/").rpartition("/")
+    one = parse_generation_name(name) is not None
+    persistent = PersistentStore((above or "/") if one else url)
+    try:
+        run = persistent.read_run()
+    except CheckpointError as problem:
+        return [], f"saves on this node were not looked for: {problem}"
+    if run is None or LOCAL not in run.extra:
+        return [], ""
+    store = LocalStore(Path(run.extra[LOCAL]), run.run)
+    if store.root.is_dir():
+        found = [g for g in store.generations() if not one or g.name == name]
+        return [Copy(store.place, g.name, g) for g in found], ""
+    note = newest_note(persistent.place)
+    hosts = ", ".join(note.hosts) if note else "its nodes"
+    return (
+        [],
+        f"{url}: saves on nodes lie in {store.root} on {hosts}; there are none on {gethostname()}",
+    )
+
+
 def damaged_records(url: str) -> list[str]:
     """What is wrong with the records of a run, `run.json` and others, in a directory. Raises `OSError`."""
     place = _existing(url)
@@ -184,28 +221,32 @@ def described(copy: Copy) -> list[str]:
         contents = read_contents(copy.place, copy.folder)
         files = len({part.file for part in contents.parts})
         return [
-            f"{copy.where}, written by torch.distributed.checkpoint",
-            f"{len(contents.entries)} tensors and values in {files} files",
+            f"{copy.where} was written by torch.distributed.checkpoint",
+            f"it holds {len(contents.entries)} tensors and values, in {counted(files, 'file')}",
         ]
     if manifest is None:
         return [f"{copy.where} is no checkpoint: {copy.generation.problem}"]
     layout = ", ".join(f"{axis}={size}" for axis, size in manifest.layout.items())
     owner = "all nodes" if manifest.me is None else f"node {_node(manifest, manifest.me)}"
+    ranks, nodes = counted(manifest.world, "rank"), counted(len(manifest.members), "node")
     lines = [
         f"{copy.where}",
-        f"step {manifest.step}, start {manifest.epoch} of run {manifest.run}, save {manifest.save}",
-        f"ranks {manifest.world}, nodes {len(manifest.members)}, layout {layout or 'unknown'}",
-        f"state {manifest.state}, scheme {manifest.scheme}, can lose {can_lose(manifest)}",
-        f"payload {size_text(manifest.length)}; the files here are those of {owner}",
+        f"was saved after step {manifest.step}, by start {manifest.epoch} of run {manifest.run}",
+        f"by {ranks} on {nodes}, with the layout {layout or 'that nobody recorded'}, as {manifest.save}",
+        f"is {manifest.state}, with the scheme {manifest.scheme}, and can lose {can_lose(manifest)}",
+        f"holds {size_text(manifest.length)} of state; the files here are those of {owner}",
         *(f"{name}: {value}" for name, value in sorted(manifest.extra.items())),
     ]
     for member in manifest.members:
         ranks = ", ".join(map(str, member.ranks))
+        plural = "s" if len(member.ranks) > 1 else ""
         lines.append(
-            f"  node {member.number} ({member.host}): ranks {ranks}, {size_text(member.length)}"
+            f"  node {member.number} ({member.host}) saved {size_text(member.length)}, "
+            f"of rank{plural} {ranks}:"
         )
         lines += [f"    {_line(item)}" for item in member.items]
-    return [*lines, *(f"  {_line(item)}" for item in (manifest.metadata, *manifest.redundancy))]
+    shared = (manifest.metadata, *manifest.redundancy)
+    return [*lines, "  for all of them:", *(f"    {_line(item)}" for item in shared)]
 
 
 def _line(item: Item) -> str:
@@ -241,10 +282,10 @@ def costs_at(url: str) -> str:
     if note is None or not note.costs.save_s:
         return ""
     costs = note.costs
-    often = f"; saved every {costs.every_s:.3g} s" if costs.every_s else ""
+    often = f", and saved every {costs.every_s:.3g} s" if costs.every_s else ""
     return (
-        f"{url}: a save costs {costs.save_s:.3g} s of training, a flush {costs.flush_s:.3g} s more "
-        f"(measured by start {note.epoch}){often}"
+        f"{url}: a save costs {costs.save_s:.3g} s of training, and a flush {costs.flush_s:.3g} s more; "
+        f"start {note.epoch} measured that{often}"
     )
 
 
@@ -252,7 +293,11 @@ def _row(copy: Copy, now: float) -> tuple[str, ...]:
     manifest = copy.manifest
     if manifest is None:
         name = copy.folder or copy.where
-        problem = copy.generation.problem if copy.generation else "written by DCP itself"
+        problem = (
+            copy.generation.problem
+            if copy.generation
+            else "written by torch.distributed.checkpoint"
+        )
         return (name, copy.level, problem, "", "", age_text(_saved_s(copy), now), "")
     owner = "all" if manifest.me is None else _node(manifest, manifest.me)
     size = sum(item.length for item in manifest.items())
@@ -286,6 +331,15 @@ def _saved_s(copy: Copy) -> float | None:
 def _modified_s(folder: Path) -> float:
     manifest = folder / MANIFEST
     return (manifest if FileOps().list(folder).count(MANIFEST) else folder).stat().st_mtime
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, "file"), counted(3, "file"), counted(2, "match", "matches")
+    ('1 file', '3 files', '2 matches')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def size_text(size_bytes: int) -> str:

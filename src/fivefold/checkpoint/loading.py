@@ -10,6 +10,7 @@ from typing import Any
 
 from fivefold.checkpoint import dcp
 from fivefold.checkpoint.files import crash_at
+from fivefold.checkpoint.inventory import PERSISTENT
 from fivefold.checkpoint.manifest import generation_name
 from fivefold.checkpoint.metadata import metadata_of
 from fivefold.checkpoint.node import Node
@@ -33,6 +34,13 @@ class Loaded:
     epoch: int
     rebuilt: int
     """members whose files had to be made anew"""
+    where: str
+    """the save, as a path or URL, and on which nodes"""
+
+    def __str__(self) -> str:
+        nodes = f"{self.rebuilt} node{'s' if self.rebuilt > 1 else ''}"
+        rebuilt = f"; the files of {nodes} were rebuilt" if self.rebuilt else ""
+        return f"after step {self.step}, from {self.where}{rebuilt}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,15 @@ def load(
             recovery.protect(choice.plan)
         except CheckpointError as problem:
             warn(f"{manifest.name} is loaded, and not protected: {problem}")
-        return Loaded(manifest.step, manifest.epoch, rebuilt)
+        return Loaded(manifest.step, manifest.epoch, rebuilt, _where(loading, choice.plan))
+
+
+def _where(loading: _Loading, plan: Plan) -> str:
+    """Where most of a save was read: nodes have a directory of one name each."""
+    name, node = plan.manifest.name, loading.node
+    if set(plan.sources.values()) == {PERSISTENT}:
+        return loading.persistent.place.where(name)
+    return f"{node.store.place.where(name)} on {', '.join(node.members.hosts)}"
 
 
 def _forgotten(loading: _Loading, choice: Choice) -> list[Passed]:

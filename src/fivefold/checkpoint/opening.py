@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint.lease import STALE_S, Lease
 from fivefold.checkpoint.note import notes
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
-from fivefold.checkpoint.run import Run, new_run_id
+from fivefold.checkpoint.run import LOCAL, Run, new_run_id
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import CheckpointError, FivefoldError, UsageError
 from fivefold.launch import slurm
@@ -134,6 +135,9 @@ def _job() -> tuple[str, int]:
     return "", 0
 
 
-def record(store: PersistentStore, opened: Opened, resumed: tuple[int, int] | None) -> None:
-    """Enter this start into the record of the run, before its first save."""
-    store.write_run(opened.started(resumed))
+def record(
+    store: PersistentStore, opened: Opened, resumed: tuple[int, int] | None, local: Path
+) -> None:
+    """Enter this start into the record of the run, and where nodes save, before its first save."""
+    run = opened.started(resumed)
+    store.write_run(replace(run, extra={**run.extra, LOCAL: str(local)}))

@@ -12,8 +12,10 @@ from fivefold.checkpoint.manifest import RUN
 from fivefold.checkpoint.sealed import Fields, seal, unseal
 from fivefold.errors import Damaged, UsageError
 
-__all__ = ["Run", "Start", "check_run_id", "new_run_id"]
+__all__ = ["LOCAL", "Run", "Start", "check_run_id", "new_run_id"]
 
+LOCAL = "local"
+"""of `Run.extra`: the directory on each node's own storage, without the part that is named like the run"""
 _VERSION = 1
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 

@@ -40,6 +40,7 @@ from fivefold.checkpoint.telling import tell_saved
 from fivefold.checkpoint.values import fingerprint
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, UsageError
+from fivefold.trace.current import usage
 
 __all__ = ["Saved", "Saver", "Setting"]
 
@@ -143,6 +144,7 @@ class Saver(Closing):
             self._planner.forget()
 
     def _work(self) -> None:
+        usage.background = True
         while (job := self._jobs.get()) is not None:
             job.mark()
             job.cpu_s = time.thread_time()

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 RUN_COPY = "run-copy.json"
-UNENDED = "no manifest: the save did not end"
+UNENDED = "it has no manifest: the save did not end"
 _STATES: tuple[State, ...] = get_args(State)
 
 
@@ -99,10 +99,12 @@ def check(place: Place, folder: str, items: Iterable[Item], *, deep: bool = True
             length = place.size(name)
             if length != item.length:
                 problems.append(
-                    Problem(item.name, "length", f"{length} bytes instead of {item.length}")
+                    Problem(item.name, "length", f"it has {length} bytes instead of {item.length}")
                 )
             elif deep and (found := place.digest(name).digest) != item.digest:
-                problems.append(Problem(item.name, "digest", f"xxh3 {found}, not {item.digest}"))
+                problems.append(
+                    Problem(item.name, "digest", f"its xxh3 is {found}, not {item.digest}")
+                )
         except FileNotFoundError:
             problems.append(Problem(item.name, "missing", "it is not there"))
         except OSError as error:

@@ -155,7 +155,7 @@ class Writing(Closing):
 
     def _record(self) -> None:
         self._still_ours()
-        record(self._persistent, self._opened, self._resumed)
+        record(self._persistent, self._opened, self._resumed, self._settings.local)
 
     def _still_ours(self) -> None:
         if self._lease is not None:

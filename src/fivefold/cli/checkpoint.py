@@ -40,8 +40,8 @@ class List:
     """List checkpoints: where they lie, how large and old they are, and which failures they survive.
 
     Takes directories that a run saves to, the local storage of nodes, URLs such as s3://bucket/run, and
-    directories of torch.distributed.checkpoint. Of a directory that a run saves to, it also tells what
-    saves and flushes cost.
+    directories of torch.distributed.checkpoint. Of a directory that a run saves to, it also lists what the
+    run keeps on the storage of this node, and tells what saves and flushes cost.
 
     Example: fivefold checkpoint list runs/a /local/scratch/ckpt
     """
@@ -56,9 +56,11 @@ class List:
 
         from fivefold.checkpoint.inspect import HEADINGS, costs_at, rows
 
-        copies = _copies(self.paths)
+        copies, notes = _copies_and_local(self.paths)
+        for note in notes:
+            print(printable(note))
         if not copies:
-            print("no checkpoints")
+            print(f"there are no checkpoints in {', '.join(self.paths)}")
             return 0
         table = Table(box=None, pad_edge=False)
         for name in HEADINGS:
@@ -80,6 +82,8 @@ class List:
 class Show:
     """Show what a checkpoint consists of: nodes, ranks, files, and what it survives.
 
+    One that is not in the directory of its run is looked for on the storage of this node.
+
     Example: fivefold checkpoint show runs/a/step-00000120-epoch-1
     """
 
@@ -93,7 +97,7 @@ class Show:
         from fivefold.checkpoint.inspect import described
         from fivefold.checkpoint.stock import read_contents
 
-        copy = _one(self.path)
+        copy = _one_or_local(self.path)
         for line in described(copy):
             print(printable(line))
         if self.contents:
@@ -135,7 +139,7 @@ class Verify:
             for copy in found:
                 under_way = copy.generation is not None and not copy.generation.ended
                 if under_way and len(found) > 1 and not copy.complete():
-                    print(f"{copy.where}: no checkpoint: its save is under way, or did not end")
+                    print(f"{copy.where} is no checkpoint: its save is under way, or did not end")
                 else:
                     wrong += self._wrong(copy)
             for problem in damaged_records(path):
@@ -144,12 +148,15 @@ class Verify:
         return 1 if wrong else 0
 
     def _wrong(self, copy: Copy) -> bool:
+        from fivefold.checkpoint.inspect import counted
+
         checked = copy.verify(deep=not self.quick)
-        kind = "parts" if copy.generation is None else "files"
-        state = "damaged" if checked.problems else f"{checked.parts} {kind} are whole"
-        if checked.unchecked and not checked.problems:
-            state += f" ({checked.unchecked} looked at by length only)"
-        print(f"{copy.where}: {state}")
+        if checked.problems:
+            print(f"{copy.where} is damaged:")
+        else:
+            what = counted(checked.parts, "part" if copy.generation is None else "file")
+            lengths = f", {checked.unchecked} by length only" if checked.unchecked else ""
+            print(f"{copy.where} is whole: {what} looked at{lengths}")
         for problem in checked.problems:
             print(f"  {printable(str(problem))}")
         return bool(checked.problems)
@@ -342,14 +349,48 @@ def _check_paths(paths: Sequence[str]) -> None:
         raise UsageError("PATH is missing: name a directory of checkpoints")
 
 
+def _copies_and_local(paths: Sequence[str]) -> tuple[list[Copy], list[str]]:
+    """What lies in directories, each once, and what their runs have on this node; what to say of that."""
+    from fivefold.checkpoint.inspect import copies_at, copies_on_node
+
+    _check_paths(paths)
+    found: dict[str, Copy] = {}
+    notes: list[str] = []
+    for path in paths:
+        local, note = copies_on_node(path)
+        notes += [note] if note else []
+        try:
+            copies = copies_at(path)
+        except UsageError:
+            if not local:
+                raise
+            copies = []
+        found |= {copy.where: copy for copy in (*copies, *local) if copy.where not in found}
+    return [*found.values()], notes
+
+
 def _one(path: str) -> Copy:
     found = _copies([path])
     if len(found) != 1:
-        names = ", ".join(copy.folder for copy in found[-5:])
-        raise UsageError(
-            f"{path} holds {len(found)} checkpoints; name one of them, such as {names}"
-        )
+        raise _not_one(path, [copy.folder for copy in found])
     return found[0]
+
+
+def _one_or_local(path: str) -> Copy:
+    """The checkpoint at a path; where the directory of a run lacks it, that of this name on this node."""
+    found, _ = _copies_and_local([path])
+    by_name = {copy.folder: copy for copy in reversed(found)}
+    if len(by_name) != 1:
+        raise _not_one(path, list(dict.fromkeys(copy.folder for copy in found)))
+    return by_name.popitem()[1]
+
+
+def _not_one(path: str, names: Sequence[str]) -> UsageError:
+    if not names:
+        return UsageError(f"{path} holds no checkpoint")
+    return UsageError(
+        f"{path} holds {len(names)} checkpoints; name one of them, such as {', '.join(names[-5:])}"
+    )
 
 
 def _bench(paths: Sequence[str], persistent: str = "") -> Bench:

@@ -11,23 +11,21 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.trace import Tag
 
-__all__ = ["check_alike", "is_due"]
+__all__ = ["check_alike"]
 
 _FIRST, _SELDOM = (2, 3), 256
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def is_due(step: int) -> bool:
-    """Whether a step, counted from 1, begins with a comparison."""
-    return step in _FIRST or step % _SELDOM == 0
 
 
 @torch.no_grad()
 def check_alike(net: nn.Module, group: dist.ProcessGroup, step: int) -> None:
     """Raise `UsageError` on all ranks of `group` unless they hold the same bits. Collective.
 
-    Parameters of which a rank has a part, or nothing, are left out.
+    Compared before the second and third step, and then rarely; `step` counts from 1. Parameters of which a
+    rank has a part, or nothing, are left out.
     """
+    if step not in _FIRST and step % _SELDOM:
+        return
     held = [
         (name, parameter) for name, parameter in net.named_parameters()
         if not (parameter.is_meta or isinstance(parameter, DTensor))

@@ -24,7 +24,7 @@ from fivefold.mesh.agreement import position_of
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel import bare
-from fivefold.parallel.alike import check_alike, is_due
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.batches import Batches
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.gathering import check_shard, gathering_reducer
@@ -107,6 +107,8 @@ class ParallelModel(nn.Module):
         self.module = net
         self.steps = 0
         """number of `step` calls so far: random masks are a function of it"""
+        self.samples = 0
+        """samples of the whole batches that `step` was given so far"""
         self.seed = mesh.plan.numerics.seed
         self._epoch = 0
         """the latest whose batches were seen: when it changes, the net is recorded again"""
@@ -197,9 +199,8 @@ class ParallelModel(nn.Module):
         share = self._share(inputs, targets)
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
-        self.steps += 1
-        if is_due(self.steps):
-            check_alike(self.module, self._everyone, self.steps)
+        self.steps, self.samples = self.steps + 1, self.samples + share.total
+        check_alike(self.module, self._everyone, self.steps)
         of_loss = self._of_loss
         with nullcontext() if self._hooks is None else self._hooks.once():
             if of_loss is not None:

@@ -24,6 +24,7 @@ from fivefold.plan import Plan, Train
 from fivefold.recipes import models
 from fivefold.recipes.recipe import Images, Recipe
 from fivefold.train import Arithmetic, Run, Summary, fit, settle_precision, warmup_cosine
+from fivefold.train.loop import is_trained
 from fivefold.train.progress import suited
 from fivefold.train.task import CLASSES, PICTURES, Task
 from fivefold.train.validation import validator
@@ -41,7 +42,7 @@ def train(
     checkpoints: str = "",
     begin_again: bool = False,
     console: Console | None = None,
-) -> Summary:
+) -> Summary | None:
     """Train `recipe` as `plan` says, on the processes that were started with this one. Collective.
 
     Args:
@@ -51,7 +52,7 @@ def train(
         size: height and width of the images, where the recipe leaves the choice.
         out: a new directory for this run is made in it, once data and plan have proved to be good.
         checkpoints: directory, or URL, where the state is saved as the plan's section `[checkpoint]` says;
-            a run that was saved there goes on.
+            a run that was saved there goes on; of one that is finished, the result is None.
         begin_again: whether it begins anew where it was saved and all saves are lost.
         console: where rank 0 tells how it goes; standard output by default.
 
@@ -83,10 +84,11 @@ def train(
                 mesh=mesh, run=run, console=console, checkpoints=checkpoints,
                 begin_again=begin_again,
             )  # fmt: skip
-        for line in summary.lines():
-            _say(console, line)
-        if recipe.baseline is not None and mesh.rank == 0:
-            _say(console, recipe.baseline(test_images))
+        if summary is not None:
+            for line in summary.lines():
+                _say(console, line)
+            if recipe.baseline is not None and mesh.rank == 0:
+                _say(console, recipe.baseline(test_images))
         _say(console, f"written to     {run.path}: {', '.join(run.files)}")
     return summary
 
@@ -116,7 +118,7 @@ def _fit(
     console: Console,
     checkpoints: str,
     begin_again: bool,
-) -> Summary:
+) -> Summary | None:
     t = plan.train
     optimizer = _optimizer(model, t)
     schedule = warmup_cosine(
@@ -131,8 +133,17 @@ def _fit(
                 model=model, optim=optimizer, schedule=schedule, data=batches, validator=validator,
             )  # fmt: skip
             held.enter_context(saved)
-            if (step := saved.load()) is not None:
-                _say(console, f"going on after step {step}, saved in {checkpoints}")
+            step = saved.load()
+            if step is not None and is_trained(batches, validator, t.epochs):
+                _say(
+                    console,
+                    f"finished       the run in {checkpoints} was trained to step {step}, the end of epoch "
+                    f"{t.epochs}; for more, raise --epochs",
+                )
+                run.save_weights(model.full_state_dict())
+                return None
+            if step is not None:
+                _say(console, f"going on {saved.resumed}")
         return fit(
             model,
             optimizer,

@@ -25,9 +25,12 @@ current = Current()
 
 
 class Usage(threading.local):
-    """What the operations that this thread asks for are for: a number of a `Tag`, -1 where nobody said."""
+    """Of the operations that this thread asks for."""
 
     tag: int = -1
+    """what they are for: a number of a `Tag`, -1 where nobody said"""
+    background: bool = False
+    """whether training goes on while this thread waits: nothing that it waits for holds up a step"""
 
 
 usage = Usage()

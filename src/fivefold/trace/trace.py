@@ -25,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.trace.current import usage
 from fivefold.trace.ended import Ended
 from fivefold.trace.file import TraceFile, name_of
 from fivefold.trace.schema import (
@@ -71,6 +72,9 @@ class Trace:
     `issue`, `ended`, `note` may be called by every thread; `push`, `pop` and `step_ended` act for the thread
     that made the trace, which is the one that trains.
     """
+
+    _done: Row | None = None
+    """sums of the rows that are full, once somebody asked for `totals`"""
 
     def __init__(self, file: TraceFile, path: Path, meta: Mapping[str, Any]) -> None:
         self.path = path
@@ -167,7 +171,9 @@ class Trace:
         seq, begin = _HEAD.unpack_from(self._buffer, at)
         if seq == event:
             end = end_ns or _now()
-            if blocked_ns < 0:
+            if usage.background:
+                blocked_ns = 0
+            elif blocked_ns < 0:
                 blocked_ns = end - begin
             _ENDING.pack_into(self._buffer, at + _END_AT, end, blocked_ns, start_ns)
 
@@ -300,8 +306,20 @@ class Trace:
         self._write_row()
         if full:
             self._windows += 1
+            if self._done is not None:
+                _add(self._done, self._row)
             self._row = new_row()
             self._ready.clear()
+
+    def totals(self) -> Row:
+        """`phase_ns` and `tag_blocked_ns` of all steps since the first call, and of some before it."""
+        with self._lock:
+            if self._done is None:
+                self._done = new_row()
+            found = new_row()
+            _add(found, self._done)
+            _add(found, self._row)
+            return found
 
     def _write_row(self) -> None:
         write_row(self._buffer, self._windows_at + self._windows * WINDOW.itemsize, self._row)
@@ -385,3 +403,8 @@ class Trace:
             if self._row["steps"]:
                 self._write_row()
             self._live["heartbeat_ns"], self._live["state"] = _now(), int(state)
+
+
+def _add(to: Row, row: Row) -> None:
+    for name in ("phase_ns", "tag_blocked_ns"):
+        to[name] = [a + b for a, b in zip(to[name], row[name], strict=True)]

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fivefold.train.logger import Logger, LogWriter
     from fivefold.train.loop import fit
     from fivefold.train.precision import Arithmetic, settle_precision
     from fivefold.train.run import Run
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Arithmetic",
     "EpochReport",
+    "LogWriter",
+    "Logger",
     "Run",
     "Summary",
     "fit",
@@ -30,6 +33,8 @@ __all__ = [
 _HOME = {
     "Arithmetic": "precision",
     "EpochReport": "summary",
+    "LogWriter": "logger",
+    "Logger": "logger",
     "Run": "run",
     "Summary": "summary",
     "fit": "loop",

@@ -33,7 +33,7 @@ from fivefold.train.summary import EpochReport, Summary, by_phase
 from fivefold.train.task import CLASSES, Task
 from fivefold.train.validation import validator as made_for
 
-__all__ = ["fit"]
+__all__ = ["fit", "is_trained"]
 
 
 def fit(
@@ -78,7 +78,7 @@ def fit(
     numerics = numerics or mesh.plan.numerics
     arithmetic = Arithmetic(numerics, mesh.device)
     validator = validator or made_for(model, test, task, numerics)
-    if _first(train, validator) >= epochs and not validator.waiting:
+    if is_trained(train, validator, epochs):
         raise UsageError(f"nothing left to train: {train.upcoming} comes next, of {epochs} epochs")
     validator.between = None if checkpoints is None else checkpoints.poll
     with recording() as recorder, progress or Silent() as shown:
@@ -111,6 +111,11 @@ class _Loop:
     recorder: Recorder
     shown: Progress
     checkpoints: Checkpointer | None
+
+
+def is_trained(train: Loader, validator: Validator, epochs: int) -> bool:
+    """Whether `fit` would have nothing left to do."""
+    return _first(train, validator) >= epochs and not validator.waiting
 
 
 def _first(train: Loader, validator: Validator) -> int:

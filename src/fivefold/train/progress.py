@@ -15,7 +15,7 @@ from fivefold.closing import Closing
 from fivefold.data import Cursor
 from fivefold.train.summary import EpochReport, scored
 
-__all__ = ["Bar", "Lines", "Progress", "Silent", "suited"]
+__all__ = ["Bar", "Lines", "Progress", "Silent", "bar_of", "draws", "suited"]
 
 BAR_S = 0.25
 LINE_S = 5.0
@@ -123,19 +123,7 @@ class Bar(_Timed):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._bar = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            expand=True,
-            transient=True,
-            refresh_per_second=1 / BAR_S,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        self._bar = bar_of(console)
         self._task: TaskID | None = None
 
     def begin(self, step: int, steps: int, epochs: int) -> None:
@@ -172,11 +160,33 @@ class Bar(_Timed):
         self._bar.stop()
 
 
-def suited(console: Console, launcher: str = "alone") -> Progress:
-    """A bar if the output is a terminal, else lines.
+def bar_of(
+    console: Console, *, redirect_stdout: bool = False, redirect_stderr: bool = False
+) -> RichProgress:
+    """A bar between a description and figures, with the time that is left; it disappears at the end."""
+    return RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+        expand=True,
+        transient=True,
+        refresh_per_second=1 / BAR_S,
+        redirect_stdout=redirect_stdout,
+        redirect_stderr=redirect_stderr,
+    )
 
-    Lines too where `launcher` (`Place.launcher`) passes the output on: Open MPI gives its ranks a terminal
-    of their own, whatever is at the end of the pipe.
+
+def draws(console: Console, launcher: str) -> bool:
+    """Whether a bar can be drawn: on a terminal, unless `launcher` (`Place.launcher`) passes the output on.
+
+    Open MPI gives its ranks a terminal of their own, whatever is at the end of the pipe.
     """
-    ours = launcher in ("alone", "torchrun")
-    return Bar(console) if ours and console.is_terminal else Lines(console)
+    return launcher in ("alone", "torchrun") and console.is_terminal
+
+
+def suited(console: Console, launcher: str = "alone") -> Progress:
+    """A bar if one can be drawn, else lines."""
+    return Bar(console) if draws(console, launcher) else Lines(console)

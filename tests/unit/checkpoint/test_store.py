@@ -33,7 +33,7 @@ def test_a_generation_passes_through_its_states(tmp_path: Path) -> None:
     path = store.begin(120, 1)
     assert path == tmp_path / RUN_ID / "step-00000120-epoch-1"
     (found,) = store.generations()
-    assert found.manifest is None and found.problem == "no manifest: the save did not end"
+    assert found.manifest is None and found.problem == "it has no manifest: the save did not end"
     saved = save_local(tmp_path, 120)
     (found,) = store.generations()
     assert (

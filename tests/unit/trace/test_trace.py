@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.trace import Phase, span
+from fivefold.trace.current import usage
 from fivefold.trace.fold import KEY, folded, merge
 from fivefold.trace.process import start, stop
 from fivefold.trace.reader import RankTrace
@@ -68,6 +69,37 @@ def test_an_operation_that_ends_much_later_is_counted_once(tmp_path: Path) -> No
     assert found.sums["count"].sum() == 41
     assert [*found.windows["tag_bytes"][:, 1]] == [0, 7]
     assert found.windows["tag_blocked_ns"][1, 1] == 17
+
+
+def test_what_a_thread_beside_training_waits_for_is_not_exposed(tmp_path: Path) -> None:
+    trace = begun(tmp_path)
+
+    def beside() -> None:
+        usage.background = True
+        trace.ended(trace.issue(2, 1, 0, 0, 7, 1), 5000)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    trace.ended(trace.issue(2, 1, 0, 0, 7, 1), 17)
+    trace.step_ended()
+    trace.close()
+    row = RankTrace.load(trace.path).windows[0]
+    assert row["tag_blocked_ns"][1] == 17 and row["tag_bytes"][1] == 14
+
+
+def test_totals_stay_when_rows_of_steps_are_merged(tmp_path: Path) -> None:
+    trace = begun(tmp_path)
+    assert sum(trace.totals()["tag_blocked_ns"]) == 0
+    for step in range(1, 101):  # there is room for 8 rows
+        trace.ended(trace.issue(2, 1, 0, 0, 7, 1), 10)
+        trace.push(0)
+        trace.pop()
+        trace.step_ended()
+        assert trace.totals()["tag_blocked_ns"][1] == 10 * step
+    trace.close()
+    found = RankTrace.load(trace.path)
+    assert trace.totals()["phase_ns"] == [*found.windows["phase_ns"].sum(0)]
 
 
 def test_an_operation_whose_row_was_written_over_is_told(tmp_path: Path) -> None:

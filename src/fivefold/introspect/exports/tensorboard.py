@@ -12,6 +12,7 @@ Written with TensorBoard's own writer, which needs no PyTorch.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import UsageError
 from fivefold.introspect.exports.clock import wall_s
+from fivefold.trace.figures import StepFigures
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import PHASES, TAGS
 
@@ -66,14 +68,18 @@ def scalars(traces: Sequence[RankTrace]) -> Iterator[tuple[int, float, dict[str,
 
 def _scalars(rows: NDArray[np.void], steps: int) -> dict[str, float]:
     took = (rows["end_ns"] - rows["begin_ns"]) / 1e9
-    found = {"step/seconds": float(took.max()) / steps}
-    if np.isfinite(rows["loss"][0]):
-        found["loss"] = float(rows["loss"][0])
-    if rows["samples"].any():
-        found["step/samples_per_second"] = float(rows["samples"].sum() / took.max())
-    for group, field, words in (("phase", "phase_ns", PHASES), ("exposed", "tag_blocked_ns", TAGS)):
-        means = rows[field].mean(0) / 1e9 / steps
-        found |= {f"{group}/{w}": float(m) for w, m in zip(words, means, strict=False) if m}
-    if (rows["rss_bytes"] >= 0).all():
-        found["memory/bytes"] = float(rows["rss_bytes"].max())
-    return found
+    loss, samples, rss = float(rows["loss"][0]), int(rows["samples"].sum()), rows["rss_bytes"]
+    phases, exposed = (
+        {w: float(mean) for w, mean in zip(words, rows[field].mean(0) / 1e9 / steps, strict=False) if mean}
+        for field, words in (("phase_ns", PHASES), ("tag_blocked_ns", TAGS))
+    )  # fmt: skip
+    return StepFigures(
+        step=int(rows["first_step"][0]) + steps - 1,
+        steps=steps,
+        loss=loss if math.isfinite(loss) else None,
+        step_s=float(took.max()) / steps,
+        samples_per_s=samples / float(took.max()) if samples else None,
+        phases_s=phases,
+        exposed_s=exposed,
+        rss_bytes=int(rss.max()) if (rss >= 0).all() else None,
+    ).scalars()
