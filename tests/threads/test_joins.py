@@ -505,6 +505,17 @@ def test_an_optimiser_that_looks_at_all_parameters_is_refused_in_stages() -> Non
     run_ranks(PIPE, check, plan=plan_for(PIPE))
 
 
+def test_a_net_that_stages_hold_already_is_refused() -> None:
+    def check(mesh: Mesh) -> None:
+        net = made(Net, lambda _n, h: h, dict)
+        x = batches(Net)[0][0].double()
+        parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        with pytest.raises(UsageError, match="without numbers"):
+            parallelize(net, mesh, example=x, loss=nn.MSELoss())
+
+    run_ranks(PIPE, check, plan=plan_for(PIPE))
+
+
 def test_torchs_norm_of_some_stages_is_refused() -> None:
     def check(mesh: Mesh) -> None:
         x, y = (t.double() for t in batches(Net)[0])

@@ -123,6 +123,11 @@ def _reason(module: nn.Module) -> str | None:
         )
     if isinstance(module, nn.SyncBatchNorm):
         return "is SyncBatchNorm: use plain BatchNorm, which Fivefold computes over the whole batch"
+    if any(p.is_meta for p in module.parameters(recurse=False)):
+        return (
+            "has parameters without numbers (on the meta device), as a net has that stages hold already: "
+            "give parallelize a net of its own, with numbers, and each net once"
+        )
     if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
         return "is lazy and has no shape yet: run one batch through the net before parallelize"
     return None
