@@ -152,6 +152,26 @@ def test_samples_that_an_earlier_step_has_left(middle: Call, rows: tuple[int, ..
     expect_exact(DATA, middle, lambda: {"cache": {}}, rows=rows)
 
 
+def test_samples_that_an_evaluation_has_left() -> None:
+    (x, y), *_ = [(x.double(), y.double()) for x, y in batches(Net, EVEN)]
+
+    def check(mesh: Mesh) -> None:
+        net = made(Net, mean_before, dict)
+        one = copy.deepcopy(net)
+        model = parallelize(net, mesh, loss=nn.MSELoss())
+        model.eval()
+        with torch.no_grad():
+            model(model.shard(x))
+            one(x)
+        model.train()
+        told = model.step(*model.shard(x, y))
+        torch.testing.assert_close(told, nn.MSELoss()(one(x), y).detach())
+        with pytest.raises(UsageError, match="samples depend on each other in mean"):
+            model(model.shard(x))
+
+    run_ranks(DATA, check)
+
+
 def test_what_is_no_tensor_among_the_outputs() -> None:
     class Counted(Net):
         def forward(self, x: Tensor) -> Any:

@@ -231,8 +231,6 @@ class ParallelModel(nn.Module):
                     outputs = self._reducer[0].forward(
                         lambda: self._or_stand_in(inputs, share.rows, call_with), step=True
                     )
-                if self._rows is not None:
-                    self._rows.note_left()
                 if self.on_outputs is not None:
                     self.on_outputs(outputs)
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total)
@@ -480,9 +478,11 @@ class ParallelModel(nn.Module):
 
     def _or_stand_in(self, inputs: Any, rows: int, call: Callable[..., Any]) -> Any:
         """What the net returns for some samples; for none, it runs on a stand-in: others wait for it."""
+        outputs = call(self.module, inputs if rows else map_tensors(stand_in, inputs))
+        if self._rows is not None:
+            self._rows.note_left()
         if rows:
-            return call(self.module, inputs)
-        outputs = call(self.module, map_tensors(stand_in, inputs))
+            return outputs
         return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)
 
     def _is_shared(self, inputs: Any) -> bool:
