@@ -80,6 +80,7 @@ def tag_of(cls: type) -> str:
 
 def register(cls: type[Block]) -> type[Block]:
     """Make a block known by its tag."""
+    assert tag_of(cls) not in BLOCKS, f"two blocks are called {tag_of(cls)}"
     BLOCKS[tag_of(cls)] = cls
     return cls
 

@@ -201,8 +201,7 @@ class _Under:
 def _parts(model: ff.ParallelModel) -> bool:
     """Whether the forward has left tensors in attributes of which this rank has a part."""
     tiles: Any = model._tiles
-    left = {} if tiles is None else tiles.programs.left
-    return any(not spread.is_whole for _, spread in left.values())
+    return tiles is not None and bool(tiles.programs.left)
 
 
 def _real(value: Any) -> Any:

@@ -163,7 +163,7 @@ class Kept(Block):
 
 
 @register
-class Queue(Block):
+class Recent(Block):
     """Means of the last batches, in a list or a deque: tensors that move from place to place."""
 
     def __init__(self, shape: Shape, bounded: bool) -> None:

@@ -189,6 +189,11 @@ class Programs:
         self._left = {key: one for key, one in self._left.items() if one[0]() is not None}
         self._left[id(leaf)] = (weakref.ref(leaf), spread)
 
+    @property
+    def left(self) -> list[Spread]:
+        """How what forwards have left lies, of which this rank has a part."""
+        return [spread for leaf, spread in self._left.values() if leaf() is not None]
+
     def _shape_of_left(self, tensor: Tensor, rank: int | None) -> tuple[int, ...] | None:
         found = self._left.get(id(tensor))
         if found is None or found[0]() is not tensor:
