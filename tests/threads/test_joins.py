@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fivefold.comm import CommError
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
@@ -372,24 +371,20 @@ def test_the_old_words_for_reductions_of_functions(layout: Layout, old: str) -> 
     expect_exact(layout, lambda _n, h: h, criterion=lambda: loss)
 
 
-@pytest.mark.parametrize("layout", [DATA, PIPE], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_targets_that_are_broadcast_over_samples_are_refused(
-    layout: Layout, reduction: str, loss: Callable[..., Tensor]
+    reduction: str, loss: Callable[..., Tensor]
 ) -> None:
     def check(mesh: Mesh) -> None:
-        net = nn.Linear(5, 1) if layout is DATA else nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
         x, y = torch.randn(6, 5), torch.randn(6)
         criterion = functools.partial(loss, reduction=reduction)
-        model = parallelize(net, mesh, example=x, loss=criterion)
-        with pytest.raises((UsageError, CommError)) as caught:
+        model = parallelize(nn.Linear(5, 1), mesh, example=x, loss=criterion)
+        with pytest.raises(UsageError, match="broadcasts outputs of shape"):
             model.step(*model.shard(x, y))
-        if layout is DATA or mesh.rank == 1:  # the last stage
-            assert "broadcasts outputs of shape" in str(caught.value)
 
-    run_ranks(layout, check)
+    run_ranks(DATA, check)
 
 
 @pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss, nn.BCELoss])
