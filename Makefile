@@ -92,11 +92,11 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 
-# Everything as locked but what torch's GPU build needs, which differs with torch; with TORCH, that torch and
-# the torchvision that fits it. Without hashes: pip wants none beside a checkout, nor for builds of other indexes.
+# Everything as locked but what torch's GPU build needs, which differs with torch; with TORCH, that torch, and
+# the torchvision and setuptools that fit it. Without hashes: pip wants none beside a checkout, nor for builds of other indexes.
 $(VENV)/constraints.txt: constraints.txt requirements.lock $(VENV)/bin/python
 	@{ cat constraints.txt; sed -nE 's/^([^ #]+==.*[^ ]) \\$$/\1/p' requirements.lock; } | \
-	  grep -vE '^(cuda-|nvidia-[^m]|triton)$(TORCH:%=|^torch)' > $@
+	  grep -vE '^(cuda-|nvidia-[^m]|triton)$(TORCH:%=|^(torch|setuptools))' > $@
 	@$(TORCH:%=echo 'torch==%.*' >> $@)
 
 lock: $(VENV)/bin/python  ## pin anew all that constraints.txt leads to, with hashes, in requirements.lock
