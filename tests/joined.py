@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +17,20 @@ from fivefold.plan import Layout, Plan, Provenance
 from ranks import run_ranks
 
 __all__ = [
-    "DATA", "PIPE", "USER", "WIDTH", "Call", "Images", "Net", "batches", "expect_close", "expect_exact",
-    "made", "plan_for", "refusal", "train",
+    "CHECKED", "DATA", "PIPE", "USER", "WIDTH", "Call", "Images", "Net", "batches", "expect_close",
+    "expect_exact", "made", "plan_for", "refusal", "train",
 ]  # fmt: skip
 
+CHECKED = pytest.mark.filterwarnings(
+    "ignore:whether the samples of a batch depend on each other in the net was not checked",
+    "ignore:it is not known whether samples depend on each other",
+    "ignore:.* is not known to Fivefold's tiles",
+    "ignore:the loss .* is not one that Fivefold can take apart",
+    "ignore:the loss cannot be computed",
+    "ignore:`torch.jit.script` is deprecated",
+    "ignore:size_average and reduce args will be deprecated",
+)
+"""for tests that compare: what is told of a net makes no difference to them"""
 DATA, WIDTH, PIPE = Layout(data=2), Layout(width=2), Layout(pipe=2)
 USER = Provenance("user", "a test")
 STEPS = 4

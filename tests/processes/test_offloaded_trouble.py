@@ -221,8 +221,11 @@ def test_a_helper_that_only_delays_is_retired(start: Callable[..., Helpers]) -> 
     with pytest.warns(OffloadWarning, match=r"helper 0 .* gets no more work: waiting for its bat"):
         seen = read(data)
     assert seen == alone(**changes)
-    assert desk_here().helpers()[0].state == "retired"
-    assert 1 < leases()[0] < 40
+    (helper,) = desk_here().helpers()
+    assert helper.state == "retired"
+    assert 8 <= helper.leases + helper.duplicates < 40, (
+        "judged by 8 answers, of which some came too late"
+    )
     data.close()
 
 

@@ -16,6 +16,7 @@ from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
 from fivefold.plan import Layout, Plan
 from joined import (
+    CHECKED,
     DATA,
     PIPE,
     USER,
@@ -30,13 +31,10 @@ from joined import (
 )
 from ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:whether the samples of a batch depend on each other in the net was not checked",
-    "ignore:it is not known whether samples depend on each other",
-    "ignore:.* is not known to Fivefold's tiles",
-    "ignore:the loss .* is not one that Fivefold can take apart",
-    "ignore:the net does not compute the same twice",
-)
+pytestmark = [
+    CHECKED,
+    pytest.mark.filterwarnings("ignore:the net does not compute the same twice"),
+]
 EVEN, ODD, FEW = (6, 6, 6, 6), (5, 7, 5, 6), (2, 2, 5, 2)
 
 

@@ -22,6 +22,7 @@ from fivefold.parallel import parallelize
 from fivefold.parallel.torch_losses import split_loss
 from fivefold.plan import Layout, Plan
 from joined import (
+    CHECKED,
     DATA,
     PIPE,
     USER,
@@ -38,15 +39,7 @@ from joined import (
 )
 from ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:whether the samples of a batch depend on each other in the net was not checked",
-    "ignore:it is not known whether samples depend on each other",
-    "ignore:.* is not known to Fivefold's tiles",
-    "ignore:the loss .* is not one that Fivefold can take apart",
-    "ignore:the loss cannot be computed",
-    "ignore:`torch.jit.script` is deprecated",
-    "ignore:size_average and reduce args will be deprecated",
-)
+pytestmark = CHECKED
 # ---- rows that are named by their number
 
 
@@ -539,6 +532,22 @@ def test_optimisers_that_hold_what_was_before_or_cannot_step_parts_are_refused(s
         torch.optim.SGD(model.parameters(), 0.1).step()
 
     run_ranks(DATA, check, plan=Plan(layout=DATA).replace({"memory.shard": shard}, USER))
+
+
+def test_optimisers_of_what_was_before_are_refused_in_stages_that_replicas_divide() -> None:
+    layout = Layout(data=2, pipe=2)
+
+    def check(mesh: Mesh) -> None:
+        net = made(Net, lambda _n, h: h, dict)
+        early = torch.optim.SGD(net.parameters(), 0.1)
+        x, y = (t.double() for t in batches(Net)[0])
+        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        model.step(*model.shard(x, y))
+        with pytest.raises(UsageError, match="SGD was made before parallelize"):
+            early.step()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+    run_ranks(layout, check, plan=plan_for(layout).replace({"memory.shard": "optimizer"}, USER))
 
 
 def test_inputs_that_ask_for_gradients_are_refused_in_stages() -> None:

@@ -165,16 +165,14 @@ class SharedLoss:
             isinstance(number, Tensor) and number.is_meta and not self._predicts
         ):
             raise UsageError(_ELSEWHERE.format(problem="it gives a tensor without numbers"))
-        whole = found is number
-        if (
-            not isinstance(number, Tensor)
-            or number.numel() != 1
-            or (not whole and function is self.loss)
-        ):
-            given = number if whole else found
-            raise UsageError(f"the loss gave {_described(given)} instead of a tensor of one number")
+        if isinstance(found, tuple) and function is self.loss:  # only `share` gives two
+            number = found
+        if not isinstance(number, Tensor) or number.numel() != 1:
+            raise UsageError(
+                f"the loss gave {_described(number)} instead of a tensor of one number"
+            )
         trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(outputs))
-        if whole and trains and not number.requires_grad:
+        if function is self.loss and trains and not number.requires_grad:
             raise UsageError(
                 "the loss has no gradient, though the outputs have: it is detached, or made anew of numbers "
                 "(.item(), torch.tensor(...)): return what is computed of the outputs"

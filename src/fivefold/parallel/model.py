@@ -117,6 +117,7 @@ class ParallelModel(nn.Module):
         self._of_loss = loss_parameters(loss, net, mesh)
         modules = [one for one in (net, loss) if isinstance(one, nn.Module)]
         self._hooks = ParameterHooks(*modules) if mesh.size > 1 else None
+        before = dict(net.named_parameters())
         self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
@@ -142,7 +143,6 @@ class ParallelModel(nn.Module):
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""
-        before = [*net.parameters()]
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         self._reducer = (self._own_reducer(net),)
         if mesh.layout.pipe > 1 or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,19 +93,20 @@ def _parts() -> _Parts:
     return _Parts()
 
 
-def refuse_joint(net: nn.Module, before: Iterable[Tensor], *, staged: bool) -> None:
+def refuse_joint(net: nn.Module, before: Mapping[str, Tensor], *, staged: bool) -> None:
     """From now on, what looks at all parameters together is refused for those of this net.
 
-    `before` are its parameters before ranks divided them.
+    `before` are its parameters before ranks divided them, by name.
     """
     parts = _parts()
     parts.nets.add(net)
     if staged:
         parts.staged.add(net)
-        return
-    now = {id(parameter) for parameter in net.parameters()}
+    now = dict(net.named_parameters())
     parts.replaced = {n: ref for n, ref in parts.replaced.items() if ref() is not None}
-    parts.replaced |= {id(p): weakref.ref(p) for p in before if id(p) not in now}
+    parts.replaced |= {
+        id(p): weakref.ref(p) for name, p in before.items() if isinstance(now[name], DTensor)
+    }
 
 
 def _reason(module: nn.Module) -> str | None:

@@ -102,8 +102,7 @@ class Loss:
         """Refuse what torch broadcasts such that samples meet, or that has numbers for other ranks' terms."""
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return
-        shape = tuple(outputs.shape)
-        other = tuple(targets.shape)
+        shape, other = tuple(outputs.shape), tuple(targets.shape)
         if shape[:1] != other[:1]:
             raise UsageError(
                 f"outputs of shape {shape} and targets of shape {other} have other leading dims: outputs and "
@@ -143,7 +142,6 @@ def split_loss(loss: Callable[..., Any]) -> Loss | None:
     while isinstance(function, functools.partial) and not function.args:
         function, options = function.func, {**function.keywords, **options}
     if function in _FUNCTIONS:
-        options = dict(options)
         old = [options.pop(word, None) for word in ("size_average", "reduce")]
         if old != [None, None]:  # overrule the new word
             options["reduction"] = legacy_reduction(*old)

@@ -29,19 +29,6 @@ class _Scaled(torch.autograd.Function):
         return grads[0] / (grads[0].norm() + 1e-3)
 
 
-class _Reversed(torch.autograd.Function):
-    """The gradient's sign is turned, as in domain adaptation; `factor` is no tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * -ctx.factor, None
-
-
 class _Rounded(torch.autograd.Function):
     """Straight through."""
 
@@ -80,15 +67,13 @@ class OwnBackward(Block):
         if self.how == "of_weight":
             return mix(x, _Scaled.apply(self.weight), None, self.shape)
         y = mix(x, self.weight, None, self.shape)
-        if self.how == "reversed":
-            return _Reversed.apply(y, 0.5)
         if self.how == "rounded":
             return _Rounded.apply(y)
         return (_scaled(y) if self.how == "custom_op" else _Scaled.apply(y)).tanh()
 
     @classmethod
     def draw(cls, rng: random.Random, shape: Shape, same: bool) -> dict[str, Any]:
-        return {"how": rng.choice(["scaled", "custom_op", "of_weight", "reversed", "rounded"])}
+        return {"how": rng.choice(["scaled", "custom_op", "of_weight", "rounded"])}
 
 
 @register
