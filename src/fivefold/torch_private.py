@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn import _reduction as _Reduction
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ __all__ = [
     "default_store",
     "device_types",
     "dtensor",
+    "early_stops",
     "fake_group",
     "foreach_copy",
     "forget_plans",
@@ -247,6 +249,12 @@ def after_backward(call: Callable[[], None]) -> None:
 def sequence_number(node: Any) -> int:
     """Of a node of the graph: later ones have larger ones, in each thread."""
     return node._sequence_nr()
+
+
+def early_stops(asked: bool) -> bool:
+    """Whether a checkpoint that asks for it, or not, runs its part again only as far as needed."""
+    told = vars(torch_checkpoint)["_enable_checkpoint_early_stop"]
+    return asked if told is None else told
 
 
 def saved_tensor_hooks() -> Any:

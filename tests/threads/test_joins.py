@@ -410,6 +410,20 @@ def test_weights_of_pixels_are_refused_in_tiles() -> None:
     run_ranks(WIDTH, check)
 
 
+def one_element(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) ** 2).mean().reshape(1)
+
+
+@pytest.mark.parametrize("layout", [Layout(), DATA, PIPE], ids=["alone", "data", "pipe"])
+def test_a_step_returns_a_scalar_whatever_the_shape_of_the_loss(layout: Layout) -> None:
+    def check(mesh: Mesh) -> None:
+        x, y = (t.double() for t in batches(Net)[0])
+        model = parallelize(made(Net, lambda _n, h: h, dict), mesh, example=x, loss=one_element)
+        assert not model.step(*model.shard(x, y)).shape
+
+    run_ranks(layout, check, plan=plan_for(layout))
+
+
 # ---- what a script may do around steps
 
 

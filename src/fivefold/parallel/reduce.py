@@ -65,7 +65,7 @@ class Alone:
     ) -> Tensor:
         """Differentiate `scaled` of the share, which is the sum."""
         scaled(share).backward()
-        return share.detach()
+        return share.detach().reshape(())
 
     def rest(self) -> None:
         """Nothing to do."""
@@ -124,7 +124,7 @@ class Bucketed:
             put_back(self._trained, before)
         if travels:
             return last[0].clone()
-        return comm.all_reduce(value.clone(), self._group, Tag.LOSS)
+        return comm.all_reduce(value.reshape(()).clone(), self._group, Tag.LOSS)
 
     @torch.no_grad()
     def _tell(self, tensors: Sequence[Tensor]) -> None:

@@ -5,14 +5,16 @@ A function mode sees every call of torch's public functions. `writer` has what i
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fivefold.parallel.graph.containers import Change, Items, named
 from fivefold.parallel.graph.functional import Functional, assigned
@@ -101,8 +103,8 @@ class Recorder(Writer):
         """the module that raised"""
         self._look = look
         self._again_known = 0
-        self._counted: Counter[str] = Counter()
-        """how often running statistics are updated"""
+        self._counted: list[tuple[str, int]] = []
+        """running statistics that are updated, and how many nodes there were before"""
         self.twice: set[str] = set()
         """those that are updated in a part which one process runs twice"""
         self.reentrant = False
@@ -110,6 +112,10 @@ class Recorder(Writer):
         self.as_before = False
         """whether it does so here"""
         self._saving = saved_tensor_hooks()
+        self._saves: list[None] = []
+        """for each tensor that checkpointed parts saved for backward since the last node"""
+        self._saved_by = 0
+        """how many nodes there were then"""
         self._options: dict[nn.Module, tuple[Any, ...]] = {
             m: _options(m) for m in modules if isinstance(m, WHOLE_MODULES)
         }
@@ -143,7 +149,7 @@ class Recorder(Writer):
 
     def _seen(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_of((args, kwargs))
-        if saved_tensor_hooks() is not self._saving:
+        if saved_tensor_hooks() != self._saving:
             self.refuse(
                 "saves tensors for backward by hooks (saved_tensors_hooks, save_on_cpu), which a recording "
                 "would drop: leave them out, memory.recompute of the plan saves memory"
@@ -191,6 +197,7 @@ class Recorder(Writer):
             self._note_changing(func, name, args, kwargs, changed, made, graded)
         elif made:
             self._note(func, name, args, kwargs, made)
+        self._settle_saved()
 
     def opaque(self, apply: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         """A call whose inside is not looked at: an autograd function of the user's."""
@@ -234,6 +241,9 @@ class Recorder(Writer):
             for buffer, _ in module.named_buffers():
                 self._count(f"{scope}.{buffer}".lstrip("."))
         self._emit(module, kind.__name__, ((Slot(0),), {}), [ref], [shape], [self._new(result)])
+        if result.requires_grad:
+            self._saves.append(None)
+        self._settle_saved()
         return result
 
     def _check(self, name: str, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> None:
@@ -379,37 +389,51 @@ class Recorder(Writer):
     def _count(self, name: str) -> None:
         """A norm updates running statistics."""
         self.statistics.add(name)
-        self._counted[name] += 1
-        if self._again and torch.is_grad_enabled():
-            self.twice.add(name)
-            if self._again > 1 or not self._again_known:
-                self.refuse(
-                    f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times"
-                )
+        self._counted.append((name, len(self.nodes)))
+        if self._again > 1 or (self._again and not self._again_known):
+            self.refuse(
+                f"{_CHECKPOINTED} a part that updates {name}, which is then counted several times"
+            )
 
     def check_counted(self) -> None:
         """Refuse statistics whose updates one process would make in another order."""
+        counted = Counter(name for name, _ in self._counted)
         for name in sorted(self.twice):
-            if self._counted[name] > 1:
+            if counted[name] > 1:
                 self.refuse(
                     f"{_CHECKPOINTED} parts that update {name} several times, in an order of its own"
                 )
 
     @contextmanager
-    def again(self, *, known: bool = True) -> Generator[None]:
+    def again(self, *, known: bool = True, early_stop: bool | None = None) -> Generator[None]:
         """The block is checkpointed: one process runs it again in backward. Refuses what it would do twice.
 
-        `known`: all of it is run again.
+        `known`: by the same calls. `early_stop`: whether only until all is there that was saved for backward;
+        None: all of it, even if nothing was.
         """
-        before = self._done() if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():  # nor is it run again in backward
+            yield
+            return
+        before, first = self._done(), len(self.nodes)
         self._again += 1
         self._again_known = known
+        outside = self._saving
+        self._saves.clear()
+        # Autograd's graph keeps these two, and no collector sees what they keep. Nobody asks for the tensors:
+        # a forward that differentiates is refused.
+        note = functools.partial(_note_saved, self._saves)
         try:
-            yield
+            with saved_tensors_hooks(note, lambda saved: saved):
+                self._saving = saved_tensor_hooks()
+                yield
         finally:
             self._again -= 1
-        if before is None:
-            return
+            self._saving = outside
+        self._settle_saved()
+        until = len(self.nodes) if early_stop is None else self._runs_again(first, early_stop)
+        for index in range(until, len(self.nodes)):
+            self.nodes[index] = replace(self.nodes[index], again=False)
+        self.twice.update(name for name, at in self._counted if first <= at < until)
         states, changed = self._done()
         for state, old in zip(states, before[0], strict=False):
             if state != old:
@@ -421,6 +445,22 @@ class Recorder(Writer):
                     self._refuse_twice(named(change.container, name))
             if values.keys() != old.keys() and not isinstance(change.container, Items):
                 self._refuse_twice(change.container.path)
+
+    def _runs_again(self, first: int, early_stop: bool) -> int:
+        """Up to where one process runs a part again that asks for what was saved for backward."""
+        if self._saved_by <= first:
+            return first
+        if not early_stop:
+            return len(self.nodes)
+        # An instance norm saves its input before it updates its statistics.
+        late = self.nodes[self._saved_by - 1].name.lower().startswith("instance")
+        return self._saved_by - late
+
+    def _settle_saved(self) -> None:
+        """A call has become nodes: what it saved is theirs."""
+        if self._saves:
+            self._saves.clear()
+            self._saved_by = len(self.nodes)
 
     def _done(self) -> tuple[list[tuple[str, int]], dict[int, tuple[Change, dict[Any, Any]]]]:
         """What the forward has done so far besides computing."""
@@ -509,6 +549,10 @@ class Recorder(Writer):
         self._emit(call, f"{name} in place", (slots, {}), refs, shapes, [*others, *values])
         for tensor, value in zip(changed, values, strict=True):
             self._overwrite(tensor, Value(value), id(tensor) in graded)
+
+
+def _note_saved(saves: list[None], _: Tensor) -> None:
+    saves.append(None)
 
 
 def _options(module: Any) -> tuple[Any, ...]:

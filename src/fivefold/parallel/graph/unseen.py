@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fivefold.parallel.graph.recorder import Recorder
-from fivefold.torch_private import FUNCTION, SCRIPTED, apply_of, restore_apply
+from fivefold.torch_private import FUNCTION, SCRIPTED, apply_of, early_stops, restore_apply
 
 __all__ = ["unseen_calls_noted"]
 
@@ -35,7 +36,8 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         grad = any(leaf.requires_grad for leaf in args[2:] if isinstance(leaf, Tensor))
         grad = grad and torch.is_grad_enabled()
         recorder.reentrant |= grad
-        with recorder.again(), torch.set_grad_enabled(grad and not recorder.as_before):
+        first = grad and not recorder.as_before
+        with torch.set_grad_enabled(grad), recorder.again(), torch.set_grad_enabled(first):
             return args[0](*args[2:])
     return recorder.opaque(apply, f"{cls.__name__}.apply", args)
 
@@ -46,8 +48,10 @@ def _watched_checkpoint(*args: Any, **kwargs: Any) -> Generator[None]:
     if recorder is None:
         yield from _plain_checkpoint(*args, **kwargs)
         return
-    chosen = kwargs.get("context_fn", args[2] if len(args) > 2 else noop_context_fn)
-    with recorder.again(known=chosen is noop_context_fn):
+    given = inspect.signature(_plain_checkpoint).bind(*args, **kwargs)
+    given.apply_defaults()
+    chosen, early = given.arguments["context_fn"], early_stops(given.arguments["early_stop"])
+    with recorder.again(known=chosen is noop_context_fn, early_stop=early):
         yield
 
 

@@ -142,7 +142,7 @@ class Writer(TorchFunctionMode):
                 grad=torch.is_grad_enabled() if grad is None else grad,
                 autocast=None if autocast == self._around else autocast,
                 line=user_line(),
-                again=self._again > 0 and torch.is_grad_enabled(),
+                again=self._again > 0,
             )
         )
         self._calls[scope, name] += 1

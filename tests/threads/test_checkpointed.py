@@ -1,0 +1,84 @@
+"""Running statistics within checkpointed parts: counted again only where one process runs the norm again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from fivefold.plan import Layout
+from joined import CHECKED, DATA, PIPE, WIDTH, Images, Net, expect_exact
+
+pytestmark = CHECKED
+
+
+def held(kind: type[Net]) -> dict[str, Any]:
+    if kind is Images:
+        norm = nn.InstanceNorm2d(4, track_running_stats=True)
+        return {"plain": nn.BatchNorm2d(4, affine=False), "norm": norm, "layer": nn.Conv2d(4, 4, 1)}
+    norm = nn.BatchNorm1d(6)
+    return {"plain": nn.BatchNorm1d(6, affine=False), "norm": norm, "layer": nn.Linear(6, 6)}
+
+
+def trained(net: Any, x: Tensor) -> Tensor:
+    return torch.tanh(net.norm(x))
+
+
+def nothing_saved(net: Any, x: Tensor) -> Tensor:
+    return torch.tanh(net.plain(x.detach())) + x
+
+
+def saved_before(net: Any, x: Tensor) -> Tensor:
+    return net.layer(x) + net.plain(x.detach())
+
+
+def saved_behind(net: Any, x: Tensor) -> Tensor:
+    return net.layer(net.plain(x.detach()))
+
+
+def views_behind(net: Any, x: Tensor) -> Tensor:
+    return net.norm(x * 2).transpose(-1, -2).transpose(-1, -2) + 1
+
+
+def without_gradients(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = net.plain(x)
+    return net.layer(x) * y
+
+
+def in_both(net: Any, x: Tensor) -> Tensor:
+    y = torch.tanh(net.norm(x))
+    return y + net.plain(x.detach())
+
+
+def part(inner: Callable[[Any, Tensor], Tensor], how: str) -> Callable[[Any, Tensor], Tensor]:
+    def middle(net: Any, h: Tensor) -> Tensor:
+        def called(x: Tensor) -> Tensor:
+            return inner(net, x)
+
+        with set_checkpoint_early_stop(how != "all"):
+            y = checkpoint(called, h, use_reentrant=how == "reentrant")
+        assert isinstance(y, Tensor)
+        return h + y
+
+    return middle
+
+
+INNER = [
+    trained, nothing_saved, saved_before, saved_behind, views_behind, without_gradients, in_both,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [(DATA, Net), (PIPE, Net), (WIDTH, Images)], ids=["data", "pipe", "width"]
+)
+@pytest.mark.parametrize("how", ["early", "all", "reentrant"])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_norm_counts_as_often_as_one_process_runs_it(
+    inner: Callable[[Any, Tensor], Tensor], how: str, layout: Layout, kind: type[Net]
+) -> None:
+    expect_exact(layout, part(inner, how), lambda: held(kind), kind)
