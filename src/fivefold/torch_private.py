@@ -14,11 +14,12 @@ import ctypes
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -58,17 +59,20 @@ __all__ = [
     "backend_of_device",
     "base_of",
     "broadcast_coalesced",
+    "class_of",
     "default_group",
     "default_store",
     "device_types",
     "dtensor",
     "early_stops",
     "fake_group",
+    "fake_of",
     "foreach_copy",
     "forget_plans",
     "forward_hooks",
     "gradient_hooks",
     "in_backward",
+    "is_dtensor",
     "is_functorch_wrapped_tensor",
     "is_known",
     "is_profiling",
@@ -439,6 +443,23 @@ def forget_plans(planner: Any) -> None:
         SavePlanner._cached_metadata,
     ):
         cast("dict[str, Any]", plans).pop(planner._cached_plans_key, None)
+
+
+def fake_of(fake: FakeTensorMode, tensor: Tensor) -> FakeTensor:
+    """A stand-in for a real tensor. Not logged, for which torch would import its compiler."""
+    return fake.from_tensor(tensor, trace=False)
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is divided among ranks. Nothing is imported: DTensor takes most of a second."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def class_of(module: nn.Module) -> type:
+    """A module's class without the one that `fully_shard` puts in front; imports nothing, as above."""
+    front = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, front))
 
 
 def dtensor(local: Tensor, like: DTensor) -> DTensor:

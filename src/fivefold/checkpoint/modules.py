@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.checkpoint.kept import Entry, Path, Saved, check_size
 from fivefold.checkpoint.values import decoded, encoded
 from fivefold.errors import UsageError
+from fivefold.torch_private import is_dtensor
 
 __all__ = ["KeptModule", "named_parameters", "plain"]
 
@@ -121,5 +121,5 @@ _STEPS = "_steps"
 def _same_memory(one: object, other: object) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (one, other))
+    here, there = (t.to_local() if is_dtensor(t) else t for t in (one, other))
     return here.data_ptr() == there.data_ptr()

@@ -7,7 +7,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fivefold.checkpoint.kept import Entry, Kept, Path, Saved, check_size
@@ -15,6 +14,7 @@ from fivefold.checkpoint.modules import KeptModule
 from fivefold.checkpoint.optimizers import KeptOptimizer
 from fivefold.checkpoint.values import decoded, encoded, leaves
 from fivefold.errors import UsageError
+from fivefold.torch_private import is_dtensor
 
 __all__ = ["Stateful", "kept"]
 
@@ -103,7 +103,7 @@ class _Other(_Nameless):
             there = own.get(path)
             if held.size is None:
                 found[path] = None
-            elif isinstance(there, DTensor) and there.size() == held.size:
+            elif is_dtensor(there) and there.size() == held.size:
                 found[path] = torch.zeros_like(there)
             else:
                 found[path] = torch.zeros(held.size, dtype=held.dtype)

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fivefold.checkpoint.kept import Entry, Path, Saved, shape_of
 from fivefold.checkpoint.modules import named_parameters
 from fivefold.checkpoint.values import decoded, encoded
 from fivefold.errors import UsageError
+from fivefold.torch_private import is_dtensor
 
 __all__ = ["KeptOptimizer"]
 
@@ -95,7 +95,7 @@ class KeptOptimizer:
         # Counts of steps lie on the CPU, also where the parameter is a single number on a GPU.
         if saved.size == parameter.size() and path[2] != "step":
             return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False).detach()
-        if isinstance(parameter, DTensor) and saved.size.numel() > 1:
+        if is_dtensor(parameter) and saved.size.numel() > 1:
             raise UsageError(
                 f"{self._name}.{path[1]}.{path[2]} is {shape_of(saved.size)}, unlike its parameter, which "
                 "ranks hold in parts: make a step of the optimiser before loading, or do not use fully_shard"

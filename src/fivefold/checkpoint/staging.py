@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.state import Captured
 from fivefold.errors import CheckpointError
-from fivefold.torch_private import dtensor, version_of
+from fivefold.torch_private import dtensor, is_dtensor, version_of
 
 __all__ = ["SMALL_BYTES", "Staging", "wait_before_steps", "wait_for_copies"]
 
@@ -108,7 +107,7 @@ class Staging:
         if not isinstance(entry.value, Tensor):
             return entry
         whole = entry.value
-        source = whole.to_local() if isinstance(whole, DTensor) else whole
+        source = whole.to_local() if is_dtensor(whole) else whole
         self.bytes += source.nbytes
         target = self._memory((name, *entry.path), source)
         later = entry.rests and not self._at_once and source.nbytes >= SMALL_BYTES
@@ -164,7 +163,7 @@ class Staging:
 
 def _like(whole: Tensor, local: Tensor) -> Tensor:
     """A copy of this rank's part as a part of the same whole."""
-    if not isinstance(whole, DTensor):
+    if not is_dtensor(whole):
         return local
     return dtensor(local, whole)
 

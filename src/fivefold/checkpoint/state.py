@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint.kept import Entry, Kept, Path, Saved
 from fivefold.checkpoint.objects import kept
 from fivefold.checkpoint.values import fingerprint
 from fivefold.errors import UsageError
+from fivefold.torch_private import is_dtensor
 
 __all__ = ["Captured", "Request", "State", "saved_in"]
 
@@ -118,7 +118,7 @@ def _key(path: Path) -> str:
 
 def _is_buffer(entry: Entry) -> bool:
     value = entry.value
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not entry.rests
+    return isinstance(value, torch.Tensor) and not is_dtensor(value) and not entry.rests
 
 
 def _names_params(entry: Entry) -> bool:

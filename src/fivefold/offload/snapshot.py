@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold import comm
 from fivefold.checkpoint.staging import wait_for_copies
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.sharded import local, placed, whole
 from fivefold.plan import AXES
+from fivefold.torch_private import is_dtensor
 from fivefold.trace import Tag
 
 __all__ = ["Packing", "Snapshot", "divided", "gathered", "load", "tensors_of"]
@@ -43,7 +43,7 @@ def tensors_of(net: nn.Module) -> dict[str, Tensor]:
 def divided(model: ParallelModel) -> bool:
     """Whether a rank holds a part of the net only."""
     own = tensors_of(model.module).values()
-    return model.stages is not None or any(isinstance(tensor, DTensor) for tensor in own)
+    return model.stages is not None or any(is_dtensor(tensor) for tensor in own)
 
 
 def gathered(model: ParallelModel) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ class Snapshot:
             with torch.no_grad():
                 self._model.named_parameters()
                 for tensor, before in kept:
-                    if isinstance(tensor, DTensor):
+                    if is_dtensor(tensor):
                         tensor.to_local().copy_(before)
                     else:
                         tensor.data = before
@@ -208,7 +208,7 @@ class Snapshot:
         for name, tensor in _objects(self._model.module).items():
             if tensor.is_meta or id(tensor) in kept:
                 continue
-            if isinstance(tensor, DTensor):
+            if is_dtensor(tensor):
                 part = tensor.to_local()
                 kept[id(tensor)] = tensor, part.clone()
                 part.copy_(values[name])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.torch_private import is_dtensor
 from fivefold.trace import Tag
 
 __all__ = ["check_alike"]
@@ -28,7 +28,7 @@ def check_alike(net: nn.Module, group: dist.ProcessGroup, step: int) -> None:
         return
     held = [
         (name, parameter) for name, parameter in net.named_parameters()
-        if not (parameter.is_meta or isinstance(parameter, DTensor))
+        if not (parameter.is_meta or is_dtensor(parameter))
     ]  # fmt: skip
     if group.size() == 1 or not held:
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.model import ParallelModel
 from fivefold.parallel.sharded import joint_norm, local
+from fivefold.torch_private import is_dtensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -24,7 +24,7 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     parts = [local(grad) for grad in grads]
     if model.stages is not None:
         total = model.stages.norm(norm_type)
-    elif grads and isinstance(grads[0], DTensor):
+    elif grads and is_dtensor(grads[0]):
         data = grads[0].device_mesh.get_group("data")
         total = joint_norm(parts, norm_type, data, parts[0].device)
     else:

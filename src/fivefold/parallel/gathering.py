@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fivefold import comm
 from fivefold.errors import PlanError, UsageError
@@ -152,6 +151,8 @@ class WholeForLayers(_Gathering):
     """Every unit of layers gathers its parameters when it computes, and scatters gradients when done."""
 
     def __init__(self, net: nn.Module, mesh: Mesh, share_buffers: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         super().__init__(net, mesh, share_buffers)
         replicas, names = mesh.own_replicas(), {p: n for n, p in net.named_parameters()}
         self._units: list[FSDPModule] = []

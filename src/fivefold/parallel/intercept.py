@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fivefold.errors import warn
+from fivefold.errors import UsageError, warn
 from fivefold.parallel import randomness
 from fivefold.parallel.keys import Keys, Replay
 from fivefold.parallel.norms import global_batch_norm, global_instance_norm, laid_out
@@ -200,8 +200,22 @@ _INSTANCE_NORM = (
 def _instance_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a = _named(_INSTANCE_NORM, args, kwargs)
     if not a.get("use_input_stats", True) or a.get("running_mean") is None or share.group is None:
-        return _laid_out(func, args, kwargs)
+        return _of_own(share, func, args, kwargs)
     return global_instance_norm(a, share.rows, share.total, share.group)
+
+
+def _of_own(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A norm of samples one by one, if the net does as it should: what torch refuses else is told."""
+    try:
+        return _laid_out(func, args, kwargs)
+    except ValueError as problem:
+        if share.rows == share.total:
+            raise
+        raise UsageError(
+            f"{problem}, on a rank with {share.rows} of {share.total} samples: the net normalises over "
+            "samples, which replicas cannot where the net cannot be recorded. Normalise each sample by "
+            "itself, or use larger batches"
+        ) from problem
 
 
 def _laid_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

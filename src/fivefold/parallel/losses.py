@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold import comm
 from fivefold.errors import UsageError, warn
@@ -27,7 +26,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import gather_rows, row_counts
 from fivefold.parallel.torch_losses import Loss, split_loss
 from fivefold.parallel.trees import leaves, map_tensors
-from fivefold.torch_private import sequence_number
+from fivefold.torch_private import is_dtensor, sequence_number
 from fivefold.trace import Tag
 
 __all__ = ["SharedLoss"]
@@ -161,7 +160,7 @@ class SharedLoss:
                 raise
             raise UsageError(_ELSEWHERE.format(problem=str(problem).splitlines()[0])) from problem
         number = found[0] if isinstance(found, tuple) else found  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(number, DTensor) or (
+        if is_dtensor(number) or (
             isinstance(number, Tensor) and number.is_meta and not self._predicts
         ):
             raise UsageError(_ELSEWHERE.format(problem="it gives a tensor without numbers"))
@@ -181,7 +180,7 @@ class SharedLoss:
 
     def _reads_elsewhere(self) -> bool:
         """Whether other ranks hold parameters of the net that a loss may want to read."""
-        return any(p.is_meta or isinstance(p, DTensor) for p in self._net.parameters())
+        return any(p.is_meta or is_dtensor(p) for p in self._net.parameters())
 
     def _check_graph(self, loss: Tensor, outputs: Any, since: int) -> None:
         """Refuse a loss whose graph leads to what the forward has made and not returned."""
@@ -205,7 +204,7 @@ class SharedLoss:
         own = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
         ours = {id(p) for p in (*self._net.parameters(), *own, *leaves(outputs))}
         for leaf in _leaves(loss, _functions_of(outputs)):
-            if id(leaf) not in ours and not isinstance(leaf, DTensor):
+            if id(leaf) not in ours and not is_dtensor(leaf):
                 raise UsageError(
                     f"the loss trains a tensor of shape {tuple(leaf.shape)} that is a parameter neither "
                     "of the net nor of the loss, so its gradient would not be summed over ranks: let the "

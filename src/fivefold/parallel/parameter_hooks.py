@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.sharded import placed, whole
-from fivefold.torch_private import gradient_hooks, own_parameters
+from fivefold.torch_private import gradient_hooks, is_dtensor, own_parameters
 
 __all__ = ["ParameterHooks"]
 
@@ -148,6 +147,6 @@ def _apply(one: _Taken) -> None:
 def _changed(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
     complete = whole(gradient)
     found = hook(complete)
-    if isinstance(gradient, DTensor):
+    if is_dtensor(gradient):
         return placed(complete if found is None else found, gradient)
     return complete if found is None else found

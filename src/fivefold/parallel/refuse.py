@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.errors import UsageError
-from fivefold.torch_private import watch_total_norm
+from fivefold.torch_private import is_dtensor, watch_total_norm
 
 __all__ = ["check_net", "held", "refuse_joint"]
 
@@ -63,9 +62,7 @@ class _Parts:
                 "before replicas divided them (memory.shard): make it afterwards, of model.parameters()"
             )
         fused = isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults.get("fused")
-        if (fused or isinstance(optimizer, _UNDIVIDED)) and any(
-            isinstance(p, DTensor) for p in given
-        ):
+        if (fused or isinstance(optimizer, _UNDIVIDED)) and any(is_dtensor(p) for p in given):
             raise UsageError(
                 f"torch's {type(optimizer).__name__}{' (fused)' * bool(fused)} cannot step parameters that "
                 'replicas divide among them: use another optimiser, or memory.shard = "none"'
@@ -104,9 +101,7 @@ def refuse_joint(net: nn.Module, before: Mapping[str, Tensor], *, staged: bool) 
         parts.staged.add(net)
     now = dict(net.named_parameters())
     parts.replaced = {n: ref for n, ref in parts.replaced.items() if ref() is not None}
-    parts.replaced |= {
-        id(p): weakref.ref(p) for name, p in before.items() if isinstance(now[name], DTensor)
-    }
+    parts.replaced |= {id(p): weakref.ref(p) for name, p in before.items() if is_dtensor(now[name])}
 
 
 def _reason(module: nn.Module) -> str | None:
@@ -118,7 +113,7 @@ def _reason(module: nn.Module) -> str | None:
         return "is wrapped for data parallelism already: give the plain net to parallelize"
     if type(module).__name__.startswith("FSDP"):
         return "is sharded by FSDP already: give the plain net to parallelize"
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+    if any(is_dtensor(parameter) for parameter in module.parameters(recurse=False)):
         return (
             "has parameters that ranks divide among them already: give the plain net to parallelize"
         )

@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.trees import map_tensors
-from fivefold.torch_private import base_of, memory_of, version_of
+from fivefold.torch_private import base_of, is_dtensor, memory_of, version_of
 from fivefold.trace import Tag
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "Holder",
@@ -56,20 +57,22 @@ CHUNK_BYTES = 25 << 20
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, in the memory where it lies; all of it where none is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor of which ranks hold parts, whole on each. Collective over these ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def placed(value: Tensor, like: Tensor) -> Tensor:
     """A tensor that every rank has whole, in parts as those of `like` if that is in parts."""
-    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+    if not is_dtensor(like) or is_dtensor(value):
         return value
     there = value.to(like.device)
     # Every rank has it: nothing is to be sent.
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -108,6 +111,8 @@ def held(net: nn.Module, names: Iterable[str], mesh: DeviceMesh, *, keep: bool) 
 
     `keep`: they stay whole from forward to backward. The net itself is not changed otherwise.
     """
+    from torch.distributed.fsdp import fully_shard
+
     mine, found = set(names), dict(net.named_parameters())
     for name in mine:  # `fully_shard` needs the usual order of dims
         found[name].data = found[name].data.contiguous()

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.parallel.graph.containers import Found
@@ -43,7 +41,7 @@ from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.unseen import unseen_calls_noted
 from fivefold.parallel.graph.writes import Writes
 from fivefold.parallel.trees import flatten, leaves, map_tensors
-from fivefold.torch_private import FakeTensorMode, forward_hooks
+from fivefold.torch_private import FakeTensorMode, class_of, fake_of, forward_hooks, is_dtensor
 
 __all__ = ["record"]
 
@@ -184,9 +182,9 @@ def _stood_in(
 
 
 def _fake(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    divided = isinstance(tensor, DTensor)  # among replicas, between steps
+    divided = is_dtensor(tensor)  # among replicas, between steps
     if not (tensor.is_meta or divided):
-        return fake.from_tensor(tensor)
+        return fake_of(fake, tensor)
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
@@ -247,8 +245,7 @@ def _scopes(recorder: Recorder, net: nn.Module) -> Generator[None]:
 def _entered(
     recorder: Recorder, name: str, module: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    # `fully_shard` puts a class of its own in front.
-    kind = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
+    kind = class_of(module)
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         recorder.scopes.append(name)

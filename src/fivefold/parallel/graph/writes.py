@@ -16,6 +16,7 @@ from fivefold.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    fake_of,
     memory_of,
     pytree,
     schema_of,
@@ -54,7 +55,7 @@ class Writes(TorchDispatchMode):
         if self.own(tensor):
             return tensor
         if id(tensor) not in self._stand_ins:
-            self._stand_ins[id(tensor)] = (tensor, self.fake.from_tensor(tensor))
+            self._stand_ins[id(tensor)] = (tensor, fake_of(self.fake, tensor))
         return self._stand_ins[id(tensor)][1]
 
     def adopt(self, tensor: Tensor, stand_in: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from fivefold.parallel.tiles.net import Outputs, Prepared
 from fivefold.parallel.tiles.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Plan
-from fivefold.torch_private import FakeTensorMode
+from fivefold.torch_private import FakeTensorMode, fake_of
 
 __all__ = ["predicted_in_stages"]
 
@@ -171,9 +171,7 @@ def _stand_in(fake: FakeTensorMode, net: nn.Module, device: torch.device) -> nn.
     """A copy of a net whose tensors have no memory."""
     made: dict[int, Any] = {}
     for tensor in (*net.parameters(), *net.buffers()):
-        bare = (
-            torch.empty_like(tensor, device=device) if tensor.is_meta else fake.from_tensor(tensor)
-        )
+        bare = torch.empty_like(tensor, device=device) if tensor.is_meta else fake_of(fake, tensor)
         whole = bare.detach()
         trained = isinstance(tensor, nn.Parameter)
         made[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if trained else whole

@@ -32,7 +32,7 @@ from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.tiles.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Layout, Plan
-from fivefold.torch_private import FakeTensorMode
+from fivefold.torch_private import FakeTensorMode, fake_of
 
 __all__ = ["Predicted", "device_of", "made", "predicted", "storage_bytes"]
 
@@ -129,7 +129,7 @@ def _stand_ins(fake: FakeTensorMode, net: nn.Module) -> dict[str, Tensor]:
     """Parameters, with gradients, and buffers, by the names that `_Step` has for them."""
     found: dict[str, Tensor] = {}
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        found[f"net.{name}"] = made = fake.from_tensor(tensor)
+        found[f"net.{name}"] = made = fake_of(fake, tensor)
         if made.requires_grad:
             made.grad = torch.zeros_like(made)
     return found
