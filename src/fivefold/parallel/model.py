@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,14 +39,14 @@ from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
-from fivefold.parallel.refuse import check_net, held, refuse_joint
+from fivefold.parallel.refuse import check_net, refuse_joint
 from fivefold.parallel.rows import Rows
-from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.tiles.loss import TileLoss, whole_images
 from fivefold.parallel.tiles.memory import Predicted, predicted
 from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
 from fivefold.parallel.tiles.table import table
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
+from fivefold.parallel.wrapped import Wrapped
 from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, span
 
@@ -91,10 +91,8 @@ def parallelize(
     return model
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Wrapped):
     """A net on a mesh. Call it for outputs, `step` for a training step; `.module` is the user's net."""
-
-    module: nn.Module
 
     def __init__(
         self,
@@ -513,48 +511,6 @@ class ParallelModel(nn.Module):
                     tiles.programs.look_again()
         return self._batches.share(inputs, self.seed, self.steps, draws=draws)
 
-    # ---- the user's names: those of the plain net
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The plain net's state_dict, with its own keys; on a `pipe` axis what this rank holds of it.
-
-        Where replicas divide parameters among them (`memory.shard`), these are DTensors.
-        """
-        self._rest()
-        return _real(self.module.state_dict(*args, **kwargs))
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The plain net's whole state_dict, on every rank. Collective."""
-        self._rest()
-        state = {
-            name: whole(value) if isinstance(value, Tensor) else value
-            for name, value in self.module.state_dict().items()
-        }
-        return state if self._stages is None else dict(self._stages.everywhere(state))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a state_dict of the plain net, whole or from `state_dict`; a rank takes what it holds."""
-        self._rest()
-        loaded = dict(state_dict)
-        for name, own in self.module.state_dict().items():
-            if name in loaded and isinstance(own, Tensor):
-                loaded[name] = own if own.is_meta else placed(loaded[name], own)
-        return self.module.load_state_dict(loaded, *args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The plain net's parameters under their own names; on a `pipe` axis those that this rank holds."""
-        self._rest()
-        return iter(_real(dict(self.module.named_parameters(*args, **kwargs))).items())
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """A parameter of the plain net. Raises `UsageError` where another rank of the `pipe` axis has it."""
-        self._rest()
-        return held(target, self.module.get_parameter(target))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The plain net's buffers under their own names; on a `pipe` axis those that this rank holds."""
-        return iter(_real(dict(self.module.named_buffers(*args, **kwargs))).items())
-
     def _rest(self) -> None:
         """Parameters as they are between steps: the optimiser's."""
         self._reducer[0].rest()
@@ -578,15 +534,6 @@ def sums_of(sums: Any) -> Tensor:
             f"score returned {found}: it has to return the sums of a batch, a tensor of one dim, float64"
         )
     return sums
-
-
-def _real(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what another rank holds."""
-    return {
-        name: value
-        for name, value in tensors.items()
-        if not (isinstance(value, Tensor) and value.is_meta)
-    }
 
 
 def _as_it_is(loss: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class PipelinedNet:
         self._net, self._mesh, self._example = net, mesh, _shapes(example)
         self.rank = mesh.coordinate("pipe")
         self._names = _names(net)
-        self._dtypes: dict[bool, torch.dtype] = {}
+        self._dtypes: dict[tuple[Any, ...], torch.dtype] = {}
         """of the loss, with and without autocast"""
         self.tiles = TiledNet(net, mesh, costs)
         self.schedules = Schedules(mesh)
@@ -272,10 +272,11 @@ class PipelinedNet:
 
     def _as_loss(self, total: Tensor, number: Tensor) -> Tensor:
         """In the dtype with that number, which is asked for once: a GPU would be waited for."""
-        autocast = torch.is_autocast_enabled(self._mesh.device.type)
-        if autocast not in self._dtypes:
-            self._dtypes[autocast] = _DTYPES[int(number)]
-        return total.to(self._dtypes[autocast])
+        net = next((p.dtype for p in self._net.parameters()), None)  # may be converted
+        key = torch.is_autocast_enabled(self._mesh.device.type), net
+        if key not in self._dtypes:
+            self._dtypes[key] = _DTYPES[int(number)]
+        return total.to(self._dtypes[key])
 
     def share_from_last(self, loss: nn.Module) -> None:
         """Let all ranks have the buffers of a loss as the rank has them that computes it. Collective."""
