@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold import comm
+from fivefold.errors import UsageError
 from fivefold.parallel.norms import global_batch_norm, laid_out
 from fivefold.parallel.tiles.rule import Local, Moment, Operation, as_held, call, rule, want_of
 from fivefold.parallel.tiles.rules.along import widened
@@ -229,10 +230,9 @@ class _Instance:
         return "running statistics" if tracked and lies.axes else None
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """As the input, unless its channels are cut or there is no dim of samples."""
+        """As the input, its channels whole."""
         given = op.given[0]
-        cut = len(given.shape) < 3 or given.cuts[1] is not None
-        return None if cut else [given.tight()]
+        return None if len(given.shape) < 3 else [given.tight().with_cut(1, None)]
 
 
 @rule("instance_norm")
@@ -267,8 +267,15 @@ class InstanceNormModule(_Instance):
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the input; a single sample without its dim is gathered."""
-        dims = int(op.node.name[-2])
-        return None if len(op.given[0].shape) != dims + 2 else super().place(op)
+        module, dims = cast(Any, op.node.function), int(op.node.name[-2])
+        if len(op.given[0].shape) == dims + 2:
+            return super().place(op)
+        if module.training and module.track_running_stats:
+            raise UsageError(
+                f"{op.node.where} keeps running statistics of a sample without its dim, which tiles and "
+                "stages would count wrongly: give it a batch of one (x.unsqueeze(0))"
+            )
+        return None
 
     def lower(self, op: Operation) -> Local:
         """As torch's own forward, with the statistics of all tiles."""

@@ -104,9 +104,9 @@ def _alone(moment: Moment, spread: Spread, slices: tuple[slice, ...] | None) -> 
 
 class _Norm:
     def place(self, op: Operation) -> Sequence[Spread] | None:
-        """As the input, unless its channels are cut."""
-        cuts = op.given[0].cuts
-        return None if len(cuts) > 1 and cuts[1] is not None else [op.given[0].tight()]
+        """As the input, its channels whole."""
+        spread = op.given[0].tight()
+        return [spread.with_cut(1, None) if len(spread.shape) > 1 else spread]
 
     def on_parts(self, op: Operation, run: Any, *, trains: bool) -> Local:
         """`run` on what ranks hold; `trains` if it uses the statistics of the batch."""
