@@ -540,9 +540,9 @@ def test_optimisers_that_hold_what_was_before_or_cannot_step_parts_are_refused(s
         model.step(*model.shard(x, y))
         with pytest.raises(UsageError, match="SGD was made before parallelize"):
             early.step()
-        for kind in (torch.optim.Rprop, torch.optim.Adafactor):
+        for kind in (torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon):
             with pytest.raises(UsageError, match=r"cannot step parameters that replicas divide"):
-                kind(model.parameters()).step()
+                kind([p for p in model.parameters() if p.dim() == 2]).step()  # Muon takes matrices
         torch.optim.SGD(model.parameters(), 0.1).step()
 
     run_ranks(DATA, check, plan=Plan(layout=DATA).replace({"memory.shard": shard}, USER))

@@ -39,8 +39,9 @@ def held(name: str, parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-_UNDIVIDED = (torch.optim.Rprop, torch.optim.Adafactor)
-"""Optimisers of torch that raise on parts of tensors."""
+_UNDIVIDED = (torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon)
+"""Optimisers of torch that raise on parts of tensors; Muon adds products of parts up in bfloat16, which moves
+its updates by as much as a third."""
 
 
 class _Parts:
@@ -65,7 +66,7 @@ class _Parts:
         if (fused or isinstance(optimizer, _UNDIVIDED)) and any(is_dtensor(p) for p in given):
             raise UsageError(
                 f"torch's {type(optimizer).__name__}{' (fused)' * bool(fused)} cannot step parameters that "
-                'replicas divide among them: use another optimiser, or memory.shard = "none"'
+                'replicas divide among them as one process does: use another one, or memory.shard = "none"'
             )
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
