@@ -164,6 +164,11 @@ CASES = (
         (r"[Rr]ank 1\b", r"faulty_training\.py:\d+ forward"),
     ),
     Case(
+        "sleep in backward",
+        _inside("--fault=backward", "--seconds=0.15"),
+        (r"[Rr]ank 1\b", "backward", r"faulty_training\.py:\d+ backward"),
+    ),
+    Case(
         "slow link",
         _slow_link,
         (r"rank 2\b|node2", "link"),

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from fivefold.train import fit
 
 PER_RANK = 16
 FAULTS = (
-    "none", "loader", "layer", "update", "read", "once", "all_reduce", "other", "skip", "die",
+    "none", "loader", "layer", "backward", "update", "read", "once", "all_reduce", "other", "skip", "die",
 )  # fmt: skip
 
 
@@ -79,6 +80,20 @@ class Pictures(Dataset[tuple[Tensor, int]]):
             Path(fault.pipe).read_bytes()
 
 
+class _Slow(torch.autograd.Function):
+    """Takes its time in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
 class Layer(nn.Module):
     """Computes nothing; on one rank it takes its time, or calls what no other rank calls."""
 
@@ -92,6 +107,8 @@ class Layer(nn.Module):
             return x
         if fault.now("layer", "once"):
             time.sleep(fault.seconds)
+        elif fault.now("backward"):
+            return _Slow.apply(x, fault.seconds)
         elif fault.now("all_reduce"):
             dist.all_reduce(torch.ones(3))
         elif fault.now("other"):
