@@ -74,7 +74,9 @@ INNER = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), [(DATA, Net), (PIPE, Net), (WIDTH, Images)], ids=["data", "pipe", "width"]
+    ("layout", "kind"),
+    [(DATA, Net), (DATA, Images), (PIPE, Net), (WIDTH, Images)],
+    ids=["data", "images", "pipe", "width"],
 )
 @pytest.mark.parametrize("how", ["early", "all", "reentrant"])
 @pytest.mark.parametrize("inner", INNER)
