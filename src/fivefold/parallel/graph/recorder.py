@@ -196,7 +196,7 @@ class Recorder(Writer):
         if changed and name not in _NORMS:
             self._note_changing(func, name, args, kwargs, changed, made, graded)
         elif made:
-            self._note(func, name, args, kwargs, made)
+            self._note(func, name, args, kwargs, made, graded)
         self._settle_saved()
 
     def opaque(self, apply: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
@@ -351,7 +351,15 @@ class Recorder(Writer):
 
     # ---- noting calls that leave their operands alone
 
-    def _note(self, func: Any, name: str, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+    def _note(  # noqa: PLR0917 - one call, and what came of it
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        made: Sequence[Tensor],
+        graded: set[int],
+    ) -> None:
         placed, operands, refs = self._placed(args, kwargs)
         if name in _NORMS:
             self._check_statistics(func, args, kwargs)
@@ -361,7 +369,13 @@ class Recorder(Writer):
                 return
         shapes = [tuple(leaf.shape) for leaf in operands]
         before = {self._writes.storage(leaf): leaf for leaf in reversed(operands)}
-        self._emit(func, name, placed, refs, shapes, [self._new(leaf) for leaf in made])
+        ends = any(id(leaf) in graded for leaf in operands) and not any(
+            t.requires_grad for t in made
+        )
+        self._emit(
+            func, name, placed, refs, shapes, [self._new(leaf) for leaf in made],
+            stops=ends or name.endswith(".apply"),
+        )  # fmt: skip
         for leaf in made:
             parent = before.get(self._writes.storage(leaf))
             if parent is not None and parent is not leaf:

@@ -61,6 +61,8 @@ class Node:
     """of the user's code that called: `file.py:12`"""
     again: bool = False
     """whether the net checkpoints it: one process runs it twice, and counts its statistics twice"""
+    stops: bool = False
+    """whether a gradient may end here, as at `detach()`: that of an operand is None then, not zero"""
 
     def arguments(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call `function` with, given the operands."""
@@ -140,6 +142,11 @@ class Tape:
         return frozenset(
             ref.name for node in self.nodes for ref in node.operands if isinstance(ref, State)
         )
+
+    @functools.cached_property
+    def stops(self) -> bool:
+        """Whether gradients may end anywhere within the net."""
+        return any(node.stops for node in self.nodes)
 
     def element_bytes(self, ref: Ref) -> int:
         """Size of one element of a tensor."""

@@ -123,6 +123,7 @@ class Writer(TorchFunctionMode):
         outputs: Sequence[int],
         *,
         grad: bool | None = None,
+        stops: bool = False,
     ) -> None:
         scope, autocast = self.scopes[-1], self._autocast()
         self.nodes.append(
@@ -143,6 +144,7 @@ class Writer(TorchFunctionMode):
                 autocast=None if autocast == self._around else autocast,
                 line=user_line(),
                 again=self._again > 0,
+                stops=stops,
             )
         )
         self._calls[scope, name] += 1

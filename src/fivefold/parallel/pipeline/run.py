@@ -146,10 +146,11 @@ class Step:
         return values, self.schedule.rank_of(action.chain, source)
 
     def _gaps(self, action: Action) -> bool:
-        """Whether a loss may leave out something, whose gradient is None then and not zero."""
+        """Whether the loss or the net may leave out something, whose gradient is None then and not zero."""
         if action.op is Op.FORWARD:
             return False
-        return len(returned(self.feed(action.micro).ready.program)) > 1
+        program = self.feed(action.micro).ready.program
+        return len(returned(program)) > 1 or program.tape.stops
 
     def _send(
         self,

@@ -104,7 +104,7 @@ def _rolled(tensor: Tensor, channels_last: bool) -> Tensor:
     """The numbers of a tensor in a row, in the order in which they lie in memory."""
     if channels_last and tensor.dim() in (4, 5):
         tensor = tensor.movedim(1, -1)
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     # One number may lie with any stride, which cannot be viewed as bytes.
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
