@@ -7,18 +7,20 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from fivefold.checkpoint import Checkpointer
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel, parallelize
 from fivefold.plan import Layout
-from joined import CHECKED, DATA, PIPE, WIDTH, Images, Net, batches, made, plan_for
+from joined import CHECKED, DATA, PIPE, USER, WIDTH, Images, Net, batches, made, plan_for
 from ranks import run_ranks
 
 pytestmark = CHECKED
@@ -104,3 +106,98 @@ def test_the_state_of_another_stage_is_told_and_files_hold_what_torch_writes() -
         model.load_state_dict(loaded)
 
     on_ranks(PIPE, check)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_divided_parameters_keep_their_dtype(shard: str) -> None:
+    def check(mesh: Mesh) -> None:
+        x, y = (t.double() for t in batches(Net)[0])
+        model = parallelize(made(Net, lambda _net, h: h, dict), mesh, example=x, loss=nn.MSELoss())
+        model.to("cpu").step(*model.shard(x, y))
+        with pytest.raises(UsageError, match="convert the net before parallelize"):
+            model.float()
+        model.double().step(*model.shard(x, y))
+
+    run_ranks(DATA, check, plan=plan_for(DATA).replace({"memory.shard": shard}, USER))
+
+
+class Half(nn.Module):
+    """Of whose two stages one has nothing to train: the first is frozen, or the second without parameters."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(5, 40), nn.Linear(40, 3) if frozen else nn.Softmax(1)
+        self.middle = nn.Tanh()
+        if frozen:
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.middle(self.first(x)))
+
+
+def trained(
+    model: nn.Module, data: list[tuple[Tensor, Tensor]], step: Callable[..., Any]
+) -> torch.optim.Optimizer:
+    """With a scaler, of whose steps one overflows; the scale has to be the same on all ranks."""
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, 0.1, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        step(x * torch.inf if number == 1 else x, y, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 16.0 * 2 ** (len(data) - 1) / 2
+    return optimizer
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_ranks_that_have_nothing_to_train(frozen: bool, tmp_path: Path) -> None:
+    data = [(torch.randn(6, 5), torch.randn(6, 3 if frozen else 40)) for _ in range(3)]
+    plain = Half(frozen)
+
+    def plainly(x: Tensor, y: Tensor, scaler: Any) -> None:
+        scaler.scale(nn.MSELoss()(plain(x), y)).backward()
+
+    trained(plain, data, plainly)
+    wanted = plain.state_dict()
+    nets = [Half(frozen) for _ in range(3)]
+    cut = "middle" if frozen else "second"
+
+    def check(mesh: Mesh) -> None:
+        model = parallelize(nets[mesh.rank], mesh, example=data[0][0], loss=nn.MSELoss())
+
+        def step(x: Tensor, y: Tensor, scaler: Any) -> None:
+            model.step(*model.shard(x, y), scaler=scaler)
+
+        optimizer = trained(model, data, step)
+        torch.testing.assert_close(model.full_state_dict(), wanted)
+        with Checkpointer(
+            tmp_path / "far",
+            mesh,
+            local=tmp_path / "near",
+            every=1,
+            model=model,
+            optimizer=optimizer,
+        ) as checkpoints:
+            assert checkpoints.maybe_save(3)
+
+    layout = Layout(pipe=2)
+    plan = plan_for(layout).replace({"pipeline.cut": cut}, USER)
+    run_ranks(layout, check, plan=plan)
+
+    def go_on(mesh: Mesh) -> None:
+        model = parallelize(Half(frozen), mesh, example=data[0][0], loss=nn.MSELoss())
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.3)
+        with Checkpointer(
+            tmp_path / "far", mesh, local=tmp_path / "near", model=model, optimizer=optimizer
+        ) as checkpoints:
+            assert checkpoints.load() == 3
+        torch.testing.assert_close(model.full_state_dict(), wanted)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        model.step(*model.shard(*data[0]))
+        optimizer.step()
+
+    run_ranks(layout, go_on, plan=plan)
+    run_ranks(Layout(), go_on)

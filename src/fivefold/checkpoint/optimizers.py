@@ -17,6 +17,9 @@ from fivefold.torch_private import is_dtensor
 
 __all__ = ["KeptOptimizer"]
 
+_PLACEHOLDER = ""
+"""the name of what a parallel model gives the optimiser of a rank that has nothing to train"""
+
 
 class KeptOptimizer:
     """Keyed by parameter names, as torch's `get_optimizer_state_dict` does: "state", NAME, what is kept."""
@@ -33,6 +36,8 @@ class KeptOptimizer:
         for module in self._modules:
             for name, parameter in named_parameters(module):
                 known.setdefault(id(parameter), name)
+            if (placeholder := getattr(module, "placeholder", None)) is not None:
+                known[id(placeholder)] = _PLACEHOLDER
         groups = self._optimizer.param_groups
         return [
             {
@@ -46,6 +51,7 @@ class KeptOptimizer:
         """What there is to save now."""
         state = cast("dict[Tensor, dict[str, Any]]", self._optimizer.state)
         for number, group in enumerate(self._groups()):
+            group["params"].pop(_PLACEHOLDER, None)
             for name, parameter in group["params"].items():
                 for key, value in state.get(parameter, {}).items():
                     path = ("state", name, key)
@@ -67,7 +73,8 @@ class KeptOptimizer:
 
     def names(self) -> Iterable[str] | None:
         """Names of which it holds the state."""
-        return [f"state.{name}" for group in self._groups() for name in group["params"]]
+        every = [name for group in self._groups() for name in group["params"]]
+        return [f"state.{name}" for name in every if name != _PLACEHOLDER]
 
     def name_of(self, path: Path) -> str | None:
         """Which of `names` a path belongs to."""

@@ -125,8 +125,10 @@ class ParallelModel(Wrapped):
         self._apart = joined and self._rows is None
         """whether no step has ranks tell each other what they are going to do"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
+        self.placeholder = None
         if self._stages is not None:
             self._tiles = self._stages.tiles
+            self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device))
         else:
             self._tiles = TiledNet(net, mesh) if tiled else None
         self._batches = Batches(mesh, self._tiles)
@@ -292,7 +294,8 @@ class ParallelModel(Wrapped):
         total = stages.step(batch, own, scaled, divided=divided, of_loss=self._of_loss)
         if scaler is not None:
             scaler.scale(total)  # it begins with its first use, which may be on other ranks only
-            stages.agree_on_overflow()
+            assert self.placeholder is not None
+            stages.agree_on_overflow(self.placeholder)
         if loss.split is None and isinstance(loss.loss, nn.Module):
             stages.share_from_last(loss.loss)
         return total

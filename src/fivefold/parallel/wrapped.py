@@ -12,6 +12,7 @@ from fivefold.errors import UsageError
 from fivefold.parallel.pipeline.net import PipelinedNet
 from fivefold.parallel.refuse import held
 from fivefold.parallel.sharded import placed, whole
+from fivefold.torch_private import is_dtensor
 
 __all__ = ["Wrapped"]
 
@@ -39,6 +40,8 @@ class Wrapped(nn.Module):
 
     module: nn.Module
     _stages: PipelinedNet | None
+    placeholder: nn.Parameter | None
+    """on a `pipe` axis: a number that stays zero, for optimisers of ranks that have nothing to train"""
 
     def _rest(self) -> None:
         """Leave parameters as they are between steps: the optimiser's."""
@@ -74,6 +77,16 @@ class Wrapped(nn.Module):
                 loaded[name] = value if value.is_meta else placed(loaded[name], value)
         return self.module.load_state_dict(loaded, *args, **kwargs)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As `named_parameters`; on a `pipe` axis `placeholder` too where a rank has nothing to train.
+
+        Optimisers take no empty list, and GradScaler no optimiser without gradients.
+        """
+        found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+        if self.placeholder is not None and not any(p.requires_grad for p in found):
+            found.append(self.placeholder)
+        return iter(found)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The plain net's parameters under their own names; on a `pipe` axis those that this rank holds."""
         self._rest()
@@ -94,6 +107,11 @@ class Wrapped(nn.Module):
         """What moves and converts a module; of what other ranks hold only the dtype follows."""
 
         def here(value: Tensor) -> Tensor:
+            if is_dtensor(value) and fn(value.to_local()[:0]).dtype != value.dtype:
+                raise UsageError(
+                    "replicas divide the parameters among them (memory.shard), which keep the dtype they "
+                    "have: convert the net before parallelize"
+                )
             if not value.is_meta:
                 return fn(value)
             return value.to(fn(value.new_empty(0, device="cpu")).dtype)

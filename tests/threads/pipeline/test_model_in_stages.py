@@ -135,7 +135,8 @@ def test_an_overflow_on_one_rank_is_one_on_all() -> None:
         if mesh.rank == 1:  # as if only the last stage had overflowed
             next(model.parameters()).grad.fill_(torch.inf)  # pyright: ignore[reportOptionalMemberAccess]
         assert model.stages is not None
-        model.stages.agree_on_overflow()
+        assert model.placeholder is not None
+        model.stages.agree_on_overflow(model.placeholder)
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0**9

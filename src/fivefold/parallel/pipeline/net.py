@@ -412,13 +412,19 @@ class PipelinedNet:
         holders = ("pipe",) if self._replicas is None else ("data", "pipe")
         return joint_norm(own, order, self._mesh.group(*holders), self._mesh.device)
 
-    def agree_on_overflow(self) -> None:
-        """Let every rank's scaler see that some gradient anywhere is not finite. Collective."""
+    def agree_on_overflow(self, placeholder: nn.Parameter) -> None:
+        """Let every rank's scaler see that some gradient anywhere is not finite. Collective.
+
+        Where there are no gradients, it sees one of `placeholder`.
+        """
         held = [local(p.grad) for p in self._net.parameters() if p.grad is not None]
+        if not held:
+            placeholder.grad = torch.zeros_like(placeholder)
+            held = [placeholder.grad]
         found = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for grad in held:
             found += (~torch.isfinite(grad)).any()
-        if comm.all_reduce(found, self._mesh.group(*AXES), Tag.CONTROL).item() and held:
+        if comm.all_reduce(found, self._mesh.group(*AXES), Tag.CONTROL).item():
             held[0].fill_(torch.inf)
 
     def _share_buffers(self) -> None:
