@@ -465,21 +465,62 @@ def grow(net: Net) -> None:
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 @pytest.mark.parametrize("change", [assign, exchange, grow])
+@pytest.mark.parametrize("when", ["at once", "evaluated", "after two steps"])
 def test_divided_parameters_that_become_others_are_refused(
-    shard: str, change: Callable[[Net], None]
+    when: str, shard: str, change: Callable[[Net], None]
 ) -> None:
     def check(mesh: Mesh) -> None:
         net = made(Net, lambda _n, h: h, dict)
         x, y = (t.double() for t in batches(Net)[0])
         model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
-        model.step(*model.shard(x, y))
-        model.step(*model.shard(x, y))
+        if when == "evaluated":
+            with torch.no_grad():
+                model.eval()(*model.shard((x,)))
+        for _ in range(2 * (when == "after two steps")):
+            model.train().step(*model.shard(x, y))
         change(net)
-        with pytest.raises(UsageError, match="has become another tensor since the last step"):
+        with pytest.raises(UsageError, match="has become another tensor since it was divided"):
             model.step(*model.shard(x, y))
 
     plan = Plan(layout=DATA).replace({"memory.shard": shard}, USER)
     run_ranks(DATA, check, plan=plan)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera", "gems"])
+def test_parameters_that_are_assigned_are_summed_in_stages(schedule: str) -> None:
+    x, y = (t.double() for t in batches(Net, rows=(8,) * 4)[0])
+
+    def trained(
+        model: nn.Module, state: dict[str, Tensor], step: Callable[[], Tensor]
+    ) -> list[float]:
+        half = {name: value * 0.5 for name, value in state.items()}
+        model.load_state_dict(half, assign=True)
+        optimizer, told = torch.optim.SGD(model.parameters(), 0.5), list[float]()
+        for _ in range(3):
+            optimizer.zero_grad()
+            told.append(step().item())
+            optimizer.step()
+        return told
+
+    plain = made(Net, lambda _n, h: h, dict)
+
+    def plainly() -> Tensor:
+        loss = nn.MSELoss()(plain(x), y)
+        loss.backward()
+        return loss
+
+    wanted = trained(plain, plain.state_dict(), plainly)
+
+    def check(mesh: Mesh) -> None:
+        net = made(Net, lambda _n, h: h, dict)
+        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        state = model.full_state_dict()
+        assert trained(model, state, lambda: model.step(*model.shard(x, y))) == pytest.approx(
+            wanted
+        )
+
+    plan = Plan(layout=PIPE).replace({"pipeline.schedule": schedule}, USER)
+    run_ranks(PIPE, check, plan=plan)
 
 
 def test_a_net_that_grows_is_refused_in_stages() -> None:

@@ -183,6 +183,7 @@ class WholeForLayers(_Gathering):
         self._hooks: list[Any] = []
         self._trained: list[bool] = []
         self._parts = Parts(net)
+        self._parts.note()
 
     def _gathered_once(self) -> list[nn.Parameter]:
         """The parameters as they are when they are whole: the same tensors every time."""
@@ -204,6 +205,7 @@ class WholeForLayers(_Gathering):
             outputs = cast(Any, self._holder)(lambda: self._order.to_the_end(run))
         if not torch.is_grad_enabled():
             self.rest()
+            self._parts.note()
         return outputs
 
     def _follow(self) -> None:

@@ -22,7 +22,7 @@ class LossParameters:
 
     def __init__(self, own: list[nn.Parameter], mesh: Mesh) -> None:
         self._own = own
-        self._gradients = StageGradients(own, mesh.group(*AXES))
+        self._gradients = StageGradients(lambda: own, mesh.group(*AXES))
 
     def begin(self) -> None:
         """Start a step."""

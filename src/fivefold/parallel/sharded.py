@@ -147,17 +147,17 @@ class Parts:
         self._before: dict[str, tuple[int, ...]] = {}
 
     def note(self) -> None:
-        """A step has ended."""
+        """Parameters were divided, or a step has ended."""
         self._before = self._now()
 
     def check(self) -> None:
         """Raise `UsageError` for a parameter that has come, gone, or been given other memory since."""
         now = self._now()
-        if self._before and now != self._before:
+        if now != self._before:
             name = next(n for n in {**self._before, **now} if self._before.get(n) != now.get(n))
             raise UsageError(
-                f"the parameter {name!r} has become another tensor since the last step, whose numbers "
-                "replicas that divide parameters do not use: write into it (with torch.no_grad(): "
+                f"the parameter {name!r} has become another tensor since it was divided, or used last, whose "
+                "numbers replicas do not use: write into it (with torch.no_grad(): "
                 'p.copy_(...)), call parallelize anew for a changed net, or set memory.shard = "none"'
             )
 
@@ -185,6 +185,7 @@ class Shards:
         self._had: list[bool] = []
         self._versions: list[int] = []
         self._parts = parts or Parts(net, names)  # others may hold the rest, whole just now
+        self._parts.note()
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self._nothing = torch.zeros((), device=device, requires_grad=True)
 
@@ -236,12 +237,14 @@ class Shards:
 
     def around(self, run: Callable[[], Any]) -> Any:
         """What `run` returns, with whole parameters; a backward pass through it averages gradients."""
+        self._parts.check()
         averages(self._holders, self._mesh.size())
         for made in self._holders:
             run = functools.partial(cast(Any, made), run)
         outputs = run()
         if not torch.is_grad_enabled():
             self.rest()
+            self._parts.note()
         return outputs
 
 

@@ -128,7 +128,7 @@ class Wrapped(nn.Module):
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"a parallel model is at one with its ranks and cannot be {what}: use its net, as in "
-        "copy.deepcopy(model.module) or AveragedModel(model.module), or its state_dict()"
+        "AveragedModel(model.module), or with memory.shard a net of its own that loads full_state_dict()"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,12 @@ __all__ = ["StageGradients", "scaled"]
 
 
 class StageGradients:
-    """The parameters of one stage on this rank; `group` holds all ranks that have them."""
+    """The parameters of one stage on this rank, as they are now; `group` holds all ranks that have them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._parameters, self._group = list(parameters), group
+    def __init__(
+        self, parameters: Callable[[], Sequence[nn.Parameter]], group: dist.ProcessGroup
+    ) -> None:
+        self._parameters, self._group = parameters, group
         self._trained: list[nn.Parameter] = []
         self.buckets: list[Bucket] = []
         """in which they travel, once a step has begun"""
@@ -38,7 +40,7 @@ class StageGradients:
 
     def begin(self) -> None:
         """Start a step: set aside what earlier ones left."""
-        trained = [p for p in self._parameters if p.requires_grad]
+        trained = [p for p in self._parameters() if p.requires_grad]
         if [id(p) for p in trained] != [id(p) for p in self._trained]:
             self._follow(trained)
         self._before = set_aside(trained)
@@ -72,7 +74,7 @@ class StageGradients:
         self._before = []
 
     def _follow(self, trained: list[nn.Parameter]) -> None:
-        """Pack buckets anew when parameters were frozen or thawed."""
+        """Pack buckets anew when parameters were frozen, thawed or assigned."""
         for hook in self._hooks:
             hook.remove()
         alone = self._group.size() == 1 or not trained

@@ -7,6 +7,7 @@ axes: a stage computes its tile as a net without stages does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -151,13 +152,14 @@ class PipelinedNet:
 
     def _gradients(self, stage: int, group: dist.ProcessGroup) -> StageGradients:
         if self._replicas is None:
-            return StageGradients(self._parameters(stage), group)
+            return StageGradients(functools.partial(self._parameters, stage), group)
         names = [name for name, _ in self._net.named_parameters() if self.holders[name] == (stage,)]
         return StageShards(self._net, names, self._replicas, group)
 
     def _parameters(self, *stages: int) -> list[nn.Parameter]:
         """The parameters that exactly these stages use."""
-        return [p for name, p in self._net.named_parameters() if self.holders[name] == stages]
+        found = self._net.named_parameters()
+        return [p for name, p in found if self.holders.get(name) == stages]
 
     def _gradients_of_tied(self) -> dict[tuple[int, ...], StageGradients]:
         """Of what several stages use, by these; summed over all ranks that hold one of them. Collective."""
@@ -167,7 +169,7 @@ class PipelinedNet:
             ranks = {rank for stage in stages for rank in self.schedule.ranks_of(stage)}
             group = self._mesh.joint_group(ranks, "data", *TILE_DIMS)
             if self.rank in ranks:
-                found[stages] = StageGradients(self._parameters(*stages), group)
+                found[stages] = StageGradients(functools.partial(self._parameters, *stages), group)
         return found
 
     def all_gradients(self) -> list[StageGradients]:

@@ -32,7 +32,7 @@ class StageShards(StageGradients):
         replicas: DeviceMesh,
         everyone: dist.ProcessGroup,
     ) -> None:
-        super().__init__((), everyone)
+        super().__init__(list, everyone)
         self._shards, self._device = (
             Shards(net, names, replicas),
             torch.device(replicas.device_type),
