@@ -220,7 +220,7 @@ class ParallelModel(Wrapped):
             return self._step_in_tiles(self._tiles, self._tile_loss, inputs, targets, share, scaler)
         if self._rows is not None and self._rows.meet(call_with, inputs, share):
             assert self._joined_loss is not None
-            self._check_shards()
+            self._check_shards(self._rows.found or "the net")
             tiles = self._rows.tiles
             return self._step_in_tiles(tiles, self._joined_loss, inputs, targets, share, scaler)
         weight = self._loss.begin(targets)
@@ -239,12 +239,12 @@ class ParallelModel(Wrapped):
                 scaled = _as_it_is if scaler is None else scaler.scale
                 return self._reducer[0].backward(own, scaled, counted=share.rows > 0)
 
-    def _check_shards(self) -> None:
+    def _check_shards(self, found: str) -> None:
         if self._mesh.plan.memory.shard == "parameters":
             raise UsageError(
-                'samples depend on each other in the net, which memory.shard = "parameters" cannot '
-                'compute over all replicas: use "optimizer", or vouch for them with parallel.rows = '
-                '"apart"'
+                f"samples depend on each other in {found}, or draw their random numbers together, which "
+                'memory.shard = "parameters" cannot compute over all replicas: use "optimizer", or vouch for '
+                'them with parallel.rows = "apart"'
             )
 
     def _step_in_tiles(  # noqa: PLR0917 - what step has found out

@@ -60,6 +60,8 @@ class Rows:
         self._divides = mesh.plan.memory.shard != "none"
         self._problem = ""
         """why the net cannot be recorded"""
+        self.found: str | None = None
+        """where samples depend on each other in the latest step"""
         self._program: Program | None = None
         """of the latest batch"""
 
@@ -70,6 +72,7 @@ class Rows:
         `UsageError` on all ranks unless what they have recorded is the same.
         """
         program, found = self._judged(call, inputs, share)
+        self.found = found
         mark = None if program is None else program.mark
         digest = -1 if mark is None else mark.digest
         said = (share.total, share.step, share.bounds, found is not None, digest)
