@@ -302,3 +302,17 @@ def test_a_single_number_crosses_between_stages() -> None:
 
     plan = Plan(layout=PIPE).replace({"pipeline.micro_batches": 2, "pipeline.cut": "last"}, USER)
     run_ranks(PIPE, check, plan=plan)
+
+
+@pytest.mark.parametrize("layout", [DATA, Layout(data=2, pipe=2)], ids=str)
+def test_batch_norm_of_one_sample_of_a_replicas_own_is_told(layout: Layout) -> None:
+    def check(mesh: Mesh) -> None:
+        x, y = (t.double() for t in batches(Net, (2,) * 4)[0])
+        net = made(Net, lambda n, h: n.norm(h), lambda: {"norm": nn.BatchNorm1d(6)})
+        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        with pytest.raises(UsageError, match=r"(?i)expect.* more than 1 value per channel"):
+            model.step(*model.shard(x, y))
+
+    run_ranks(
+        layout, check, plan=plan_for(layout).replace({"parallel.batch_norm": "replica"}, USER)
+    )

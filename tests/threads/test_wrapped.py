@@ -65,8 +65,49 @@ def test_an_average_of_the_net_follows_it(layout: Layout) -> None:
                 mean.lerp_(parameter.detach(), 1 / (number + 1))
         found = [p for p in average.module.parameters() if not p.is_meta]
         torch.testing.assert_close(found, wanted)
+        every = model.full_state_dict(of=average.module)
+        assert every.keys() == model.full_state_dict().keys()
+        for (name, _), mean in zip(model.named_parameters(), wanted, strict=True):
+            torch.testing.assert_close(every[name], mean)
 
     on_ranks(layout, check)
+
+
+def test_an_average_of_a_net_in_stages_is_saved_whole(tmp_path: Path) -> None:
+    def averaged(mesh: Mesh, saves: bool) -> dict[str, Any]:
+        x, y = (t.double() for t in batches(Net)[0])
+        net = made(Net, lambda _net, h: h, dict)
+        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
+        average = AveragedModel(model.module)
+        near = tmp_path / "near"
+        with Checkpointer(
+            tmp_path / "far", mesh, local=near, every=1, model=model, average=average
+        ) as ckpt:
+            if saves:
+                optimizer = torch.optim.SGD(model.parameters(), 0.5)
+                for _ in range(2):
+                    model.step(*model.shard(x, y))
+                    optimizer.step()
+                    average.update_parameters(model.module)
+                assert ckpt.maybe_save(2)
+            else:
+                assert ckpt.load() == 2
+            assert average.n_averaged == 2
+            return model.full_state_dict(of=average.module)
+
+    saved, _ = run_ranks(PIPE, averaged, True, plan=plan_for(PIPE))
+    for layout in (Layout(), PIPE):
+        for loaded in run_ranks(layout, averaged, False, plan=plan_for(layout)):
+            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+def test_inputs_and_targets_have_as_many_samples() -> None:
+    def check(model: ParallelModel, data: list[Any]) -> None:
+        x, y = data[0]
+        with pytest.raises(UsageError, match="5 inputs and 3 targets"):
+            model.shard(x, y[:3])
+
+    on_ranks(DATA, check)
 
 
 @LAYOUTS

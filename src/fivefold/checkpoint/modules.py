@@ -56,9 +56,11 @@ class KeptModule:
             )
 
     def _state(self) -> dict[str, Any]:
+        # What is on the meta device another rank has: averages of a net in stages are such modules.
         return {
             key.replace(_CHECKPOINTED, ""): value
             for key, value in self._module.state_dict().items()
+            if not (isinstance(value, Tensor) and value.is_meta)
         }
 
     def entries(self) -> Iterator[Entry]:

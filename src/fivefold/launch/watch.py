@@ -57,6 +57,8 @@ class Watch:
         self._awaited: list[subprocess.Popen[bytes]] = []
         self._groups: set[int] = set()
         self._ended: list[tuple[int, int]] = []
+        self._codes: dict[int, int] = {}
+        """by rank, of all that have ended"""
         self._first: tuple[int, int] | None = None
         self._stopping = False
         self._stopped_by = 0
@@ -145,7 +147,7 @@ class Watch:
 
         Raises `RankFailure` for the first rank that did not, `UsageError` with its message if that
         rank ended with code 2 after `error: ...`, `Resumable` if with code 75, and `Stopped`
-        if a signal stopped the launcher.
+        if a signal stopped the launcher, unless all ranks then saved and ended with code 75.
         """
         while self._awaited:
             self._turn()
@@ -154,7 +156,9 @@ class Watch:
         if self._first is not None:
             raise self._failure(*self._first)
         if self._stopped_by:
-            raise Stopped(self._stopped_by, self.job)
+            codes = list(self._codes.values())
+            saved = codes == [Resumable.exit_code] * self.job.processes
+            raise Resumable(self.job) if saved else Stopped(self._stopped_by, self.job)
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout()):
@@ -184,6 +188,7 @@ class Watch:
     def _judge(self) -> None:
         """Find the rank that failed first among those that ended since the last turn."""
         # A rank whose peer was killed fails too, milliseconds later: a signal is the likelier cause.
+        self._codes.update(self._ended)
         failed = sorted((code > 0, rank, code) for rank, code in self._ended if code != 0)
         if failed and not self._stopping:
             _, rank, code = failed[0]

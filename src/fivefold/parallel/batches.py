@@ -39,6 +39,17 @@ def _check_lists(tree: Any) -> None:
             )
 
 
+def _check_pair(trees: tuple[Any, ...]) -> None:
+    if len(trees) != 2 or not all(isinstance(tree, Tensor) and tree.dim() for tree in trees):
+        return
+    inputs, targets = (len(tree) for tree in trees)
+    if inputs != targets:
+        raise UsageError(
+            f"{inputs} inputs and {targets} targets: each has to have one entry for every sample, on the "
+            "leading dim"
+        )
+
+
 def _is_list(tree: Any) -> bool:
     """Whether it is a list with entries of its own, none of them tensors."""
     return isinstance(tree, list) and bool(tree) and not leaves(tree)
@@ -63,11 +74,12 @@ class Batches:
     def shard(self, trees: tuple[Any, ...]) -> tuple[Any, ...]:
         """This rank's part of trees that every rank holds whole; the first one is cut into tiles as well.
 
-        Raises `UsageError` for a list with an entry for every sample, which nobody would cut, and for a
-        tensor without dims.
+        Raises `UsageError` for a list with an entry for every sample, which nobody would cut, for a
+        tensor without dims, and for inputs and targets of which one has more samples.
         """
         for tree in trees if self._group.size() > 1 else ():
             _check_lists(tree)
+        _check_pair(trees)
         return tuple(
             map_tensors(self._tile if self._tiles and not number else self._cut, tree)
             for number, tree in enumerate(trees)

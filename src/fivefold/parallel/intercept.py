@@ -184,8 +184,12 @@ def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str
     names = _TORCH_BATCH_NORM if func is torch.batch_norm else _BATCH_NORM
     a: dict[str, Any] = {"training": False, "momentum": 0.1, "eps": 1e-5}
     a.update(_named(names, args, kwargs))
-    if not a["training"] or share.group is None:
+    if not a["training"]:
         return _laid_out(func, args, kwargs)
+    if share.group is None:
+        return _of_own(
+            share, func, args, kwargs, 'parallel.batch_norm = "replica" normalises these alone'
+        )
     return global_batch_norm(
         a["input"], a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
         momentum=a["momentum"], eps=a["eps"], group=share.group, counted=share.rows > 0,
@@ -200,21 +204,23 @@ _INSTANCE_NORM = (
 def _instance_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a = _named(_INSTANCE_NORM, args, kwargs)
     if not a.get("use_input_stats", True) or a.get("running_mean") is None or share.group is None:
-        return _of_own(share, func, args, kwargs)
+        why = "the net normalises over samples, which replicas cannot where the net cannot be recorded"
+        return _of_own(share, func, args, kwargs, why)
     return global_instance_norm(a, share.rows, share.total, share.group)
 
 
-def _of_own(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A norm of samples one by one, if the net does as it should: what torch refuses else is told."""
+def _of_own(
+    share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+) -> Any:
+    """A norm of this rank's own samples. What torch refuses, and may not of all samples, is told."""
     try:
         return _laid_out(func, args, kwargs)
     except ValueError as problem:
         if share.rows == share.total:
             raise
         raise UsageError(
-            f"{problem}, on a rank with {share.rows} of {share.total} samples: the net normalises over "
-            "samples, which replicas cannot where the net cannot be recorded. Normalise each sample by "
-            "itself, or use larger batches"
+            f"{problem}, on a rank with {share.rows} of {share.total} samples: {why}. Use larger batches, or "
+            "drop the last one of an epoch"
         ) from problem
 
 

@@ -379,8 +379,8 @@ class ParallelModel(Wrapped):
         if self._stages is not None:
             if self.training:
                 raise UsageError(
-                    "with a pipe axis a model in training mode has outputs in step only, where `on_outputs` "
-                    "sees them: call model.eval() first"
+                    "with a pipe axis model.step(x, y) trains, which computes the loss too and hands outputs "
+                    "to `on_outputs`; to evaluate, call model.eval() first"
                 )
             stages, share = self._stages, self._share(inputs, draws=False)
             outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))

@@ -56,12 +56,15 @@ class Wrapped(nn.Module):
         self._rest()
         return State(self.module.state_dict(*args, **kwargs))
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The plain net's whole state_dict, on every rank. Collective."""
+    def full_state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
+        """The plain net's whole state_dict, on every rank. Collective.
+
+        `of`: instead, that of a copy of `.module` with the same names, such as an average of it.
+        """
         self._rest()
         state = {
             name: whole(value) if isinstance(value, Tensor) else value
-            for name, value in self.module.state_dict().items()
+            for name, value in (of or self.module).state_dict().items()
         }
         return state if self._stages is None else dict(self._stages.everywhere(state))
 
@@ -128,7 +131,8 @@ class Wrapped(nn.Module):
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"a parallel model is at one with its ranks and cannot be {what}: use its net, as in "
-        "AveragedModel(model.module), or with memory.shard a net of its own that loads full_state_dict()"
+        "AveragedModel(model.module), whose weights model.full_state_dict(of=average.module) gathers; with "
+        "memory.shard a net of its own that loads full_state_dict()"
     )
 
 

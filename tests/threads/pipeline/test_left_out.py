@@ -128,3 +128,20 @@ def test_views_that_are_conjugated_or_negated_later_cross_stages(
             expect_close(parameter.grad, wanted[name].grad, name)
 
     run_ranks(Layout(pipe=2), check)
+
+
+def test_gradients_of_a_zero_bubble_schedule_may_be_changed_in_place() -> None:
+    net = made(lambda x: x)
+
+    def check(mesh: Mesh) -> None:
+        own = made(lambda x: x)
+        own.load_state_dict(net.state_dict())
+        x = torch.ones(8, 5).double()
+        model = parallelize(own, mesh, example=x, loss=nn.MSELoss())
+        model.step(*model.shard(x, x * 0.5))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.1 * parameter
+
+    plan = Plan(layout=Layout(pipe=2)).replace({"pipeline.schedule": "zero-bubble"}, USER)
+    run_ranks(plan.layout, check, plan=plan)

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.parallel.tiles.program import Compute
+from fivefold.torch_private import base_of
 
 __all__ = ["Deferred"]
 
@@ -57,10 +58,12 @@ class Deferred:
     def finish(self, *, counted: bool) -> None:
         """Compute what was left, and add it to the gradients of the parameters; zeros unless `counted`."""
         while self._todo:
-            y, dy, weights, own = self._todo.pop()
-            grads = torch.autograd.grad(y, own, dy)
+            y, dy, weights, leaves = self._todo.pop()
+            grads = torch.autograd.grad(y, leaves, dy)
             for parameter, found in zip(weights, grads, strict=True):
-                grad = found if counted else torch.zeros_like(found)
+                # A view that is made here nobody else could change in place.
+                own = found if base_of(found) is None else found.clone()
+                grad = own if counted else torch.zeros_like(own)
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 

@@ -334,10 +334,11 @@ class PipelinedNet:
         feeds = self._feeds(batch, micros)
         tape = feeds[0].ready.program.tape
         check_counted(tape, schedule.micro_batches)
-        if self._mesh.layout.data == 1:
+        if self._mesh.layout.data == 1 or self._mesh.plan.parallel.batch_norm == "replica":
             for rows, feed in zip(micros, feeds, strict=True):
                 if len(rows) == 1:
-                    check_values(feed.ready.program.tape, schedule.micro_batches)
+                    share = len(rows) / feed.ready.moment.rows
+                    check_values(feed.ready.program.tape, schedule.micro_batches, share)
         if schedule.chains > 1:
             check_effects(tape)
         if divided:

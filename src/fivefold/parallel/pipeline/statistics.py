@@ -148,13 +148,13 @@ def check_norms(net: nn.Module) -> None:
             )
 
 
-def check_values(tape: Tape, micro_batches: int) -> None:
+def check_values(tape: Tape, micro_batches: int, share: float) -> None:
     """Raise `UsageError` for a batch norm of one value per channel, which has no variance.
 
-    For one replica: with others a value of each is enough.
+    For replicas by themselves, each with `share` of what was recorded: together a value of each is enough.
     """
     for node in tape.nodes:
-        if uses_batch(node) and math.prod(node.shapes[0]) == node.shapes[0][1]:
+        if uses_batch(node) and math.prod(node.shapes[0]) * share == node.shapes[0][1]:
             raise UsageError(
                 f"{node.where} expects more than 1 value per channel when training, and gets an input of "
                 f"shape {node.shapes[0]} from one of {micro_batches} micro-batches: use larger batches, "
