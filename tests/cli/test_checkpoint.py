@@ -88,9 +88,9 @@ def test_show_tells_everything(places: Path, capsys: pytest.CaptureFixture[str])
                  "those of node 1 (node1)", "redundancy-1.bin", "__1_0.distcp  200 bytes  xxh3",
                  "node 0 (node0) saved 300 B, of rank 0:"):  # fmt: skip
         assert part in text
-    assert "name one of them, such as step-00000100-epoch-1" in told(
-        capsys, "show", "node0", code=2
-    )
+    several = told(capsys, "show", "node0", code=2)
+    assert f"/node0/{RUN_ID}/step-00000100-epoch-1, " in several
+    assert "was saved after step" in told(capsys, "show", several.split()[-1].rstrip("."))
     (places / "far" / NAME / MANIFEST).write_text("{}")
     assert "is no checkpoint: the manifest in" in told(capsys, "show", f"far/{NAME}", code=1)
 

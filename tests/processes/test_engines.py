@@ -184,6 +184,24 @@ def test_a_stopped_launcher_leaves_nothing(
     awaited(lambda: not any(map(alive, {*mine, *pids(tmp_path)})), "all processes to be gone", 1.0)
 
 
+@pytest.mark.parametrize("all_save", [True, False])
+def test_ranks_that_save_when_the_launcher_is_stopped_can_go_on(
+    start: Start, tmp_path: Path, all_save: bool
+) -> None:
+    code = 75 if all_save else "75 if rank else 1"
+    process = start(f"""
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+ready()
+all_ready()
+time.sleep(300)
+""")
+    wait_until_ready(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    ended, _, err = finish(process)
+    assert ended == (75 if all_save else 128 + signal.SIGTERM), err
+    assert ("the same command goes on from there" in err) == all_save
+
+
 def test_a_killed_launcher_leaves_nothing(start: Start, tmp_path: Path) -> None:
     process = start("family()\nall_ready()\ntime.sleep(300)\n")
     wait_until_ready(tmp_path)

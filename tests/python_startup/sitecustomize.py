@@ -32,11 +32,22 @@ _SOURCE = f"{_COMPILER}.source"
 
 
 class _Sources(Loader):
-    """Classes of the names that torch asks for outside of its compiler."""
+    """The classes that torch asks for outside of its compiler; with any other one all of it is read."""
+
+    def __init__(self, load: Callable[[], None]) -> None:
+        self._load = load
 
     def exec_module(self, module: ModuleType) -> None:
         for name in ("ConstantSource", "RandomValueSource"):
             setattr(module, name, type(name, (), {"__init__": lambda *_: None}))
+
+        def another(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(f"module {_SOURCE!r} has no attribute {name!r}")
+            self._load()
+            return getattr(importlib.import_module(_SOURCE), name)
+
+        vars(module)["__getattr__"] = another
 
 
 class _Late(MetaPathFinder, Loader):
@@ -52,7 +63,7 @@ class _Late(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == _SOURCE and not self._there:
-            return ModuleSpec(fullname, _Sources())
+            return ModuleSpec(fullname, _Sources(self._load))
         if fullname.startswith(_COMPILER + ".") and fullname != _OPTIONS:
             self._load()
         if fullname != _COMPILER or self._there:

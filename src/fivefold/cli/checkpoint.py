@@ -372,7 +372,7 @@ def _copies_and_local(paths: Sequence[str]) -> tuple[list[Copy], list[str]]:
 def _one(path: str) -> Copy:
     found = _copies([path])
     if len(found) != 1:
-        raise _not_one(path, [copy.folder for copy in found])
+        raise _not_one(path, found)
     return found[0]
 
 
@@ -381,16 +381,15 @@ def _one_or_local(path: str) -> Copy:
     found, _ = _copies_and_local([path])
     by_name = {copy.folder: copy for copy in reversed(found)}
     if len(by_name) != 1:
-        raise _not_one(path, list(dict.fromkeys(copy.folder for copy in found)))
+        raise _not_one(path, [*by_name.values()][::-1])
     return by_name.popitem()[1]
 
 
-def _not_one(path: str, names: Sequence[str]) -> UsageError:
-    if not names:
+def _not_one(path: str, found: Sequence[Copy]) -> UsageError:
+    if not found:
         return UsageError(f"{path} holds no checkpoint")
-    return UsageError(
-        f"{path} holds {len(names)} checkpoints; name one of them, such as {', '.join(names[-5:])}"
-    )
+    some = ", ".join(str(copy.where) for copy in found[-5:])
+    return UsageError(f"{path} holds {len(found)} checkpoints; name one of them, such as {some}")
 
 
 def _bench(paths: Sequence[str], persistent: str = "") -> Bench:

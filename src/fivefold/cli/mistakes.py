@@ -33,7 +33,7 @@ def _told(head: str, text: str) -> str:
         expected = [words for word, words in _KINDS.items() if word in kind] or [kind]
         return f"{option.rpartition('/')[2]} {value}: expected {expected[0]}"
     if found := re.match(r"Unrecognized options: (.*)", head):
-        near = re.search(r"meant:\s+(-\S+)", text)
+        near = re.search(r"meant:\s+(?:-\w+,\s+)*(-[\w.-]+)", text)
         word = found[1].split(",")[0].strip()
         kind = "unknown option" if word.startswith("-") else "unexpected argument"
         return f"{kind} {word}" + (f"; did you mean {near[1]}?" if near else "")
