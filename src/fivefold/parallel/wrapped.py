@@ -62,9 +62,10 @@ class Wrapped(nn.Module):
         `of`: instead, that of a copy of `.module` with the same names, such as an average of it.
         """
         self._rest()
+        held_here = (self.module if of is None else of).state_dict()
         state = {
             name: whole(value) if isinstance(value, Tensor) else value
-            for name, value in (of or self.module).state_dict().items()
+            for name, value in held_here.items()
         }
         return state if self._stages is None else dict(self._stages.everywhere(state))
 
