@@ -32,7 +32,7 @@ _HEADER = struct.Struct("!IcH")
 FRAME_BYTES = 4096 - _HEADER.size
 """The longest payload: Linux writes up to 4096 bytes to a pipe in one piece."""
 
-# Kinds: output, errors, greeting (payload: process group), exit (payload: code or minus the signal).
+# Kinds: output, errors, greeting (payload: process and its group), exit (payload: code or minus the signal).
 OUT, ERR, HELLO, EXIT = b"o", b"e", b"h", b"x"
 
 
@@ -120,7 +120,9 @@ class _Frames:
     def _handle(self, rank: int, kind: bytes, payload: bytes) -> None:
         if kind == HELLO:
             self.greeted += 1
-            self._watch.add_group(int(payload))
+            pid, group = map(int, payload.split())
+            self._watch.add_group(group)
+            self._watch.add_shim(rank, pid)
         elif kind == EXIT:
             self._watch.ended(rank, int(payload))
         else:

@@ -4,7 +4,8 @@
 
 Whatever launched it, the rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. Its output is
 kept in `DIR/rank-N.log` and sent along the pipe at PATH; where there is none (another node), it is shown
-with a prefix, in whole lines. The shim ends as the rank ended, by the same signal if need be.
+with a prefix, in whole lines. The shim ends as the rank ended, by the same signal if need be; after code
+75 (saved, try again), which the pipe told, with 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import IO
 
 from fivefold.launch.environment import Place, locate
 from fivefold.launch.guard import dies_with_parent
-from fivefold.launch.job import log_path
+from fivefold.launch.job import Resumable, log_path
 from fivefold.launch.output import Display, LogLines
 from fivefold.launch.relay import ERR, EXIT, FRAME_BYTES, HELLO, OUT, send
 
@@ -47,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     place = locate()
     report = _reporter(place, options.fifo)
-    report(HELLO, b"%d" % os.getpgrp())
     with log_path(options.log_dir, place.rank).open("ab", buffering=0) as log:
         code = _run(options.command, place, log, report)
     report(EXIT, b"%d" % code)
     if code < 0:
         _die_of(-code)
-    return code
+    # A launcher ends the other ranks at once when one ends with an error: they would not save to the end.
+    return 0 if code == Resumable.exit_code and options.fifo is not None else code
 
 
 def _reporter(place: Place, path: Path | None) -> Report:
@@ -89,6 +90,7 @@ def _run(command: list[str], place: Place, log: IO[bytes], report: Report) -> in
     )
     for signum in _FORWARDED:
         signal.signal(signum, lambda number, _: rank.send_signal(number))
+    report(HELLO, b"%d %d" % (os.getpid(), os.getpgrp()))  # from here on signals may come
     assert rank.stdout is not None and rank.stderr is not None
     readers = [
         threading.Thread(target=_pump, args=(pipe, kind, log, report), daemon=True)

@@ -1,7 +1,7 @@
 """One loop that reads what processes write, notices when they end, and stops the rest.
 
     running --- a rank fails ------------------> stopping: SIGTERM to every process started
-       |    --- SIGINT, SIGTERM, SIGHUP -------> stopping: the same signal to every process started
+       |    --- SIGINT, SIGTERM, SIGHUP -------> stopping: the same signal to every rank
        |                                            | grace is over, or a second signal
        |                                         killing: SIGKILL to every process group
        +--- all have ended ---> sweep: what they left behind in their groups is ended too
@@ -56,6 +56,8 @@ class Watch:
         self._on_exit: dict[subprocess.Popen[bytes], Callable[[int], None]] = {}
         self._awaited: list[subprocess.Popen[bytes]] = []
         self._groups: set[int] = set()
+        self._shims: dict[int, int] = {}
+        """by rank, of the ranks that a foreign launcher started: the process that passes signals on to it"""
         self._ended: list[tuple[int, int]] = []
         self._codes: dict[int, int] = {}
         """by rank, of all that have ended"""
@@ -113,6 +115,13 @@ class Watch:
         self._groups.add(group)
         self._guard.add(group)
 
+    def add_shim(self, rank: int, pid: int) -> None:
+        """Send signals for `rank` to this process, not through the launcher that started it.
+
+        torchrun and mpirun kill ranks a second after a signal or send it twice: no time to save.
+        """
+        self._shims[rank] = pid
+
     def guard_folder(self, folder: Path) -> None:
         """Remove this folder if the launcher is killed."""
         self._guard.add_folder(folder)
@@ -141,6 +150,8 @@ class Watch:
     def ended(self, rank: int, code: int) -> None:
         """A rank has ended: with an exit code, or with minus the signal that killed it."""
         self._ended.append((rank, code))
+        if rank in self._shims:
+            self._shims[rank] = 0
 
     def wait(self) -> None:
         """Return when all processes have ended well.
@@ -204,10 +215,19 @@ class Watch:
         self._stopping = self.display.silent = True
         self._due.clear()
         self._deadline = time.monotonic() + grace_s
-        for process in self._awaited:
-            process.send_signal(signal.SIGTERM if signum == signal.SIGPIPE else signum)
         if self._first is None:
             self._stopped_by = signum
+        self._signal(signal.SIGTERM if signum == signal.SIGPIPE else signum)
+
+    def _signal(self, signum: int) -> None:
+        """Send a signal to the ranks, or to what starts them where a rank has not started or has failed."""
+        if self._first is None and len(self._shims) == self.job.processes:
+            for pid in filter(None, self._shims.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+        else:
+            for process in self._awaited:
+                process.send_signal(signum)
 
     def _failure(self, rank: int, code: int) -> Exception:
         if code == Resumable.exit_code:
@@ -275,8 +295,7 @@ class Watch:
     def _signalled(self, numbers: bytes) -> None:
         for signum in numbers:
             if signum in _FORWARDED:
-                for process in self._awaited:
-                    process.send_signal(signum)
+                self._signal(signum)
             elif signum in _STOPPING and self._stopping:
                 self._deadline = 0.0  # asked again: no more patience
             elif signum in _STOPPING:
