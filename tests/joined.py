@@ -68,7 +68,9 @@ def plan_for(layout: Layout) -> Plan:
 
 
 def batches(kind: type[Net], rows: tuple[int, ...] = (5,) * STEPS) -> list[tuple[Tensor, Tensor]]:
-    dice = torch.Generator().manual_seed(4)  # of its own: ranks are threads and may draw at one time
+    dice = torch.Generator().manual_seed(
+        4
+    )  # of its own: ranks are threads and may draw at one time
     draw = functools.partial(torch.randn, generator=dice)
     if kind is Images:
         return [(draw(3, 2, 7, 9), draw(3, 3, 5, 7)) for _ in range(STEPS)]

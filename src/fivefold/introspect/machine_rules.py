@@ -88,9 +88,13 @@ def _ends(link: dict[str, Any]) -> str:
 
 
 def slow_network(analysis: Analysis) -> Iterator[Finding]:
-    """Operations that take far longer than the same ones when the run started, and the link at fault."""
+    """Operations that take far longer than the same ones when the run started, and the link at fault.
+
+    A link far slower than the others is told too where the start was as slow, as it is on crowded cores.
+    """
     if analysis.steps is None:
         return
+    link = slowed(analysis.run)
     often = _OFTEN * int(analysis.steps.count.max(0).sum()) * len(analysis.run.ranks)
     rows = [
         (i, row) for i, row in enumerate(analysis.operations)
@@ -99,13 +103,14 @@ def slow_network(analysis: Analysis) -> Iterator[Finding]:
     ]  # fmt: skip
     gain = analysis.exposed_in((row, 1 - (row["expected_ratio"] or 0)) for _, row in rows)
     if not rows or gain < _EXPOSED * analysis.steps.step_s:
+        if link is not None and link[1] is not None and not any(slow_links(analysis)):
+            yield from _slow_beside(analysis, link[0], link[1])
         return
     at, worst = max(rows, key=lambda pair: pair[1]["exposed_s"])
     slower = (
         f"{worst['operation']} of {bytes_text(worst['bytes'] / worst['count'])} takes "
         f"{seconds_text(worst['transfer_s'] or 0)} instead of {seconds_text(worst['expected_s'] or 0)}"
     )
-    link = slowed(analysis.run)
     if link is not None:
         yield replace(
             _slow_since(*link, slower, at), gain_s=gain, share=gain / analysis.steps.step_s
@@ -125,16 +130,33 @@ def slow_network(analysis: Analysis) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _slow_since(way: Way, usual: float | None, slower: str, row: int) -> Finding:
+def _slow_beside(analysis: Analysis, way: Way, usual: float) -> Iterator[Finding]:
+    """A link that is slow by comparison with the others alone."""
+    assert analysis.steps is not None
+    over = [(row, 1 - way.bytes_per_s / usual) for row in analysis.operations if row["transfer_s"]]
+    gain = analysis.exposed_in(over)
+    if gain < _EXPOSED * analysis.steps.step_s:
+        return
+    yield replace(
+        _slow_since(way, usual, "", None), gain_s=gain, share=gain / analysis.steps.step_s
+    )
+
+
+def _slow_since(way: Way, usual: float | None, slower: str, row: int | None) -> Finding:
+    """`slower` says which operation is slower than at start, and `row` where it stands."""
     speed = f"{bytes_text(way.bytes_per_s)}/s while it is in use"
     others = f", the median of the others has {bytes_text(usual)}/s" if usual else ""
     ranks = tuple(sorted({*way.ranks[0], *way.ranks[1]}))
+    told = [] if row is None else [evidence("operations", slower, rows=[row])]
+    title = f"the link {way.text} is slow: {speed}{others}"
+    if slower:
+        title = f"the link {way.text} has become slow: {speed}{others}; {slower}"
     return Finding(
-        "slow-link", f"the link {way.text} has become slow: {speed}{others}; {slower}",
+        "slow-link", title,
         "see what else uses this link now; have the cables, the ports and the interfaces of these two "
         "nodes checked, or leave out one of them",
         None, ranks, None,
-        (evidence("operations", slower, rows=[row]),
+        (*told,
          evidence("ranks", f"{share_text(way.in_use)} of the time something is on its way there: {speed}"
                            f"{others}", ranks=ranks)),
         {"bytes_per_s": way.bytes_per_s, "usual_bytes_per_s": usual, "in_use": way.in_use,

@@ -108,12 +108,25 @@ def test_a_slow_network_without_a_slow_link(why: Any, tmp_path: Path) -> None:
     assert "slow-network" in found and "slow-link" not in found
 
 
-def test_a_link_in_use_is_no_fault_while_operations_are_as_fast_as_at_the_start(
+def as_at_the_start(**told: Any) -> Ring:
+    calibrated = [{**_SLOW["calibration"][0], "seconds": 18e-3}]
+    return ring(meta={"calibration": calibrated}, hidden_ns=19 * MS, **told)
+
+
+def test_links_in_use_are_no_fault_while_operations_are_as_fast_as_at_the_start(
     tmp_path: Path,
 ) -> None:
-    calibrated = [{**_SLOW["calibration"][0], "seconds": 18e-3}]
-    story = ring(in_use={2: 0.6}, meta={"calibration": calibrated}, hidden_ns=19 * MS)
+    story = as_at_the_start(in_use=dict.fromkeys(range(4), 0.6))
     assert not judged(story, tmp_path)[1].keys() & {"slow-link", "slow-network"}
+
+
+def test_a_link_slower_than_the_others_is_named_though_the_start_was_as_slow(
+    tmp_path: Path,
+) -> None:
+    _, found = judged(as_at_the_start(in_use={2: 0.6}), tmp_path)
+    link = found["slow-link"]
+    assert link.title.startswith("the link from node2 (rank 2) to node3 (rank 3) is slow: ")
+    assert link.gain_s and link.ranks == (2, 3) and "slow-network" not in found
 
 
 def test_only_links_between_ranks_of_different_nodes_count(tmp_path: Path) -> None:
