@@ -67,6 +67,7 @@ format: $(VENV)/.develop  ## rewrite the sources as `make check` wants them
 
 docs: $(VENV)/.develop  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
 
 native:  ## test the C core alone, with threads as ranks
 	cmake -S native -B build/native -DFIVEFOLD_DRIVER=ON >/dev/null

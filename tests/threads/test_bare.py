@@ -111,3 +111,21 @@ def test_hooks_of_parameters_refuse() -> None:
             model(model.shard(X)).sum().backward()
 
     run_ranks(2, check)
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(data=2, width=2)], ids=str)
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_net_trained_beside_its_model_is_refused(layout: Layout, evaluated: bool) -> None:
+    def check(mesh: Mesh) -> None:
+        net = copy.deepcopy(NET)
+        model = ff.parallelize(net, mesh, loss=nn.CrossEntropyLoss())
+        x, y = X[mesh.rank :: 2], Y[mesh.rank :: 2]
+        if evaluated:
+            model.evaluate(*model.shard(X, Y), lambda o, _t: o.new_ones(1))
+        with pytest.raises(
+            UsageError, match=r"the model that it returned was not called.*model\.step"
+        ):
+            F.cross_entropy(net(x), y).backward()
+        model.step(*model.shard(X, Y))
+
+    run_ranks(layout, check, plan=Plan(layout=layout))

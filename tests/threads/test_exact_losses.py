@@ -171,7 +171,7 @@ def test_losses(case: str, ranks: int, samples: int) -> None:
     expect_exact(LOSSES[case], ranks, samples)
 
 
-@pytest.mark.filterwarnings("ignore:the loss MSELoss is not one")
+@pytest.mark.filterwarnings("ignore:the loss .MSELoss. is not one")
 def test_a_loss_of_torch_with_a_hook_is_not_taken_apart() -> None:
     def doubled(_module: nn.Module, _inputs: object, loss: Tensor) -> Tensor:
         return 2 * loss

@@ -71,6 +71,25 @@ def test_a_part_that_is_noted_needs_no_exchange_and_a_plain_share_works_too() ->
             assert exchanged is not noted
 
 
+def test_the_same_samples_on_all_replicas_are_told() -> None:
+    y = torch.arange(6) % 3
+
+    def check(mesh: Mesh, *batches: tuple[Tensor, Tensor]) -> None:
+        model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)
+        for _ in range(2):
+            model.step(*batches[mesh.rank])
+
+    whole, zeros = (X[:6], y), (torch.zeros_like(X[:6]), y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, check, (X[:2], y[:2]), (X[2:6], y[2:]))
+        run_ranks(2, check, zeros, zeros)
+        assert not caught
+        run_ranks(2, check, whole, whole)
+    assert len(caught) == 2  # both ranks, in their first step alone
+    assert "all 2 replicas gave model.step the same samples" in str(caught[0].message)
+
+
 def test_shards_know_what_they_are_part_of() -> None:
     def check(mesh: Mesh) -> tuple[Part | None, Part | None, list[int]]:
         model = ff.parallelize(copy.deepcopy(NET), mesh, loss=LOSS)

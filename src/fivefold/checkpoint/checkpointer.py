@@ -362,7 +362,7 @@ class Checkpointer(Closing):
             self._let_go()
         if self.last is not None and not self._saved:
             raise CheckpointError(
-                f"the run ends without any save; of the last was told: {self.last.problem}"
+                f"the run ends without any save: {self.last.problem.partition(': ')[2]}"
             )
 
     def __exit__(

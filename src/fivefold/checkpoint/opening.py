@@ -50,7 +50,11 @@ def open_run(ranks: Ranks, store: PersistentStore) -> Opened:
     def read() -> dict[str, Any]:
         if ranks.rank != 0:
             return {}
-        return {"run": (store.read_run() or Run(new_run_id(), ())).to_json()}
+        try:
+            run = store.read_run()
+        except NotADirectoryError as problem:
+            raise UsageError(f"{described(problem)}: a part of this path is a file") from problem
+        return {"run": (run or Run(new_run_id(), ())).to_json()}
 
     told = ranks.agree(f"reading {store.place.where()}", read)
     return Opened(Run.parse(told[0]["run"]))
@@ -118,7 +122,7 @@ def _lease(store: PersistentStore) -> Lease:
     except OSError as problem:
         raise UsageError(
             f"cannot write to {store.place.where()}: {described(problem)}; checkpoints need a directory that "
-            "all nodes see and the first may write to"
+            "all nodes see and rank 0 may write to"
         ) from None
 
 

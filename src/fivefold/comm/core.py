@@ -189,7 +189,7 @@ def _reason(group: Core, report: Report, asked: Call | Transfer) -> str:
 def _who_is_missing(group: Core, report: Report, status: int) -> str:
     who = _ranks([q for q in range(group.size) if report.missing[q // 64] >> (q % 64) & 1])
     return {
-        _TIMEOUT: f"Timed out waiting for {who}",
+        _TIMEOUT: f"Timed out waiting for {who}; `fivefold run --trace` tells who waits for whom",
         _DIED: f"the process of {who} has ended",
         _LEFT: f"{who} has left the group",
         _CLOSED: "it closed the group while this was under way",

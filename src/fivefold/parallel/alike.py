@@ -11,7 +11,7 @@ from fivefold.errors import UsageError
 from fivefold.torch_private import is_dtensor
 from fivefold.trace import Tag
 
-__all__ = ["check_alike"]
+__all__ = ["bits_of", "check_alike"]
 
 _SELDOM = 256
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,7 +33,7 @@ def check_alike(net: nn.Module, group: dist.ProcessGroup, step: int) -> None:
     if group.size() == 1 or not held:
         return
     device = held[0][1].device
-    sums = torch.stack([_bits(parameter).to(device) for _, parameter in held])
+    sums = torch.stack([bits_of(parameter).to(device) for _, parameter in held])
     factors = torch.arange(1, len(sums) + 1, device=device)
     said = torch.stack([torch.tensor(len(sums), device=device), (sums * factors).sum()])
     every = comm.all_gather(said, group, Tag.CONTROL)
@@ -51,8 +51,8 @@ def check_alike(net: nn.Module, group: dist.ProcessGroup, step: int) -> None:
     )
 
 
-def _bits(parameter: Tensor) -> Tensor:
-    """The sum of its bits, which is the same in every order."""
-    flat = parameter.detach().contiguous().reshape(-1)
+def bits_of(tensor: Tensor) -> Tensor:
+    """The sum of its bits, int64 (), which is the same in every order."""
+    flat = tensor.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)

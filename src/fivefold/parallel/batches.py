@@ -5,16 +5,23 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fivefold.errors import UsageError
+from fivefold import comm
+from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.parallel.alike import bits_of
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.tiles.net import TiledNet
 from fivefold.parallel.trees import flatten, leaves, map_tensors, rows_of
+from fivefold.trace import Tag
 
 __all__ = ["Batches", "own_samples"]
+
+_SOME = 1 << 16
+"""values by whose order batches are told apart"""
 
 
 def own_samples(leaf: Tensor, mesh: Mesh) -> Tensor:
@@ -55,12 +62,27 @@ def _is_list(tree: Any) -> bool:
     return isinstance(tree, list) and bool(tree) and not leaves(tree)
 
 
+def _digest(tree: Any) -> int:
+    """A number for what is in tensors; 0 for zeros, and for tensors without values."""
+    found = 0
+    for number, leaf in enumerate(leaves(tree), 1):
+        if leaf.is_meta or leaf.layout is not torch.strided:
+            continue
+        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        words = real.detach().reshape(-1)[:_SOME].double().nan_to_num()
+        places = torch.arange(1, len(words) + 1, device=words.device)
+        found += number * int(bits_of(leaf) + bits_of(words * places))
+    return found % (1 << 62)
+
+
 class Batches:
     """Batches of a model on a mesh; `tiles` cuts images, if there are tiles."""
 
     def __init__(self, mesh: Mesh, tiles: TiledNet | None) -> None:
         self._mesh, self._tiles, self._group = mesh, tiles, mesh.group("data")
         self._joint = mesh.plan.parallel.batch_norm == "global" and self._group.size() > 1
+        self._compared = self._group.size() == 1
+        """whether replicas have compared their first shares"""
 
     def moved(self, tree: Any) -> Any:
         """A batch on the mesh's device, its tensors still knowing which part they are."""
@@ -106,6 +128,8 @@ class Batches:
             bounds = (*(owned(total, replicas, r).start for r in range(replicas)), total)
         else:
             counts = row_counts(rows, self._group, self._mesh.device)
+            if draws and not self._compared:
+                self._compare(inputs)
             bounds = tuple(itertools.accumulate(counts, initial=0))
         origin, total = bounds[self._group.rank()], bounds[-1]
         if total == 0:
@@ -122,3 +146,15 @@ class Batches:
             )
         joint = self._group if self._joint else None
         return Share(rows, origin, total, seed, step, joint, draws, bounds=bounds)
+
+    def _compare(self, inputs: Any) -> None:
+        """Warn if the shares of all replicas are the same samples. Collective."""
+        self._compared = True
+        own = torch.tensor([_digest(inputs)], device=self._mesh.device)
+        every = comm.all_gather(own, self._group, Tag.CONTROL).flatten().tolist()
+        if every[0] and len(set(every)) == 1:
+            warn(
+                f"all {self._group.size()} replicas gave model.step the same samples, and each counts as a "
+                "part of the batch: of a batch that every rank holds whole, take "
+                "model.step(*model.shard(x, y)); instead of a DataLoader, fivefold.loader"
+            )

@@ -366,9 +366,14 @@ def warn_layout(what: str) -> None:
     if _here.noted is not None:
         _here.noted.append(what)
         return
+    attention = (
+        "; dropout=0.0 for the attention (layer.self_attn.dropout of a TransformerEncoderLayer) and "
+        "nn.Dropout elsewhere make it equal"
+    )
     warn(
         f"{what} draws random numbers in the model that do not follow the global sample: the run is "
-        "valid, but not equal to a run under another layout. nn.Dropout and its kin are.",
+        "valid, but not equal to a run under another layout, as one with nn.Dropout or torch.rand is"
+        + (attention if "attention" in what else ""),
     )
 
 

@@ -235,7 +235,7 @@ class SharedLoss:
         self._warned = True
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
         warn(
-            f"the loss {name} is not one that Fivefold can take apart, so outputs and targets of all ranks "
+            f"the loss {name!r} is not one that Fivefold can take apart, so outputs and targets of all ranks "
             "are gathered for it: exact, at the cost of that traffic in every step. Give it a method "
             "share(outputs, targets) -> (numerator, denominator) to avoid it.",
         )

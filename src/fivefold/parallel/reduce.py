@@ -80,7 +80,11 @@ class Bucketed:
 
     def __init__(self, net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> None:
         self._net, self._group, self._share_buffers = net, group, share_buffers
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = [
+            p.register_post_accumulate_grad_hook(_unused)
+            for p in net.parameters()
+            if p.requires_grad
+        ]
         self._trained: list[nn.Parameter] = []
         self.buckets: list[Bucket] = []
         self._next = 0
@@ -176,6 +180,14 @@ class Bucketed:
     def _finish_bare(self) -> None:
         self._finish()
         self._bare = False
+
+
+def _unused(_parameter: Tensor) -> None:
+    raise UsageError(
+        "the net that parallelize was given got gradients, and the model that it returned was not called: "
+        "they would be those of this rank's samples alone. Call the model, model.step(x, y) or "
+        "loss_fn(model(x), y).backward(); train the net alone before parallelize"
+    )
 
 
 def _arrived(reducer: weakref.ref[Bucketed], bucket: int, number: int, _parameter: Tensor) -> None:

@@ -160,8 +160,9 @@ class Rows:
         if not told:
             warn(
                 "whether the samples of a batch depend on each other in the net was not checked, as it "
-                f"cannot be recorded: {problem}. If they do, what replicas compute differs from one "
-                'process; if they do not, parallel.rows = "apart" in the plan says so',
+                f"cannot be recorded: {problem}. If the net computes each sample by itself, all is exact, "
+                'and parallel.rows = "apart" in the plan says so; if not, replicas compute something else '
+                "than one process",
             )
 
     def _meeting(

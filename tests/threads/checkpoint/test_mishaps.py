@@ -224,7 +224,7 @@ def test_a_run_that_never_completed_a_save_begins_again(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(LocalStore, "commit", fails)
-    with told(), pytest.raises(CheckpointError, match=r"ends without any save; .*No space left"):
+    with told(), pytest.raises(CheckpointError, match=r"ends without any save: .*No space left"):
         run_ranks(2, run, tmp_path, range(1, 3))
     monkeypatch.undo()
     with told() as warned:
@@ -446,3 +446,9 @@ def test_resuming_waits_for_a_job_that_ends_and_goes_on_from_its_last_save(
                 assert count == {"steps": 2}
 
     run_ranks(1, early)
+
+
+def test_a_directory_within_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="Not a directory: a part of this path is a file"):
+        run_ranks(2, run, tmp_path / "file", range(1, 2))

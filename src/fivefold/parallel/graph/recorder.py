@@ -56,8 +56,8 @@ _REFUSED = {
 }
 _CHECKPOINTED = "checkpoints (torch.utils.checkpoint)"
 _NUMBERS = (
-    "depends on the numbers of a tensor (an if, a loop, .item(), nonzero): what each tile has to compute "
-    "cannot be planned. Let it depend on shapes or options, or use torch.where"
+    "depends on the numbers of a tensor (an if, a loop, .item(), nonzero), so what it computes is not known "
+    "beforehand. Let it depend on shapes or options, or use torch.where"
 )
 
 

@@ -453,7 +453,7 @@ def pipelined(
     ):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UsageError(
-            f"the loss {name} cannot be taken apart into shares of micro-batches: use a loss of torch's on "
+            f"the loss {name!r} cannot be taken apart into shares of micro-batches: use a loss of torch's on "
             "one tensor, give it a method share(outputs, targets) -> (numerator, denominator), or choose "
             'pipeline.schedule = "layer", which takes the batch at once'
         )
