@@ -62,6 +62,8 @@ class Share:
     masks: Mapping[int, bool | None] = field(default_factory=dict[int, bool | None])
     """of random calls by key, where it is known: whether the samples are on the leading dim of what is drawn
     (True), or nowhere in it (False); None: elsewhere"""
+    known: bool = False
+    """whether the net was recorded, so that it takes the same way on all ranks"""
     keys: Keys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,8 +192,13 @@ def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return _of_own(
             share, func, args, kwargs, 'parallel.batch_norm = "replica" normalises these alone'
         )
+    x = a["input"]
+    held = [one for one in (x, a.get("weight"), a.get("bias")) if one is not None]
+    if not share.known and torch.is_grad_enabled() and not any(one.requires_grad for one in held):
+        # What goes another way on another rank may need a gradient there, which meets the others' backward.
+        x = x.detach().requires_grad_()
     return global_batch_norm(
-        a["input"], a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
+        x, a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
         momentum=a["momentum"], eps=a["eps"], group=share.group, counted=share.rows > 0,
     )  # fmt: skip
 

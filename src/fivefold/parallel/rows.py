@@ -87,6 +87,7 @@ class Rows:
             lines += [] if mark is None else mark.lines
             remedy = f'{ALIKE}; or vouch for the net with parallel.rows = "apart"'
             self._agreement.check(lines, "what they do", remedy, most=1)
+        share.known = program is not None
         if program is not None:
             share.masks = {
                 key_of(share.seed, share.step, *draw): follows
