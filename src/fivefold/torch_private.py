@@ -180,6 +180,11 @@ def gradient_hooks(holder: nn.Module | Tensor) -> dict[int, Any] | None:
     return cast(Any, holder)._backward_hooks
 
 
+def accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Its hooks that follow a gradient."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
 def norm_functions() -> Any:
     """Torch's module of the autograd functions of synchronised norms."""
     from torch.nn.modules import _functions

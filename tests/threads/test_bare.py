@@ -1,6 +1,7 @@
 """A bare `loss.backward()` outside of `step`: exact or refused, as the table in exactness.md has it."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -129,3 +130,39 @@ def test_a_net_trained_beside_its_model_is_refused(layout: Layout, evaluated: bo
         model.step(*model.shard(X, Y))
 
     run_ranks(layout, check, plan=Plan(layout=layout))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_models_that_share_layers_train_by_turns(bare: bool) -> None:
+    torch.manual_seed(6)
+    body = nn.Linear(4, 6)
+    nets = [nn.Sequential(body, nn.ReLU(), nn.Linear(6, out)).double() for out in (3, 2)]
+    x = torch.randn(5, 4, dtype=torch.float64)
+    targets = [torch.randn(5, out, dtype=torch.float64) for out in (3, 2)]
+    loss = nn.MSELoss()
+
+    def train(nets: list[nn.Sequential], step: Callable[[int], object]) -> list[Tensor]:
+        held = list(dict.fromkeys(p for net in nets for p in net.parameters()))
+        optim = torch.optim.SGD(held, lr=0.1)
+        for which in (0, 0, 1, 0, 1):
+            step(which)
+            if which:
+                optim.step()
+                optim.zero_grad()
+        return [p.detach() for p in held]
+
+    def check(mesh: Mesh, bare: bool) -> list[Tensor]:
+        own = copy.deepcopy(nets)
+        models = [ff.parallelize(net, mesh, loss=loss) for net in own]
+
+        def step(which: int) -> None:
+            model = models[which]
+            mine, theirs = model.shard(x, targets[which])
+            loss(model(mine), theirs).backward() if bare else model.step(mine, theirs)
+
+        return train(own, step)
+
+    alone = copy.deepcopy(nets)
+    one = train(alone, lambda n: loss(alone[n](x), targets[n]).backward())
+    for found in run_ranks(2, check, bare):
+        torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-15)

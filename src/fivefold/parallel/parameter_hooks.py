@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.parallel.sharded import placed, whole
-from fivefold.torch_private import gradient_hooks, is_dtensor, own_parameters
+from fivefold.torch_private import accumulate_hooks, gradient_hooks, is_dtensor, own_parameters
 
 __all__ = ["ParameterHooks"]
 
@@ -100,11 +100,8 @@ class ParameterHooks:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    afterwards = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    only = (
-        len(afterwards) == 1 and _is_ours(next(iter(afterwards.values()))) if afterwards else True
-    )
-    return bool(gradient_hooks(parameter)) or not only
+    others = (hook for hook in accumulate_hooks(parameter).values() if not _is_ours(hook))
+    return bool(gradient_hooks(parameter)) or any(True for _ in others)
 
 
 def _taken_off(parameter: nn.Parameter, kind: str) -> tuple[_Hooks, _Hooks] | None:

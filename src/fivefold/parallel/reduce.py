@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.buckets import Bucket, packed, put_back, set_aside
-from fivefold.torch_private import after_backward
+from fivefold.torch_private import accumulate_hooks, after_backward
 from fivefold.trace import Tag
 
 __all__ = ["Alone", "Bucketed", "Reducer", "reducer_for", "without_effect"]
@@ -80,8 +80,9 @@ class Bucketed:
 
     def __init__(self, net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> None:
         self._net, self._group, self._share_buffers = net, group, share_buffers
+        own = weakref.ref(self)
         self._hooks: list[Any] = [
-            p.register_post_accumulate_grad_hook(_unused)
+            p.register_post_accumulate_grad_hook(functools.partial(_unused, own))
             for p in net.parameters()
             if p.requires_grad
         ]
@@ -182,7 +183,11 @@ class Bucketed:
         self._bare = False
 
 
-def _unused(_parameter: Tensor) -> None:
+def _unused(reducer: weakref.ref[Bucketed], parameter: Tensor) -> None:
+    """Refuse the gradient of a net whose model was not called; not that of another model which was."""
+    hooks = accumulate_hooks(parameter).values()
+    if reducer() is None or any(getattr(hook, "func", None) is _arrived for hook in hooks):
+        return
     raise UsageError(
         "the net that parallelize was given got gradients, and the model that it returned was not called: "
         "they would be those of this rank's samples alone. Call the model, model.step(x, y) or "
