@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint.agent_client import Agent, Protection
-from fivefold.checkpoint.pieces import new_key
 from fivefold.checkpoint.recovery import Choice, Plan, choose
 from fivefold.checkpoint.store import LocalStore
+from fivefold.wire import new_key
 from generations import SavedState
 
 __all__ = ["MIB", "THREE", "WAIT_S", "AgentNodes", "content", "gone", "plan_of", "wait_until"]

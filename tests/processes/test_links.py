@@ -239,15 +239,14 @@ def test_a_wrong_key_is_refused_on_both_sides(tmp_path: Path) -> None:
             with pytest.raises(Stranger, match="knows another key: it belongs to another job"):
                 connect(listener.address, secrets.token_bytes(32), name="helper 1")
             assert listener.accept(0.2) is None
-            assert listener.turned_away == 1
 
 
 @pytest.mark.parametrize(
     ("head", "why"),
     [
-        (b"fivefold help002" + bytes(32), "speaks protocol 002.*install the same version"),
+        (b"fivefold help003" + bytes(32), "speaks protocol 003.*install the same version"),
         (b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(60), "no helper of fivefold"),
-        (b"fivefold help001" + bytes(64), "another key"),
+        (b"fivefold help002" + bytes(64), "another key"),
     ],
 )
 def test_who_answers_otherwise_is_told_apart(head: bytes, why: str) -> None:

@@ -73,7 +73,7 @@ class Agent(Closing):
     Args:
         root: local storage of the node.
         run: the run's id.
-        key: secret of the run (`pieces.new_key`), the same on all nodes.
+        key: secret of the run (`wire.new_key`), the same on all nodes.
         host: address of the interface that looks toward the other nodes.
         bytes_per_s: limit for encoding and rebuilding; None: no limit.
         nice: how much less urgent than training.

@@ -19,7 +19,7 @@ from fivefold.checkpoint.flush import copy_files, finish
 from fivefold.checkpoint.inventory import Holding, look
 from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
-from fivefold.checkpoint.pieces import Address, Server, new_key
+from fivefold.checkpoint.pieces import Address, Server
 from fivefold.checkpoint.place import LocalPlace
 from fivefold.checkpoint.recovery import candidates
 from fivefold.checkpoint.run import Run, Start
@@ -27,6 +27,7 @@ from fivefold.checkpoint.schemes import scheme_named
 from fivefold.checkpoint.shelf import Shelf
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore, Store
 from fivefold.errors import CheckpointError, Foreign, UsageError
+from fivefold.wire import new_key
 
 __all__ = ["Bench", "Mended"]
 

@@ -13,11 +13,12 @@ from fivefold.checkpoint.agent_client import Agent, Figures, Protection
 from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.members import Members
-from fivefold.checkpoint.pieces import Address, new_key
+from fivefold.checkpoint.pieces import Address
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import LocalStore
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
+from fivefold.wire import new_key
 
 __all__ = ["Node", "own_address"]
 

@@ -1,39 +1,32 @@
 """Bytes of checkpoints between nodes: a server that knows the run's key, and its client.
 
-    server -> client   MAGIC, nonce                              nonces and codes: 32 bytes
-    client -> server   nonce, HMAC(key, "client", both nonces)
-    server -> client   HMAC(key, "server", both nonces)          zeros, and the end, if the client's is wrong
+    both               the handshake of `wire`
     client -> server   length (4 bytes), request in JSON         as often as wanted
     server -> client   status, length, digest (1 + 8 + 16 bytes), bytes
 
-Both sides prove that they know the key without sending it. What follows is not encrypted, and its digest
-(xxh3_128) detects damage, not an attacker inside the network. Nothing received is executed or unpickled.
+The digest (xxh3_128) detects damage, not an attacker inside the network. Nothing received is executed or
+unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import xxhash
 
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
-from fivefold.wire import Callers, received
+from fivefold.wire import Listener, OtherKey, OtherProtocol, Protocol
 
 __all__ = [
-    "KEY_BYTES",
     "MOST_BYTES",
     "Address",
     "Client",
@@ -41,23 +34,18 @@ __all__ = [
     "PeerError",
     "Request",
     "Server",
-    "new_key",
 ]
 
 Address = tuple[str, int]
 """host and port"""
 
-KEY_BYTES = 32
 MOST_BYTES = 8 << 20
 """what one request may ask for"""
 
-_MAGIC = b"fivefold pieces1"
-_CODE_BYTES = 32
-_REFUSAL = bytes(_CODE_BYTES)
+_PROTOCOL = Protocol("fivefold file", "002")
 _REQUEST = struct.Struct("!I")
 _REPLY = struct.Struct("!BQ16s")
 _REQUEST_BYTES = 4096
-_GREETING_S = 10.0
 _MOST_CALLERS, _OF_ONE = 512, 256
 """who have not proved yet that they know the key: as many as a node has ranks may call at once"""
 _OK, _NOT_HERE, _REFUSED = range(3)
@@ -70,11 +58,6 @@ class PeerError(CheckpointError):
 
 class NotHere(CheckpointError):
     """The other node answers, but does not have what is asked for, or not yet."""
-
-
-def new_key() -> bytes:
-    """The secret that all agents of a run share."""
-    return secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True)
@@ -143,60 +126,33 @@ class Server(Closing):
         idle_s: float = 600.0,
         most: int = 1024,
     ) -> None:
-        self._key = key
         self._answer = answer
         self._idle_s = idle_s
         self._places = threading.BoundedSemaphore(most)
         self._lines: set[socket.socket] = set()
-        self._callers = Callers(_MOST_CALLERS, _OF_ONE)
         self._lock = threading.Lock()
         self._stopping = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._door = socket.create_server((host, 0), family=family, backlog=most)
-        self.address: Address = (host, self._door.getsockname()[1])
+        door = socket.create_server((host, 0), family=family, backlog=most)
+        self.address: Address = (host, door.getsockname()[1])
         self.sent_bytes = 0
-        self._thread = threading.Thread(target=self._serve, name="fivefold-pieces", daemon=True)
-        self._thread.start()
+        self._listener = Listener(
+            door, _PROTOCOL, key, self._talk, most=_MOST_CALLERS, of_one=_OF_ONE
+        )
 
     def close(self) -> None:
         """Hang up on everybody."""
         self._stopping = True
-        with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._door.close()
-        self._thread.join()
-        self._callers.close()
+        self._listener.close()
         with self._lock:
             for line in self._lines:
                 with contextlib.suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self) -> None:
-        while not self._stopping:
-            try:
-                line, address = self._door.accept()
-            except OSError:  # out of file descriptors, a caller that is gone already, or the end
-                if not self._stopping:
-                    time.sleep(_RETRY_S)
-                continue
-            number = self._callers.add(address[0], partial(line.shutdown, socket.SHUT_RDWR))
-            try:
-                threading.Thread(target=self._talk, args=(line, number), daemon=True).start()
-            except RuntimeError:  # no more threads
-                self._callers.left(number)
-                line.close()
-
-    def _talk(self, line: socket.socket, number: int) -> None:
-        """One connection; whatever comes, it ends at most itself."""
-        try:
-            # A caller that hangs up, is silent or slow, or talks nonsense.
-            with line, contextlib.suppress(OSError, ValueError, RecursionError):
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._greet(line, time.monotonic() + _GREETING_S):
-                    self._callers.left(number)
-                    self._converse(line)
-        finally:
-            self._callers.left(number)
+    def _talk(self, line: socket.socket) -> None:
+        # A caller that hangs up, is silent or slow, or talks nonsense.
+        with line, contextlib.suppress(OSError, ValueError, RecursionError):
+            self._converse(line)
 
     def _converse(self, line: socket.socket) -> None:
         """Answer all requests of one who knows the key, once there is a place."""
@@ -214,18 +170,6 @@ class Server(Closing):
             with self._lock:
                 self._lines.discard(line)
             self._places.release()
-
-    def _greet(self, line: socket.socket, end: float) -> bool:
-        ours = secrets.token_bytes(_CODE_BYTES)
-        line.settimeout(_GREETING_S)
-        line.sendall(_MAGIC + ours)
-        told = received(line, 2 * _CODE_BYTES, end)
-        theirs, code = told[:_CODE_BYTES], told[_CODE_BYTES:]
-        if not hmac.compare_digest(code, _code(self._key, b"client", ours, theirs)):
-            line.sendall(_REFUSAL)
-            return False
-        line.sendall(_code(self._key, b"server", ours, theirs))
-        return True
 
     def _reply(self, line: socket.socket, room: memoryview) -> memoryview:
         """Answer one request. `room` is used again for the next: fresh memory costs more than reading."""
@@ -343,29 +287,23 @@ class Client(Closing):
         line = socket.create_connection(self.address, self._timeout_s)
         try:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._greet(line, end)
-            line.settimeout(self._timeout_s)
+            _PROTOCOL.call(line, self._key, end)
+        except OtherProtocol:
+            line.close()
+            raise PeerError(
+                f"{self._who()} is no agent of fivefold, or one of another version"
+            ) from None
+        except OtherKey:
+            line.close()
+            raise PeerError(f"{self._who()} knows another key: it belongs to another run") from None
         except BaseException:
             line.close()
             raise
+        line.settimeout(self._timeout_s)
         return line
-
-    def _greet(self, line: socket.socket, end: float) -> None:
-        hello = received(line, len(_MAGIC) + _CODE_BYTES, end)
-        if not hello.startswith(_MAGIC):
-            raise PeerError(f"{self._who()} is no agent of fivefold, or one of another version")
-        ours, theirs = secrets.token_bytes(_CODE_BYTES), hello[len(_MAGIC) :]
-        line.sendall(ours + _code(self._key, b"client", theirs, ours))
-        proof = received(line, _CODE_BYTES, end)
-        if not hmac.compare_digest(proof, _code(self._key, b"server", theirs, ours)):
-            raise PeerError(f"{self._who()} knows another key: it belongs to another run")
 
     def _who(self) -> str:
         return f"the agent at {self.address[0]}:{self.address[1]}"
-
-
-def _code(key: bytes, whose: bytes, server: bytes, client: bytes) -> bytes:
-    return hmac.new(key, whose + server + client, hashlib.sha256).digest()
 
 
 def _told(problem: Exception) -> memoryview:

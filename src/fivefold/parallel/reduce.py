@@ -80,7 +80,7 @@ class Bucketed:
 
     def __init__(self, net: nn.Module, group: dist.ProcessGroup, share_buffers: bool) -> None:
         self._net, self._group, self._share_buffers = net, group, share_buffers
-        own = weakref.ref(self)
+        own: weakref.ref[Bucketed] = weakref.ref(self)
         self._hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(functools.partial(_unused, own))
             for p in net.parameters()

@@ -1,6 +1,23 @@
-"""Connections between processes of a job, before either side knows who the other is."""
+"""Connections between processes of a job: taking calls, and the handshake that proves who calls."""
 
 from fivefold.wire.callers import Callers
-from fivefold.wire.receiving import received
+from fivefold.wire.handshake import (
+    KEY_BYTES,
+    OtherKey,
+    OtherProtocol,
+    OtherVersion,
+    Protocol,
+    new_key,
+)
+from fivefold.wire.listener import Listener
 
-__all__ = ["Callers", "received"]
+__all__ = [
+    "KEY_BYTES",
+    "Callers",
+    "Listener",
+    "OtherKey",
+    "OtherProtocol",
+    "OtherVersion",
+    "Protocol",
+    "new_key",
+]

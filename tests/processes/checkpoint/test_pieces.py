@@ -25,9 +25,9 @@ from fivefold.checkpoint.pieces import (
     PeerError,
     Request,
     Server,
-    new_key,
 )
 from fivefold.checkpoint.shelf import Shelf
+from fivefold.wire import new_key
 from generations import saved_state
 from strangers import crowd, is_hung_up_while_it_dribbles
 
@@ -135,7 +135,7 @@ def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
         def pretend() -> None:
             line, _ = impostor.accept()
             with line:
-                line.sendall(b"fivefold pieces1" + b"n" * 32)
+                line.sendall(b"fivefold file002" + b"n" * 32)
                 line.recv(64, socket.MSG_WAITALL)
                 line.sendall(b"p" * 32)
 
@@ -323,7 +323,7 @@ def test_silent_callers_take_no_place_of_those_who_know_the_key(folder: Path) ->
 def test_a_caller_that_sends_a_byte_now_and_then_is_given_up(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.checkpoint.pieces._GREETING_S", 1.0)
+    monkeypatch.setattr("fivefold.wire.listener._HANDSHAKE_S", 1.0)
     assert is_hung_up_while_it_dribbles(server.address, pieces=60, pause_s=0.1)
     assert client.read(data(0, 3)) == STATE.data(0)[:3]
 

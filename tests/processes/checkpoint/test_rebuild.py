@@ -17,11 +17,12 @@ from fivefold.checkpoint.encoding import Peers, protect, rebuild
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inventory import stocktaking
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
-from fivefold.checkpoint.pieces import Server, new_key
+from fivefold.checkpoint.pieces import Server
 from fivefold.checkpoint.recovery import choose
 from fivefold.checkpoint.shelf import Shelf
 from fivefold.checkpoint.store import LocalStore
 from fivefold.errors import CheckpointError, Damaged, Unrecoverable
+from fivefold.wire import new_key
 from generations import saved_state
 
 

@@ -1,31 +1,19 @@
-"""How a trainer and a helper meet: both prove that they know the job's key, then say what they are.
-
-    helper -> trainer   MAGIC, nonce                              nonces and codes: 32 bytes
-    trainer -> helper   nonce, HMAC(key, "trainer", both nonces)
-    helper -> trainer   HMAC(key, "helper", both nonces)          zeros and the end, if the trainer's is wrong
-    both                HELLO: versions, machine, process
-
-The key itself is not sent. What follows is not encrypted, and its checksums detect damage, not an attacker
-inside the network.
-"""
+"""How a trainer and a helper meet: after the handshake both say HELLO, with versions, machine and process."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
-import secrets
 import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from fivefold import wire
 from fivefold.closing import Closing
 from fivefold.data.remote.address import Address, dial, opened
 from fivefold.data.remote.arena_link import ArenaLink
@@ -40,7 +28,7 @@ from fivefold.data.remote.hello import (
 from fivefold.data.remote.stream_link import StreamLink
 from fivefold.data.remote.versions import differences, versions
 from fivefold.errors import FivefoldError, OffloadWarning, UsageError, warn
-from fivefold.wire import Callers, received
+from fivefold.wire import KEY_BYTES, OtherKey, OtherProtocol, OtherVersion, Protocol
 
 __all__ = [
     "Listener",
@@ -53,14 +41,10 @@ __all__ = [
     "versions",
 ]
 
-_MAGIC, _VERSION = b"fivefold help", b"001"
-_CODE_BYTES = 32
-_HEAD_BYTES = len(_MAGIC) + len(_VERSION) + _CODE_BYTES
-_REFUSAL = bytes(_CODE_BYTES)
-_GREETING_S = 10.0
+_PROTOCOL = Protocol("fivefold help", "002")
+_HELLO_S = 10.0
 _MOST_CALLERS, _OF_ONE = 256, 64
-"""who have not said yet who they are"""
-_RETRY_S = 0.05
+"""who have not proved yet that they know the key"""
 
 
 def parse_key(text: str) -> bytes:
@@ -69,9 +53,9 @@ def parse_key(text: str) -> bytes:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
-    if len(key) != _CODE_BYTES:
+    if len(key) != KEY_BYTES:
         raise UsageError(
-            f"the key of helpers has {2 * _CODE_BYTES} hexadecimal digits, the same for all processes of a "
+            f"the key of helpers has {2 * KEY_BYTES} hexadecimal digits, the same for all processes of a "
             "job; `openssl rand -hex 32` makes one"
         )
     return key
@@ -144,20 +128,18 @@ class Listener(Closing):
     """
 
     def __init__(self, address: Address, key: bytes, about: Mapping[str, Any]) -> None:
-        self._key, self._about = key, about
-        self._door, self._address = opened(address)
+        self._about = about
+        door, self._address = opened(address)
         self.address = str(self._address)
         """where it listens; a port 0 has become a free one"""
-        self.turned_away = 0
-        """callers that knew another key, or did not speak as trainers do"""
         self._inode = os.stat(address.path).st_ino if address.path else 0  # noqa: PTH116
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._links: deque[StreamLink] = deque()
-        self._callers = Callers(_MOST_CALLERS, _OF_ONE)
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="fivefold-listen", daemon=True)
-        self._thread.start()
+        self._listener = wire.Listener(
+            door, _PROTOCOL, key, self._greet, most=_MOST_CALLERS, of_one=_OF_ONE
+        )
 
     def fileno(self) -> int:
         """Readable when a trainer has been greeted."""
@@ -182,11 +164,7 @@ class Listener(Closing):
             if self._closed:
                 return
             self._closed = True
-        self._callers.close()
-        with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._thread.join()
-        self._door.close()
+        self._listener.close()
         self._unlink()
         with self._lock:
             for link in self._links:
@@ -200,84 +178,39 @@ class Listener(Closing):
             if self._address.path and path.stat().st_ino == self._inode:
                 path.unlink()
 
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                line, address = self._door.accept()
-            except OSError:  # out of file descriptors, a caller that is gone already, or the end
-                if not self._closed:
-                    time.sleep(_RETRY_S)
-                continue
-            number = self._callers.add(_host(address), partial(line.shutdown, socket.SHUT_RDWR))
-            try:
-                threading.Thread(target=self._greet, args=(line, number), daemon=True).start()
-            except RuntimeError:  # no more threads
-                self._callers.left(number)
-                line.close()
-
-    def _greet(self, line: socket.socket, number: int) -> None:
-        link: StreamLink | None = None
+    def _greet(self, line: socket.socket) -> None:
         try:
-            link = self._greeted(line, time.monotonic() + _GREETING_S)
-        except (OSError, FivefoldError):  # a silent, wrong or broken caller; others go on
+            link = _link(line, "a trainer", queues=False)
+            link = introduced(link, self._about, time.monotonic() + _HELLO_S)
+        except (OSError, FivefoldError):  # a silent or broken caller; others go on
             line.close()
-            self.turned_away += 1
-        self._callers.left(number)
+            return
+        link.peer = called(link.hello) or link.peer
         with self._lock:
-            if link is not None and not self._closed:
+            if not self._closed:
                 self._links.append(link)
                 os.eventfd_write(self._ready, 1)
                 return
-        if link is not None:
-            link.close()
-
-    def _greeted(self, line: socket.socket, end: float) -> StreamLink:
-        _check(line, self._key, end)
-        link = introduced(_link(line, "a trainer", queues=False), self._about, end)
-        link.peer = called(link.hello) or link.peer
-        return link
+        link.close()
 
 
 def _prove(line: socket.socket, key: bytes, name: str, end: float) -> None:
-    """The trainer's part of the proof."""
-    head = received(line, _HEAD_BYTES, end)
-    magic, version = head[: len(_MAGIC)], head[len(_MAGIC) : -_CODE_BYTES]
-    if magic != _MAGIC:
-        raise Stranger(f"who answers as {name} is no helper of fivefold: check address and port")
-    if version != _VERSION:
+    """The trainer's part of the handshake, in words."""
+    try:
+        _PROTOCOL.call(line, key, end)
+    except OtherVersion as problem:
         raise Stranger(
-            f"{name} speaks protocol {version.decode('ascii', 'replace')}, this process {_VERSION.decode()}: "
-            "install the same version of Fivefold on both"
-        )
-    theirs, ours = head[-_CODE_BYTES:], secrets.token_bytes(_CODE_BYTES)
-    line.sendall(ours + _code(key, b"trainer", theirs, ours))
-    proof = received(line, _CODE_BYTES, end)
-    if not hmac.compare_digest(proof, _code(key, b"helper", theirs, ours)):
+            f"{name} speaks protocol {problem}, this process {_PROTOCOL.version}: install the same version "
+            "of Fivefold on both"
+        ) from None
+    except OtherProtocol:
+        raise Stranger(
+            f"who answers as {name} is no helper of fivefold: check address and port"
+        ) from None
+    except OtherKey:
         raise Stranger(
             f"{name} knows another key: it belongs to another job, or FIVEFOLD_HELPER_KEY differs"
-        )
-
-
-def _check(line: socket.socket, key: bytes, end: float) -> None:
-    """The helper's part of the proof. Raises `Stranger` if the trainer's is wrong."""
-    ours = secrets.token_bytes(_CODE_BYTES)
-    line.settimeout(max(end - time.monotonic(), 0.001))
-    line.sendall(_MAGIC + _VERSION + ours)
-    told = received(line, 2 * _CODE_BYTES, end)
-    theirs, proof = told[:_CODE_BYTES], told[_CODE_BYTES:]
-    if not hmac.compare_digest(proof, _code(key, b"trainer", ours, theirs)):
-        line.sendall(_REFUSAL)
-        raise Stranger("a caller knows another key")
-    line.sendall(_code(key, b"helper", ours, theirs))
-
-
-def _code(key: bytes, whose: bytes, helper: bytes, trainer: bytes) -> bytes:
-    return hmac.new(key, whose + helper + trainer, hashlib.sha256).digest()
-
-
-def _host(address: object) -> str:
-    """Of whoever calls; empty at a Unix socket."""
-    return str(cast("tuple[object, ...]", address)[0]) if isinstance(address, tuple) else ""
+        ) from None
 
 
 def _link(line: socket.socket, peer: str, *, queues: bool, silent_s: float = 60.0) -> StreamLink:
