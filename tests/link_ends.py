@@ -2,9 +2,8 @@
 
     python link_ends.py listen ADDRESS KEY          a helper; prints where it listens
     python link_ends.py connect ADDRESS KEY FILE    a trainer; runs all checks, writes how they ended
-    mpirun -n 2 python link_ends.py mpi FILE        both, as ranks 1 and 0
 
-Without FILE a trainer waits for the end of the link, and the helper of an MPI job kills itself.
+Without FILE a trainer waits for the end of the link.
 """
 
 from __future__ import annotations
@@ -15,25 +14,8 @@ import time
 from pathlib import Path
 
 from fivefold.data.remote.greeting import connect, listen
-from fivefold.data.remote.messages import Kind, LinkClosed
+from fivefold.data.remote.messages import LinkClosed
 from link_checks import LIMIT_S, results, serve
-
-
-def _mpi(file: str) -> None:
-    from mpi4py import MPI
-
-    from fivefold.data.remote.mpi_link import meet
-
-    world = MPI.COMM_WORLD
-    link = meet(world, 1 - world.rank, queues=world.rank == 0, about={"rank": world.rank})
-    if world.rank:
-        serve(link)
-    elif file:
-        Path(file).write_text(json.dumps(results(link)))
-    else:
-        link.send(Kind.LEASE, {"do": "die"})
-        link.receive(LIMIT_S)
-    link.close()
 
 
 def listening(address: str, key: str, file: str = "") -> None:
@@ -71,4 +53,4 @@ def _connect(address: str, key: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    {"listen": listening, "connect": _connect, "mpi": _mpi}[sys.argv[1]](*sys.argv[2:])
+    {"listen": listening, "connect": _connect}[sys.argv[1]](*sys.argv[2:])

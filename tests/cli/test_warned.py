@@ -33,7 +33,7 @@ def test_a_warning_stands_at_the_users_line_once_for_all_ranks(tmp_path: Path) -
     done = fivefold("run", "--layout", "data=2", "noisy.py", cwd=tmp_path)
     told = [line for line in done.stderr.splitlines() if "Warning: " in line]
     assert done.returncode == 0 and len(told) == 2, done.stderr
-    for mark, said in (("# here", "draws random numbers"), ("# there", "the loss <lambda>")):
+    for mark, said in (("# here", "draws random numbers"), ("# there", "the loss '<lambda>'")):
         number = SCRIPT[: SCRIPT.index(mark)].count("\n") + 1
         assert any(f"noisy.py:{number}: UserWarning: " in line and said in line for line in told)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import json
 import os
 import secrets
 import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +18,6 @@ from pathlib import Path
 import pytest
 
 import link_checks
-import mpis
 import nodes
 from fivefold.arena.native import problem
 from fivefold.data.remote.address import Address
@@ -32,7 +27,6 @@ from fivefold.data.remote.messages import Kind, LinkClosed
 from fivefold.data.remote.stream_link import StreamLink
 from fivefold.data.remote.trays import Trays
 from fivefold.errors import OffloadWarning, UsageError
-from fivefold.launch.environment import without_places
 from helping import Nursery, is_running, signalled
 from link_checks import CHECKS, LIMIT_S, Ends, made
 from strangers import crowd
@@ -109,47 +103,6 @@ def ends(helper: Helper, trays: Trays) -> Iterator[Ends]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_socket_does_what_a_link_does(ends: Ends, check: str) -> None:
     CHECKS[check](ends)
-
-
-@functools.cache
-def over_mpi(name: str) -> dict[str, str]:
-    """How the checks ended between two ranks of an MPI job."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/results.json"
-        done = mpi_job(name, file)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(Path(file).read_text())
-
-
-def mpi_job(name: str, file: str) -> subprocess.CompletedProcess[str]:
-    mpirun = mpis.find(name)
-    variables = {"MPI4PY_MPIABI": name, "LD_LIBRARY_PATH": str(mpirun.parent.parent / "lib")}
-    return subprocess.run(
-        [str(mpirun), *mpis.options(name), "-n", "2", sys.executable, SCRIPT, "mpi", file],
-        env={**without_places(os.environ), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
-@pytest.mark.parametrize("check", CHECKS)
-def test_mpi_does_what_a_link_does(name: str, check: str) -> None:
-    told = over_mpi(name)[check]
-    assert not told, told
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_an_mpi_ends_the_job_of_a_rank_that_is_killed(name: str) -> None:
-    begun = time.monotonic()
-    done = mpi_job(name, "")
-    assert done.returncode != 0
-    assert time.monotonic() - begun < LIMIT_S
 
 
 def test_a_helper_that_is_killed_is_noticed_at_once(own_helper: Helper, trays: Trays) -> None:

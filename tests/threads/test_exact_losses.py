@@ -163,7 +163,7 @@ LOSSES: dict[str, Case] = {
 
 
 @pytest.mark.filterwarnings(
-    "ignore:the loss (contrast|both) is not one that Fivefold can take apart"
+    "ignore:the loss .(contrast|both). is not one that Fivefold can take apart"
 )
 @pytest.mark.parametrize(("ranks", "samples"), LAYOUTS)
 @pytest.mark.parametrize("case", LOSSES)

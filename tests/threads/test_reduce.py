@@ -142,7 +142,7 @@ def test_a_bare_backward_averages_as_distributed_data_parallel_does() -> None:
         assert equal(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:the loss <lambda>")
+@pytest.mark.filterwarnings("ignore:the loss .<lambda>.")
 def test_the_loss_travels_with_the_gradients_where_they_have_its_dtype() -> None:
     def check(mesh: Mesh, dtype: torch.dtype) -> tuple[float, torch.dtype]:
         model = parallelize(

@@ -233,7 +233,7 @@ def test_what_cannot_be_cut(net: nn.Module, plan: dict[str, Any], error: type, s
 
 def test_a_loss_that_cannot_be_taken_apart() -> None:
     def check(mesh: Mesh) -> None:
-        with pytest.raises(UsageError, match=r"the loss unlike_any cannot be .*\"layer\""):
+        with pytest.raises(UsageError, match=r"the loss 'unlike_any' cannot be .*\"layer\""):
             started(mesh, loss=unlike_any)
 
     on_pipe(check)

@@ -331,7 +331,7 @@ class TwoLoss:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:the loss TwoLoss", "ignore:the loss cannot be computed in tiles"
+    "ignore:the loss .TwoLoss.", "ignore:the loss cannot be computed in tiles"
 )
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
 def test_dataclasses_are_outputs(layout: Layout) -> None:
