@@ -1,4 +1,4 @@
-"""What a power failure may leave of recorded changes to a disk (fivefold.checkpoint.files.Recorded).
+"""What a power failure may leave of changes to a disk, which `Recorded` remembers.
 
 The disk promises no more than POSIX does: bytes of a file are durable after an fsync of the file, names in
 a directory after an fsync of the directory. What is not durable may be there, in part, or not at all:
@@ -9,18 +9,59 @@ a directory after an fsync of the directory. What is not durable may be there, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fivefold.checkpoint.files import Operation
+from fivefold.checkpoint.files import Bytes, FileOps
 
-__all__ = ["Left", "Tree", "materialize", "states_after_a_crash"]
+__all__ = ["Left", "Operation", "Recorded", "Tree", "materialize", "states_after_a_crash"]
 
 Data = Literal["all", "half", "none", "zeros"]
 Tree = dict[str, "Tree | bytes"]
 """A directory: its files, and directories below it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One change of the disk: create, write, sync, rename, remove, make_dir, remove_dir or sync_dir."""
+
+    kind: str
+    path: Path
+    target: Path | None = None
+    """of a rename"""
+    data: bytes = b""
+    """of a write"""
+
+
+class Recorded(FileOps):
+    """Remembers every change in `operations`: a test replays what a power failure could have left of them."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def raw(self, path: Path) -> io.FileIO:
+        """A file whose writes are remembered as they reach the operating system."""
+        self.done("create", path)
+        return _RecordedFile(path, lambda data: self.done("write", path, data=data))
+
+    def done(self, kind: str, path: Path, target: Path | None = None, data: bytes = b"") -> None:
+        """Remember it."""
+        self.operations.append(Operation(kind, path, target, data))
+
+
+class _RecordedFile(io.FileIO):
+    def __init__(self, path: Path, told: Callable[[bytes], None]) -> None:
+        super().__init__(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
+        self._told = told
+
+    def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        count = super().write(data)
+        self._told(bytes(memoryview(data)[:count]))
+        return count
 
 
 @dataclass(frozen=True)

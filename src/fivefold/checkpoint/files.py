@@ -13,8 +13,7 @@ import errno
 import io
 import os
 import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +28,6 @@ __all__ = [
     "CRASH_POINTS",
     "Bytes",
     "FileOps",
-    "Operation",
-    "Recorded",
     "Stream",
     "Written",
     "crash_at",
@@ -228,11 +225,6 @@ class FileOps:
         except FileNotFoundError:
             return []
 
-    def free_bytes(self, path: Path) -> int:
-        """Room that is left on the file system of `path`, which need not exist yet."""
-        there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        return shutil.disk_usage(there).free
-
     def make_dir(self, path: Path) -> None:
         """Make a directory and those above it, unless they are there."""
         if path.is_dir():
@@ -306,42 +298,3 @@ class FileOps:
 
     def done(self, kind: str, path: Path, target: Path | None = None, data: bytes = b"") -> None:
         """Told of every change; nothing here."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One change of the disk: create, write, sync, rename, remove, make_dir, remove_dir or sync_dir."""
-
-    kind: str
-    path: Path
-    target: Path | None = None
-    """of a rename"""
-    data: bytes = b""
-    """of a write"""
-
-
-class Recorded(FileOps):
-    """Remembers every change in `operations`: a test replays what a power failure could have left of them."""
-
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-
-    def raw(self, path: Path) -> io.FileIO:
-        """A file whose writes are remembered as they reach the operating system."""
-        self.done("create", path)
-        return _RecordedFile(path, lambda data: self.done("write", path, data=data))
-
-    def done(self, kind: str, path: Path, target: Path | None = None, data: bytes = b"") -> None:
-        """Remember it."""
-        self.operations.append(Operation(kind, path, target, data))
-
-
-class _RecordedFile(io.FileIO):
-    def __init__(self, path: Path, told: Callable[[bytes], None]) -> None:
-        super().__init__(path, "x", opener=_private)
-        self._told = told
-
-    def write(self, data: Bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        count = super().write(data)
-        self._told(bytes(memoryview(data)[:count]))
-        return count

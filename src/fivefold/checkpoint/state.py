@@ -188,10 +188,6 @@ class State:
         shared = frozenset(name for name, one in self._kept.items() if one.shared) | {_PROGRESS}
         return Captured({n: list(one.entries()) for n, one in self._kept.items()}, shared)
 
-    def always_differ(self) -> frozenset[str]:
-        """Objects that are stored per rank even where they happen to be equal."""
-        return frozenset({_RANDOM})
-
     # ---- and back
 
     def missing(self, saved: Mapping[Path, Saved]) -> list[str]:

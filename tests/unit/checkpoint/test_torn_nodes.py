@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fivefold.checkpoint.files import Operation, Recorded
 from fivefold.checkpoint.manifest import MANIFEST, generation_name, redundancy_name
 from fivefold.checkpoint.mending import Bench
 from fivefold.checkpoint.store import LocalStore
 from saves import RUN_ID, bytes_of, manifest_of
-from torn import Tree, materialize, states_after_a_crash
+from torn import Operation, Recorded, Tree, materialize, states_after_a_crash
 
 LENGTHS = (301, 200, 177)
 STEPS = (100, 120)

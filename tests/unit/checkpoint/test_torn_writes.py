@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoint.files import FileOps, Operation, Recorded
+from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.manifest import generation_name
 from fivefold.checkpoint.run import Run
 from fivefold.checkpoint.store import LocalStore, PersistentStore, Store
 from saves import RUN_ID, save_flushed, save_local
-from torn import Left, materialize, states_after_a_crash
+from torn import Left, Operation, Recorded, materialize, states_after_a_crash
 
 
 class History:

@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -83,16 +82,6 @@ def test_numbers_are_used_once_and_name_their_set(trays: Trays) -> None:
         assert len(numbers) == 10
         assert {set_of(number) for number in numbers} == {trays.id, others.id}
         assert all(0 <= number < 1 << 62 for number in numbers)
-
-
-def test_a_tray_that_comes_back_is_told_in_the_thread_that_lets_go(trays: Trays) -> None:
-    told: list[str] = []
-    trays.on_return(lambda: told.append(threading.current_thread().name))
-    kept = [taken(trays)]
-    thread = threading.Thread(target=kept.clear, name="lets go")
-    thread.start()
-    thread.join()
-    assert told == ["lets go"]
 
 
 def test_a_cycle_of_references_holds_a_tray_until_it_is_collected(trays: Trays) -> None:

@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -88,13 +88,6 @@ class Trays(Closing):
     def free(self) -> int:
         """How many trays are neither lent nor viewed."""
         return self.count - self._taken + len(self._returned.slots)
-
-    def on_return(self, call: Callable[[], None]) -> None:
-        """Call something whenever a tray becomes free, in whichever thread lets go of it.
-
-        It must neither wait nor take a lock: it may run in the middle of anything.
-        """
-        self._returned.call = call
 
     def take(self) -> Tray | None:
         """A free tray, or None; one of its own for every lease."""
@@ -206,13 +199,10 @@ class _Returned:
 
     def __init__(self, pinned: bool) -> None:
         self.slots: deque[tuple[int, Any]] = deque()
-        self.call: Callable[[], None] | None = None
         self._pinned, self._pid = pinned, os.getpid()
 
     def __call__(self, slot: int) -> None:
         self.slots.append((slot, self._event()))
-        if self.call is not None and self._pid == os.getpid():
-            self.call()
 
     def _event(self) -> Any:
         if not self._pinned or self._pid != os.getpid():  # a forked child has no CUDA, and no trays

@@ -108,10 +108,6 @@ class Schedule:
         rank = stage % self.ranks
         return self.ranks - 1 - rank if chain else rank
 
-    def chain_of(self, micro: int) -> int:
-        """The chain that a micro-batch goes through: they take turns."""
-        return micro % self.chains
-
     def micros_of(self, chain: int) -> range:
         """The micro-batches that go through a chain, in order."""
         return range(chain, self.micro_batches, self.chains)
