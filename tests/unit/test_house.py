@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,43 +54,58 @@ def public_names(module: ast.Module) -> list[str] | None:
     return None
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
-def test_files_and_functions_are_small(path: Path) -> None:
-    lines = path.read_text().count("\n")
-    assert lines < 600, f"{lines} lines: find the second noun in this file and move it out"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 60, f"{node.name} has {length} lines: name its steps"
+def expect_none(paths: Iterable[Path], problems: Callable[[Path], Iterable[str]]) -> None:
+    """No file has a problem; all that have are told."""
+    found = [f"{name_of(path)}: {problem}" for path in paths for problem in problems(path)]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_say_what_is_public_and_describe_it(path: Path) -> None:
-    module = tree(path)
-    names = public_names(module)
-    assert names is not None, "no __all__"
-    assert ast.get_docstring(module), "no docstring"
-    for node in module.body:
-        described = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if described and node.name in names:
-            assert ast.get_docstring(node), f"{node.name} is public but has no docstring"
+def test_files_and_functions_are_small() -> None:
+    def problems(path: Path) -> Iterator[str]:
+        lines = path.read_text().count("\n")
+        if lines >= 600:
+            yield f"{lines} lines: find the second noun in this file and move it out"
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > 60:
+                    yield f"{node.name} has {length} lines: name its steps"
+
+    expect_none(PYTHON_FILES, problems)
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in MODULES if "mesh" not in p.relative_to(SOURCE).parts], ids=name_of
-)
-def test_collectives_name_their_group(path: Path) -> None:
-    for node in ast.walk(tree(path)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id in {"dist", "distributed"}
-            and node.func.attr in COLLECTIVES
-        ):
-            assert any(k.arg == "group" for k in node.keywords), (
-                f"line {node.lineno}: {node.func.attr} without group= uses the default group"
-            )
+def test_modules_say_what_is_public_and_describe_it() -> None:
+    def problems(path: Path) -> Iterator[str]:
+        module = tree(path)
+        names = public_names(module)
+        if names is None:
+            yield "no __all__"
+        if not ast.get_docstring(module):
+            yield "no docstring"
+        for node in module.body:
+            described = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if described and node.name in (names or ()) and not ast.get_docstring(node):
+                yield f"{node.name} is public but has no docstring"
+
+    expect_none(MODULES, problems)
+
+
+def test_collectives_name_their_group() -> None:
+    def problems(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree(path)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id in {"dist", "distributed"}
+                and node.func.attr in COLLECTIVES
+                and not any(k.arg == "group" for k in node.keywords)
+            ):
+                name = node.func.attr
+                yield f"line {node.lineno}: {name} without group= uses the default group"
+
+    elsewhere = [path for path in MODULES if "mesh" not in path.relative_to(SOURCE).parts]
+    expect_none(elsewhere, problems)
 
 
 def private_to_torch(path: Path) -> Iterator[str]:
@@ -115,15 +130,17 @@ def private_to_torch(path: Path) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_what_is_private_to_torch_stands_in_one_module(path: Path) -> None:
-    if name_of(path) in (
-        "src/fivefold/torch_private.py",
-        "src/fivefold/train/verify/one_process.py",  # the judge shares no code with what it judges
-    ):
-        assert list(private_to_torch(path)), "take it off this list"
-    else:
-        assert not list(private_to_torch(path)), "fivefold.torch_private is for that"
+def test_what_is_private_to_torch_stands_in_one_module() -> None:
+    own = {
+        SOURCE / "torch_private.py",
+        SOURCE
+        / "train"
+        / "verify"
+        / "one_process.py",  # the judge shares no code with what it judges
+    }
+    expect_none([path for path in MODULES if path not in own], private_to_torch)
+    for path in own:
+        assert list(private_to_torch(path)), f"take {path} off this list"
 
 
 def imported_by(statement: str) -> set[str]:
