@@ -61,7 +61,7 @@ def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]
     """Start `fivefold run -n 2` of a script with this engine; the script's argument is `tmp_path`."""
     started: list[subprocess.Popen[str]] = []
 
-    def launch(body: str, *options: str) -> subprocess.Popen[str]:
+    def launch(body: str, *options: str, **variables: str) -> subprocess.Popen[str]:
         script = tmp_path / "script.py"
         script.write_text(PREAMBLE + body)
         command = [sys.executable, "-m", "fivefold", "run", "-n", "2", "--engine", engine[0]]
@@ -69,7 +69,7 @@ def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
-            env=CLEAN | engine[1],
+            env=CLEAN | engine[1] | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -200,7 +200,7 @@ signal.signal(signal.SIGTERM, save)
 ready()
 all_ready()
 time.sleep(300)
-""")
+""", FIVEFOLD_GRACE_S="60")  # fmt: skip
     wait_until_ready(tmp_path)
     process.send_signal(signal.SIGTERM)
     ended, _, err = finish(process)

@@ -191,7 +191,7 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
     return {
         _TIMEOUT: f"Timed out waiting for {who}; `fivefold run --trace` tells who waits for whom",
         _DIED: f"the process of {who} has ended",
-        _LEFT: f"{who} has left the group",
+        _LEFT: f"{who} has left the group (its script ended or failed)",
         _CLOSED: "it closed the group while this was under way",
         _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
         _NO_MEMORY: "no memory",
