@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from fivefold.data.remote.arena_link import ArenaLink
-from fivefold.data.remote.messages import (
+from fivefold.helpers.arena_link import ArenaLink
+from fivefold.helpers.messages import (
     HEADER_BYTES,
     Header,
     Kind,
@@ -23,7 +23,7 @@ from fivefold.data.remote.messages import (
     Message,
     packed,
 )
-from fivefold.data.remote.stream_link import StreamLink
+from fivefold.helpers.stream_link import StreamLink
 
 __all__ = ["Heard", "framed", "heard", "link", "sealed", "spoilt"]
 

@@ -193,7 +193,7 @@ def iterate(options: dict[str, Any], **more: Any) -> None:
 
 def iterate_elsewhere(options: dict[str, Any]) -> None:
     """A helper that says it has another torch and another processor."""
-    from fivefold.data.remote import versions
+    from fivefold.helpers import versions
 
     told = {**versions.versions(), "torch": "2.11.0", "cpu": "AVX2"}
     with patch.object(versions, "_found", return_value=tuple(told.items())):
@@ -202,7 +202,7 @@ def iterate_elsewhere(options: dict[str, Any]) -> None:
 
 def hash_stream(options: dict[str, Any], rank: int, ranks: int, epochs: int, path: str) -> None:
     """What a second trainer does: write the fingerprints of its batches to a file."""
-    from fivefold.data.remote.desk import Desk
+    from fivefold.helpers.desk import Desk
     from streams import Seat, fingerprint
 
     seat = Seat(rank, ranks)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import xxhash
 
-from fivefold.data.remote.arrival import no_place
-from fivefold.data.remote.link import Link
-from fivefold.data.remote.messages import Kind, LinkClosed, LinkError, Message
 from fivefold.data.remote.parcel import pack, types_in, unpack
-from fivefold.data.remote.trays import Tray, Trays
 from fivefold.data.windows import Box
+from fivefold.helpers.arrival import no_place
+from fivefold.helpers.link import Link
+from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.trays import Tray, Trays
 
 __all__ = ["CHECKS", "LIMIT_S", "Ends", "made", "results", "serve"]
 

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from fivefold.data.remote.greeting import connect, listen
-from fivefold.data.remote.messages import LinkClosed
+from fivefold.helpers.greeting import connect, listen
+from fivefold.helpers.messages import LinkClosed
 from link_checks import LIMIT_S, results, serve
 
 

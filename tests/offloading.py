@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fivefold.data import Loader
-from fivefold.data.remote.desk import Desk
+from fivefold.helpers.desk import Desk
 from helping import KEY, Helpers, Nursery, loader_of, unix_addresses
 from streams import Seat, fingerprint
 from waiting import awaited

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fivefold.data.remote.greeting import connect, listen
-from fivefold.data.remote.link import Link
-from fivefold.data.remote.loop import Loop
-from fivefold.data.remote.messages import Kind, Message
 from fivefold.data.remote.parcel import unpack
 from fivefold.data.remote.serving import boxes_from, identity_of
 from fivefold.data.source import Samples, Source
+from fivefold.helpers.greeting import connect, listen
+from fivefold.helpers.link import Link
+from fivefold.helpers.loop import Loop
+from fivefold.helpers.messages import Kind, Message
 
 __all__ = ["TIMEOUT_S", "Helper", "Numbers", "OnDisk", "Pictures", "Trainer", "source_of"]
 

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import fivefold as ff
 from fivefold.checkpoint import Checkpointer
 from fivefold.data import Cursor
-from fivefold.data.remote.desk import Desk
 from fivefold.errors import OffloadWarning
+from fivefold.helpers.desk import Desk
 from fivefold.offload import BestSoFar, EarlyStopping, Plateau, Result
 from fivefold.plan import Layout, Plan
 from fivefold.train import Run, fit, warmup_cosine

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import fivefold as ff
-from fivefold.data.remote.desk import Desk
 from fivefold.data.transforms import Compose, Normalise, RandomCrop, RandomFlip, ToFloat
+from fivefold.helpers.desk import Desk
 
 PIXELS, BATCH = 48, 32
 

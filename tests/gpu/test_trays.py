@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.data.remote.trays import Trays
+from fivefold.helpers.trays import Trays
 
 pytestmark = [
     pytest.mark.gpu,

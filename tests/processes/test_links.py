@@ -20,13 +20,13 @@ import pytest
 import link_checks
 import nodes
 from fivefold.arena.native import problem
-from fivefold.data.remote.address import Address
-from fivefold.data.remote.arrival import no_place
-from fivefold.data.remote.greeting import Stranger, Unreachable, connect, listen, parse_key
-from fivefold.data.remote.messages import Kind, LinkClosed
-from fivefold.data.remote.stream_link import StreamLink
-from fivefold.data.remote.trays import Trays
 from fivefold.errors import OffloadWarning, UsageError
+from fivefold.helpers.address import Address
+from fivefold.helpers.arrival import no_place
+from fivefold.helpers.greeting import Stranger, Unreachable, connect, listen, parse_key
+from fivefold.helpers.messages import Kind, LinkClosed
+from fivefold.helpers.stream_link import StreamLink
+from fivefold.helpers.trays import Trays
 from helping import Nursery, is_running, signalled
 from link_checks import CHECKS, LIMIT_S, Ends, made
 from strangers import crowd
@@ -320,7 +320,7 @@ def test_a_helper_that_counts_processes_otherwise_is_sent_to_and_a_warning_says_
 ) -> None:
     """As in a container: its process number here is another than the one it knows."""
     with listen(f"unix:{tmp_path}/h.sock", KEY) as listener:
-        monkeypatch.setattr("fivefold.data.remote.hello.os.getpid", lambda: 1)
+        monkeypatch.setattr("fivefold.helpers.hello.os.getpid", lambda: 1)
         with pytest.warns(OffloadWarning, match="another PID namespace"):
             link = connect(listener.address, KEY, name="helper 1")
         monkeypatch.undo()

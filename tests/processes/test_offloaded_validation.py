@@ -20,7 +20,7 @@ TRAIN = "validation_run:train"
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    started = Nursery("validation_run", "torch._dynamo", "fivefold.data.remote.arena_link")
+    started = Nursery("validation_run", "torch._dynamo", "fivefold.helpers.arena_link")
     yield started
     started.close()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fivefold.data.remote.desk import Desk
-from fivefold.data.remote.greeting import Listener, listen
-from fivefold.data.remote.messages import Kind, Message
 from fivefold.errors import OffloadWarning
+from fivefold.helpers.desk import Desk
+from fivefold.helpers.greeting import Listener, listen
+from fivefold.helpers.messages import Kind, Message
 from waiting import awaited
 
 KEY = bytes(range(32))

@@ -62,16 +62,16 @@ def producer_of(
 
 def _offer(source: Source) -> None:
     """Let trainers have the batches of `source` produced by this helper."""
-    from fivefold.data.remote.service import offer
     from fivefold.data.remote.serving import LoaderServing
+    from fivefold.helpers.service import offer
 
     offer("loader", LoaderServing(source))
 
 
 def _offloaded(source: Source, mesh: Mesh, tiles: Tiles | None) -> Producer | None:
     """Helpers as the producer, if the plan wants it. Imported when needed: it brings sockets and memory."""
-    from fivefold.data.remote.desk import Desk
     from fivefold.data.remote.offloaded import Offloaded
+    from fivefold.helpers.desk import Desk
 
     desk = Desk.of(mesh)
     if desk is None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from fivefold.data.remote.messages import Kind, Message
+from fivefold.helpers.messages import Kind, Message
 from fivefold.offload.slices import Slices, Sums
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.desk import Desk
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.desk import Desk
+    from fivefold.helpers.link import Link
     from fivefold.offload.snapshot import Snapshot
 
 __all__ = ["SERVICE", "Leasing", "Turn", "Work"]

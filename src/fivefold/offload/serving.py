@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fivefold.data.remote.service import check_identity
 from fivefold.errors import UsageError
+from fivefold.helpers.service import check_identity
 from fivefold.offload.evaluation import Evaluator
 from fivefold.offload.snapshot import Packing, load
 from fivefold.parallel.arithmetic import Arithmetic
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.link import Link
-    from fivefold.data.remote.messages import Buffer, Message
+    from fivefold.helpers.link import Link
+    from fivefold.helpers.messages import Buffer, Message
 
 __all__ = ["ValidatorServing"]
 

@@ -117,7 +117,7 @@ class Validator(Closing):
     def _begin(self) -> bool:
         """Let helpers know of this validator, or trainers if this process is one; whether helpers help."""
         if self._mesh.role == "helper":
-            from fivefold.data.remote.service import offer
+            from fivefold.helpers.service import offer
             from fivefold.offload.serving import ValidatorServing
 
             offer(
@@ -133,7 +133,7 @@ class Validator(Closing):
         return told == "helped"
 
     def _leased(self) -> Leasing | None:
-        from fivefold.data.remote.desk import Desk
+        from fivefold.helpers.desk import Desk
 
         desk = Desk.of(self._mesh)
         if desk is None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.data.remote import loop, service
-from fivefold.data.remote.messages import Kind
 from fivefold.data.remote.parcel import pack
-from fivefold.data.remote.service import offer
 from fivefold.data.remote.serving import LoaderServing, identity_of
 from fivefold.data.source import BatchId, Source
 from fivefold.data.tiling import TileCollate, Tiles
 from fivefold.data.windows import Windowed
+from fivefold.helpers import loop, service
+from fivefold.helpers.messages import Kind
+from fivefold.helpers.service import offer
 from served import TIMEOUT_S, Helper, Numbers, OnDisk, Pictures, source_of
 
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
 
-from fivefold.data.remote.arrival import fresh
 from fivefold.data.remote.parcel import ParcelError, pack, types_in, unpack
 from fivefold.data.windows import Box
 from fivefold.errors import UsageError
+from fivefold.helpers.arrival import fresh
 
 
 class Pair(NamedTuple):

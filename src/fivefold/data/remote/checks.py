@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fivefold.data.remote.packer import Packer
 from fivefold.data.remote.parcel import pack, types_in
 from fivefold.data.workers import Key
+from fivefold.helpers.packer import Packer
 
 __all__ = ["First", "structure_of"]
 

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.data.remote.checks import First
 from fivefold.data.remote.leases import Grant, Leases
-from fivefold.data.remote.messages import Kind, Message
-from fivefold.data.remote.rates import Rates
 from fivefold.data.remote.serving import identity_of
-from fivefold.data.remote.trays import Tray, Trays
 from fivefold.data.source import BatchId, Made, Source
 from fivefold.data.workers import Key
+from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.rates import Rates
+from fivefold.helpers.trays import Tray, Trays
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.desk import Desk
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.desk import Desk
+    from fivefold.helpers.link import Link
 
 __all__ = ["Arrived", "Granting"]
 

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.arena.native import ArenaError
 from fivefold.closing import Closing
-from fivefold.data.remote.arrival import fresh
 from fivefold.data.remote.checks import First, structure_of
 from fivefold.data.remote.granting import USERS_TRAYS, Arrived, Granting
 from fivefold.data.remote.leases import OWN, Grant, Leases
-from fivefold.data.remote.messages import Message
 from fivefold.data.remote.parcel import unpack
 from fivefold.data.remote.serving import boxes_from
-from fivefold.data.remote.trays import Trays
 from fivefold.data.source import BatchId, Made, Source
 from fivefold.data.workers import Key
 from fivefold.errors import FivefoldError, UsageError
+from fivefold.helpers.arrival import fresh
+from fivefold.helpers.messages import Message
+from fivefold.helpers.trays import Trays
 from fivefold.trace import active
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.desk import Desk
+    from fivefold.helpers.desk import Desk
 
 __all__ = ["Offloaded"]
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
-from fivefold.data.remote.messages import Buffer
-from fivefold.data.remote.opener import Opener, ParcelError
-from fivefold.data.remote.packer import Packer, fields_of, is_dataclass, is_namedtuple, type_name
 from fivefold.data.windows import Box
 from fivefold.errors import UsageError
+from fivefold.helpers.messages import Buffer
+from fivefold.helpers.opener import Opener, ParcelError
+from fivefold.helpers.packer import Packer, fields_of, is_dataclass, is_namedtuple, type_name
 
 __all__ = ["Parcel", "ParcelError", "pack", "types_in", "unpack"]
 

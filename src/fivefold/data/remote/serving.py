@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.data.collate import stack
 from fivefold.data.remote.parcel import pack
-from fivefold.data.remote.service import check_identity
 from fivefold.data.seeding import isolated, seed_sample
 from fivefold.data.source import BatchId, Source
 from fivefold.data.tiling import TileCollate, Tiles
 from fivefold.data.windows import Box, check_transform, windows_of
 from fivefold.errors import DataError, UsageError
+from fivefold.helpers.service import check_identity
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.torch_private import pytree
 from fivefold.trace import Phase, span
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.link import Link
-    from fivefold.data.remote.messages import Buffer, Message
+    from fivefold.helpers.link import Link
+    from fivefold.helpers.messages import Buffer, Message
 
 __all__ = ["LoaderServing", "boxes_from", "boxes_told", "identity_of"]
 

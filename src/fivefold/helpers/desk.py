@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.closing import Closing
-from fivefold.data.remote.calling import Dial, dialled
-from fivefold.data.remote.lines import OUTSTANDING, ClientId, Line, Supply
-from fivefold.data.remote.messages import Kind, LinkClosed, LinkError, Message
-from fivefold.data.remote.switchboard import Switchboard
-from fivefold.data.remote.telling import Telling
+from fivefold.helpers.calling import Dial, dialled
+from fivefold.helpers.lines import OUTSTANDING, ClientId, Line, Supply
+from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.switchboard import Switchboard
+from fivefold.helpers.telling import Telling
 from fivefold.trace.helping import HelperFigures, SupplyFigures
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.link import Link
     from fivefold.mesh import Mesh
 
 __all__ = ["Client", "Desk"]
@@ -116,7 +116,7 @@ class Desk(Closing):
             return None
         with _making:
             if _desk is None or _desk.closed:
-                from fivefold.data.remote.greeting import parse_key
+                from fivefold.helpers.greeting import parse_key
 
                 addresses = [part.strip() for part in named.split(",") if part.strip()]
                 _desk = Desk(addresses, parse_key(os.environ.get("FIVEFOLD_HELPER_KEY", "")))

@@ -7,8 +7,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from fivefold.data.remote.lines import Line
 from fivefold.errors import OffloadWarning, warn
+from fivefold.helpers.lines import Line
 from fivefold.trace import active
 from fivefold.trace.helping import HelperFigures, SupplyFigures, tell
 from fivefold.trace.trace import Trace

@@ -23,13 +23,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fivefold.closing import Closing
-from fivefold.data.remote.messages import Kind, LinkClosed, LinkError, Message
-from fivefold.data.remote.service import Serving, offered
 from fivefold.errors import DataError, FivefoldError, UsageError
+from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.service import Serving, offered
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.greeting import Listener
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.greeting import Listener
+    from fivefold.helpers.link import Link
 
 __all__ = ["Loop"]
 

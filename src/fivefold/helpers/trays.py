@@ -26,8 +26,8 @@ from fivefold.arena.native import ArenaError
 from fivefold.arena.segment import Segment
 from fivefold.arena.slots import Slots
 from fivefold.closing import Closing
-from fivefold.data.remote.messages import Buffer
 from fivefold.errors import OffloadWarning, warn
+from fivefold.helpers.messages import Buffer
 
 __all__ = ["Borrowed", "Tray", "Trays", "set_of"]
 

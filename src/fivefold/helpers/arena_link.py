@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fivefold.arena.native import ArenaError
-from fivefold.data.remote.arrival import Arrival
-from fivefold.data.remote.messages import Buffer, Header, Kind, LinkError, Message, packed
-from fivefold.data.remote.stream_link import StreamLink
-from fivefold.data.remote.trays import Borrowed, Trays, set_of
 from fivefold.errors import OffloadWarning, warn
+from fivefold.helpers.arrival import Arrival
+from fivefold.helpers.messages import Buffer, Header, Kind, LinkError, Message, packed
+from fivefold.helpers.stream_link import StreamLink
+from fivefold.helpers.trays import Borrowed, Trays, set_of
 
 __all__ = ["ArenaLink"]
 
@@ -31,7 +31,7 @@ _ROOM_FOR_FDS = socket.CMSG_SPACE(4)
 
 
 class ArenaLink(StreamLink):
-    """Messages over a Unix socket, payloads through trays. See `fivefold.data.remote.link.Link`."""
+    """Messages over a Unix socket, payloads through trays. See `fivefold.helpers.link.Link`."""
 
     passes_memory = True
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.data.remote.packer import NUMPY_KINDS, PLAIN, is_dense
 from fivefold.errors import FivefoldError
+from fivefold.helpers.packer import NUMPY_KINDS, PLAIN, is_dense
 
 __all__ = ["Opener", "ParcelError"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fivefold.data.remote.messages import (
+from fivefold.helpers.messages import (
     HEADER_BYTES,
     MOST_PAYLOAD_BYTES,
     Header,

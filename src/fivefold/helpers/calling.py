@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fivefold.data.remote.messages import LinkClosed
 from fivefold.errors import FivefoldError
+from fivefold.helpers.messages import LinkClosed
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.lines import Line
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.lines import Line
+    from fivefold.helpers.link import Link
 
 __all__ = ["Call", "Dial", "dialled"]
 
@@ -24,7 +24,7 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0
 
 def dialled(address: str, key: bytes, name: str, timeout_s: float) -> Link:
     """A link to the helper at `address`; imported when needed: it brings sockets and memory."""
-    from fivefold.data.remote.greeting import connect
+    from fivefold.helpers.greeting import connect
 
     return connect(address, key, name=name, timeout_s=timeout_s)
 

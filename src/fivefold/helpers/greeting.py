@@ -15,9 +15,10 @@ from typing import Any
 
 from fivefold import wire
 from fivefold.closing import Closing
-from fivefold.data.remote.address import Address, dial, opened
-from fivefold.data.remote.arena_link import ArenaLink
-from fivefold.data.remote.hello import (
+from fivefold.errors import FivefoldError, OffloadWarning, UsageError, warn
+from fivefold.helpers.address import Address, dial, opened
+from fivefold.helpers.arena_link import ArenaLink
+from fivefold.helpers.hello import (
     Stranger,
     Unreachable,
     about_helper,
@@ -25,9 +26,8 @@ from fivefold.data.remote.hello import (
     called,
     introduced,
 )
-from fivefold.data.remote.stream_link import StreamLink
-from fivefold.data.remote.versions import differences, versions
-from fivefold.errors import FivefoldError, OffloadWarning, UsageError, warn
+from fivefold.helpers.stream_link import StreamLink
+from fivefold.helpers.versions import differences, versions
 from fivefold.wire import KEY_BYTES, OtherKey, OtherProtocol, OtherVersion, Protocol
 
 __all__ = [

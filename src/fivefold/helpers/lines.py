@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, cast
 
-from fivefold.data.remote.messages import Kind, Message
-from fivefold.data.remote.versions import differences, versions
+from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.versions import differences, versions
 from fivefold.trace.helping import HelperFigures, SupplyFigures
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.link import Link
 
 __all__ = ["OUTSTANDING", "ClientId", "Line", "Supply"]
 

@@ -15,11 +15,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from fivefold.closing import Closing
-from fivefold.data.remote.arrival import Arrival, Place, no_place
-from fivefold.data.remote.messages import Buffer, Kind, LinkClosed, Message, packed
+from fivefold.helpers.arrival import Arrival, Place, no_place
+from fivefold.helpers.messages import Buffer, Kind, LinkClosed, Message, packed
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.trays import Trays
+    from fivefold.helpers.trays import Trays
 
 __all__ = ["StreamLink"]
 
@@ -30,7 +30,7 @@ _PUSH_BYTES = 4 << 20
 
 
 class StreamLink(Closing):
-    """Messages over a socket. See `fivefold.data.remote.link.Link`.
+    """Messages over a socket. See `fivefold.helpers.link.Link`.
 
     Args:
         line: connected; the link's own from now on.

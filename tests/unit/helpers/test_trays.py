@@ -15,14 +15,14 @@ import torch
 from fivefold.arena.native import ArenaError, problem
 from fivefold.arena.segment import Segment
 from fivefold.data.remote.parcel import pack, unpack
-from fivefold.data.remote.trays import Borrowed, Tray, Trays, set_of
+from fivefold.helpers.trays import Borrowed, Tray, Trays, set_of
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 
 # Holds a slot in the middle of writing a tray, until it is killed.
 WRITER = """
 import sys, time
-from fivefold.data.remote.trays import Borrowed
+from fivefold.helpers.trays import Borrowed
 class Stuck:
     def __len__(self):
         print("writing", flush=True)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.data.remote.arrival import Arrival, fresh, no_place
-from fivefold.data.remote.messages import (
+from fivefold.helpers.arrival import Arrival, fresh, no_place
+from fivefold.helpers.messages import (
     HEADER_BYTES,
     MOST_PAYLOAD_BYTES,
     MOST_TOLD_BYTES,
@@ -26,7 +26,7 @@ from fivefold.data.remote.messages import (
     Message,
     packed,
 )
-from fivefold.data.remote.stream_link import StreamLink
+from fivefold.helpers.stream_link import StreamLink
 from frames import framed, heard, link, sealed, spoilt
 
 json_values = st.recursive(

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
-from fivefold.data.remote.link import Link
-from fivefold.data.remote.messages import Kind, LinkClosed, LinkError
-from fivefold.data.remote.versions import versions
 from fivefold.errors import UsageError
+from fivefold.helpers.link import Link
+from fivefold.helpers.messages import Kind, LinkClosed, LinkError
+from fivefold.helpers.versions import versions
 from fivefold.launch.environment import locate
 
 __all__ = ["Stranger", "Unreachable", "about_helper", "about_trainer", "called", "introduced"]

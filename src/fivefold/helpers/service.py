@@ -23,8 +23,8 @@ from fivefold.launch.variables import read_seconds
 from fivefold.mesh.duty import undertake
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.link import Link
-    from fivefold.data.remote.messages import Buffer, Message
+    from fivefold.helpers.link import Link
+    from fivefold.helpers.messages import Buffer, Message
 
 __all__ = ["Serving", "check_identity", "is_helper", "offer", "serve"]
 
@@ -122,8 +122,8 @@ def serve() -> NoReturn:
 
 def _served() -> str:
     """Answer trainers until their job ends; empty, or whom it waited for in vain."""
-    from fivefold.data.remote.greeting import listen, parse_key
-    from fivefold.data.remote.loop import Loop
+    from fivefold.helpers.greeting import listen, parse_key
+    from fivefold.helpers.loop import Loop
 
     address = _given(
         "FIVEFOLD_HELPER_LISTEN",

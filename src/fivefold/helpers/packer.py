@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.data.remote.messages import Buffer
 from fivefold.errors import UsageError
+from fivefold.helpers.messages import Buffer
 
 __all__ = [
     "NUMPY_KINDS",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fivefold.data.remote.arrival import Place
-from fivefold.data.remote.messages import Buffer, Kind, Message
+from fivefold.helpers.arrival import Place
+from fivefold.helpers.messages import Buffer, Kind, Message
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.trays import Trays
+    from fivefold.helpers.trays import Trays
 
 __all__ = ["Link", "Place"]
 

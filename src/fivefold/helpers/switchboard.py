@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.closing import Closing
-from fivefold.data.remote.calling import Call, Dial
-from fivefold.data.remote.lines import Line
-from fivefold.data.remote.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.calling import Call, Dial
+from fivefold.helpers.lines import Line
+from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
 
 if TYPE_CHECKING:
-    from fivefold.data.remote.link import Link
+    from fivefold.helpers.link import Link
 
 __all__ = ["Owner", "Switchboard"]
 
