@@ -205,6 +205,16 @@ FUNCTION: Any = (
 also where `apply` was kept as a function; later that is written in C, and what was kept is not seen"""
 
 
+_OF_TORCH = {"aten", "prim", "prims", "quantized", "torchvision"}
+
+
+def has_own_backward(function: Any, name: str) -> bool:
+    """Whether backward may run code of others: an autograd function's, or that of an operator of theirs."""
+    home = str(getattr(function, "__module__", "") or "")
+    registered = home.startswith("torch._ops.") and home.split(".")[2] not in _OF_TORCH
+    return registered or name.endswith(".apply")
+
+
 def apply_of(cls: Any) -> Any:
     """The `apply` of an autograd function, as it is when nobody watches."""
     if FUNCTION is torch.autograd.Function:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
 from fivefold.plan import Layout, Plan
@@ -26,6 +27,24 @@ class _Stopping(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_grads: Any) -> Any:  # noqa: ARG004
         return None
+
+
+@torch.library.custom_op("fivefold_tests::stopping", mutates_args=())
+def stopping(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+stopping.register_fake(torch.empty_like)
+stopping.register_autograd(lambda _ctx, _grad: None)
+
+
+@torch.library.custom_op("fivefold_tests::unit", mutates_args=())
+def unit(x: Tensor) -> Tensor:
+    return x * 2.0
+
+
+unit.register_fake(torch.empty_like)
+unit.register_autograd(lambda _ctx, grad: grad / (grad.norm() + 1e-3))
 
 
 def detached(x: Tensor) -> Tensor:
@@ -64,7 +83,9 @@ def made(ends: Callable[[Tensor], Tensor]) -> Stopped:
     return Stopped(ends).double()
 
 
-@pytest.mark.parametrize("ends", [detached, data_of, unwatched, compared, _Stopping.apply])
+@pytest.mark.parametrize(
+    "ends", [detached, data_of, unwatched, compared, _Stopping.apply, stopping]
+)
 @pytest.mark.parametrize(
     ("ranks", "pipeline"),
     [(3, {}), (4, {"schedule": "zero-bubble"}), (4, {"schedule": "chimera"}),
@@ -99,6 +120,29 @@ def test_gradients_that_end_within_the_net(
     plan = Plan(layout=Layout(pipe=ranks))
     plan = plan.replace({f"pipeline.{key}": value for key, value in pipeline.items()}, USER)
     run_ranks(plan.layout, check, plan=plan)
+
+
+class Divided:
+    """A mean whose denominator is known at the end."""
+
+    def share(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        known = targets > -1.0
+        return ((outputs - targets).square() * known).sum(), known.sum()
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        numerator, denominator = self.share(outputs, targets)
+        return numerator / denominator
+
+
+def test_a_backward_of_a_registered_operator_sees_no_gradients_before_they_are_divided() -> None:
+    x, y = torch.randn(8, 5).double(), torch.randn(8, 5).double()
+
+    def check(mesh: Mesh) -> None:
+        model = parallelize(made(unit), mesh, example=x, loss=Divided())
+        with pytest.raises(UsageError, match="would see gradients that are not divided yet"):
+            model.step(*model.shard(x, y))
+
+    run_ranks(Layout(pipe=2), check)
 
 
 @pytest.mark.parametrize("lazily", [torch.conj, torch.Tensor._neg_view])

@@ -29,6 +29,7 @@ from fivefold.parallel.graph.writes import Writes, user_line
 from fivefold.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    has_own_backward,
     is_functorch_wrapped_tensor,
     pytree,
     saved_tensor_hooks,
@@ -374,7 +375,7 @@ class Recorder(Writer):
         )
         self._emit(
             func, name, placed, refs, shapes, [self._new(leaf) for leaf in made],
-            stops=ends or name.endswith(".apply"),
+            stops=ends or has_own_backward(func, name),
         )  # fmt: skip
         for leaf in made:
             parent = before.get(self._writes.storage(leaf))

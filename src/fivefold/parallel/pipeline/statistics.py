@@ -21,6 +21,7 @@ from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.tiles.rule import Statistics
 from fivefold.parallel.tiles.rules.norms import uses_batch
+from fivefold.torch_private import has_own_backward
 from fivefold.trace import Tag
 
 __all__ = ["Notes", "check_counted", "check_effects", "check_linear", "check_norms", "check_values"]
@@ -126,7 +127,12 @@ def check_linear(tape: Tape) -> None:
     """Raise `UsageError` for what the user does to gradients before these are divided by the denominator."""
     nodes = tape.nodes
     found = next(
-        (n for n in nodes if isinstance(n.function, Hooked) or n.name.endswith(".apply")), None
+        (
+            n
+            for n in nodes
+            if isinstance(n.function, Hooked) or has_own_backward(n.function, n.name)
+        ),
+        None,
     )
     if found is not None:
         what = "a hook of a tensor" if isinstance(found.function, Hooked) else found.name
