@@ -46,5 +46,8 @@ def test_a_full_disk_is_named_and_a_run_without_any_save_fails(ranks: str, tmp_p
     assert "CheckpointWarning: step 1 was not saved, and training goes on: writing" in done.stderr
     assert f"writing {full}/local/" in done.stderr
     assert "No space left on device; free space there, or name another directory" in done.stderr
-    assert "CheckpointError: the run ends without any save: writing" in done.stderr
+    assert (
+        "CheckpointError: the run ends without any save: step 2 was not saved: writing"
+        in done.stderr
+    )
     assert "enforce fail" not in done.stderr.partition("Traceback")[0]

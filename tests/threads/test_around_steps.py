@@ -174,8 +174,14 @@ def test_torchs_norm_of_some_stages_is_refused() -> None:
     run_ranks(PIPE, check, plan=plan_for(PIPE))
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_optimisers_that_hold_what_was_before_or_cannot_step_parts_are_refused(shard: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shard"),
+    [(DATA, "optimizer"), (DATA, "parameters"), (Layout(data=2, pipe=2), "optimizer")],
+    ids=str,
+)
+def test_optimisers_that_hold_what_was_before_or_cannot_step_parts_are_refused(
+    layout: Layout, shard: str
+) -> None:
     def check(mesh: Mesh) -> None:
         net = made(Net, lambda _n, h: h, dict)
         early = torch.optim.SGD(net.parameters(), 0.1)
@@ -189,23 +195,7 @@ def test_optimisers_that_hold_what_was_before_or_cannot_step_parts_are_refused(s
                 kind([p for p in model.parameters() if p.dim() == 2]).step()  # Muon takes matrices
         torch.optim.SGD(model.parameters(), 0.1).step()
 
-    run_ranks(DATA, check, plan=Plan(layout=DATA).replace({"memory.shard": shard}, USER))
-
-
-def test_optimisers_of_what_was_before_are_refused_in_stages_that_replicas_divide() -> None:
-    layout = Layout(data=2, pipe=2)
-
-    def check(mesh: Mesh) -> None:
-        net = made(Net, lambda _n, h: h, dict)
-        early = torch.optim.SGD(net.parameters(), 0.1)
-        x, y = (t.double() for t in batches(Net)[0])
-        model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
-        model.step(*model.shard(x, y))
-        with pytest.raises(UsageError, match="SGD was made before parallelize"):
-            early.step()
-        torch.optim.SGD(model.parameters(), 0.1).step()
-
-    run_ranks(layout, check, plan=plan_for(layout).replace({"memory.shard": "optimizer"}, USER))
+    run_ranks(layout, check, plan=plan_for(layout).replace({"memory.shard": shard}, USER))
 
 
 def test_inputs_that_ask_for_gradients_are_refused_in_stages() -> None:

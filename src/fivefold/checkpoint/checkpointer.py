@@ -32,7 +32,7 @@ from fivefold.checkpoint.notices import Notices
 from fivefold.checkpoint.opening import claim, open_run, seen
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
-from fivefold.checkpoint.saving import Saved
+from fivefold.checkpoint.saving import GOES_ON, Saved
 from fivefold.checkpoint.settings import settings_of
 from fivefold.checkpoint.sharing import agents_share
 from fivefold.checkpoint.signals import STOPPED, Signals
@@ -361,9 +361,8 @@ class Checkpointer(Closing):
         finally:
             self._let_go()
         if self.last is not None and not self._saved:
-            raise CheckpointError(
-                f"the run ends without any save: {self.last.problem.partition(': ')[2]}"
-            )
+            why = self.last.problem.replace(GOES_ON, "")
+            raise CheckpointError(f"the run ends without any save: {why}")
 
     def __exit__(
         self,

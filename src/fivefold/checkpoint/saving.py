@@ -42,7 +42,10 @@ from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, UsageError
 from fivefold.trace.current import usage
 
-__all__ = ["Saved", "Saver", "Setting"]
+__all__ = ["GOES_ON", "Saved", "Saver", "Setting"]
+
+GOES_ON = ", and training goes on"
+"""said of a save that failed, unless the run ends with it"""
 
 
 @dataclass(frozen=True)
@@ -359,7 +362,7 @@ class Saver(Closing):
 def _not_saved(step: int, problem: Exception) -> str:
     if isinstance(problem, UsageError):
         return described(problem)
-    return f"step {step} was not saved, and training goes on: {described(problem)}"
+    return f"step {step} was not saved{GOES_ON}: {described(problem)}"
 
 
 def _item(name: str, content: bytes) -> Item:
