@@ -28,9 +28,9 @@ from fivefold.helpers.stream_link import StreamLink
 __all__ = ["Heard", "framed", "heard", "link", "sealed", "spoilt"]
 
 
-def framed(kind: Kind, told: dict[str, Any], payload: bytes = b"") -> bytes:
+def framed(kind: Kind, fields: dict[str, Any], payload: bytes = b"") -> bytes:
     """A whole message."""
-    head, _ = packed(kind, told, [payload])
+    head, _ = packed(kind, fields, [payload])
     return head + payload
 
 
@@ -38,9 +38,9 @@ def sealed(text: bytes, payload: bytes = b"", **fields: Any) -> bytes:
     """A message whose checksums are right, whatever `fields` of the header say."""
     header = Header(
         kind=Kind.LEASE,
-        told_bytes=len(text),
+        fields_bytes=len(text),
         payload_bytes=len(payload),
-        told_digest=xxhash.xxh3_64_intdigest(text),
+        fields_digest=xxhash.xxh3_64_intdigest(text),
         payload_digest=xxhash.xxh3_64_intdigest(payload),
     )
     return header._replace(**fields).pack() + text + payload
@@ -114,16 +114,16 @@ def spoilt(dice: random.Random) -> tuple[bytes, list[int]]:
 
 def _message(dice: random.Random) -> bytes:
     kind = dice.choice(list(Kind))
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "lease": dice.randrange(1 << 40),
         "set": dice.randrange(3),
         "tray_bytes": 64,
         "count": 2,
     }
     if dice.random() < 0.1:
-        told["text"] = "x" * dice.randrange(1 << 17)
+        fields["text"] = "x" * dice.randrange(1 << 17)
     return framed(
-        kind, told, dice.randbytes(dice.choice([0, 1, 63, 4096, dice.randrange(1 << 17)]))
+        kind, fields, dice.randbytes(dice.choice([0, 1, 63, 4096, dice.randrange(1 << 17)]))
     )
 
 
@@ -165,13 +165,13 @@ def _long(dice: random.Random, whole: bytes) -> bytes:
     """A header that is right but for what it announces."""
     size = dice.choice([1 << 20, (1 << 20) + 1, 1 << 31, (1 << 32) - 1])
     if dice.random() < 0.5:
-        return sealed(b"{}", told_bytes=size) + whole
+        return sealed(b"{}", fields_bytes=size) + whole
     return sealed(b"{}", payload_bytes=dice.choice([size, 1 << 40, (1 << 64) - 1])) + whole
 
 
 def _in_a_tray(dice: random.Random, whole: bytes) -> bytes:
-    tray = dice.choice([0, 1, 1 << 40, (1 << 63) - 1])
-    return sealed(b'{"lease":1}', tray=tray, payload_bytes=dice.randrange(1 << 20)) + whole
+    buffer = dice.choice([0, 1, 1 << 40, (1 << 63) - 1])
+    return sealed(b'{"lease":1}', buffer=buffer, payload_bytes=dice.randrange(1 << 20)) + whole
 
 
 def _strange_text(dice: random.Random, whole: bytes) -> bytes:

@@ -150,7 +150,7 @@ class Proxy:
                     threading.Thread(target=self._pass, args=(*pair, bad), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket, bad: bool) -> None:
-        left = self._chance.randrange(self._every) + 4096  # the greeting passes
+        left = self._chance.randrange(self._every) + 4096  # the handshake passes
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
                 left -= len(data)
@@ -195,22 +195,22 @@ def iterate_elsewhere(options: dict[str, Any]) -> None:
     """A helper that says it has another torch and another processor."""
     from fivefold.helpers import versions
 
-    told = {**versions.versions(), "torch": "2.11.0", "cpu": "AVX2"}
-    with patch.object(versions, "_found", return_value=tuple(told.items())):
+    fields = {**versions.versions(), "torch": "2.11.0", "cpu": "AVX2"}
+    with patch.object(versions, "_found", return_value=tuple(fields.items())):
         iterate(options)
 
 
 def hash_stream(options: dict[str, Any], rank: int, ranks: int, epochs: int, path: str) -> None:
     """What a second trainer does: write the fingerprints of its batches to a file."""
-    from fivefold.helpers.desk import Desk
+    from fivefold.helpers.dispatcher import Dispatcher
     from streams import Seat, fingerprint
 
     seat = Seat(rank, ranks)
     data = loader_of(seat, **options)
     found = [fingerprint([batch]) for _ in range(epochs) for batch in data]
-    desk: Any = Desk.of(seat)  # type: ignore[arg-type]
-    leases = sum(helper.leases for helper in desk.helpers())
-    desk.close()
+    dispatcher: Any = Dispatcher.of(seat)  # type: ignore[arg-type]
+    leases = sum(helper.leases for helper in dispatcher.helpers())
+    dispatcher.close()
     Path(path).write_text(json.dumps({"batches": found, "leases": leases}))
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 import xxhash
 
-from fivefold.data.remote.parcel import pack, types_in, unpack
 from fivefold.data.windows import Box
-from fivefold.helpers.arrival import no_place
+from fivefold.helpers.decode import decode
+from fivefold.helpers.encode import encode, types_in
 from fivefold.helpers.link import Link
 from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
-from fivefold.helpers.trays import Tray, Trays
+from fivefold.helpers.reader import no_place
+from fivefold.helpers.receive_buffers import BufferPool, ReceiveBuffer
 
 __all__ = ["CHECKS", "LIMIT_S", "Ends", "made", "results", "serve"]
 
@@ -66,39 +67,39 @@ def serve(link: Link) -> None:
         if message is None or message.kind is Kind.BYE:
             return
         try:
-            _ANSWERS[message.told["do"]](link, message)
+            _ANSWERS[message.fields["do"]](link, message)
         except LinkClosed:
             return
 
 
 def _make(link: Link, message: Message) -> None:
     """Bytes, in parts of odd sizes."""
-    told = message.told
-    time.sleep(told.get("pause_s", 0.0))
-    data = memoryview(made(told["size"], told["seed"]))
+    fields = message.fields
+    time.sleep(fields.get("pause_s", 0.0))
+    data = memoryview(made(fields["size"], fields["seed"]))
     parts = [data[:1], data[1:1], data[1:64], data[64:]]
-    answer = {"lease": told["lease"]}
-    link.send(Kind.DONE, answer, [part for part in parts if part], tray=told.get("tray", -1))
+    answer = {"lease": fields["lease"]}
+    link.send(Kind.DONE, answer, [part for part in parts if part], buffer=fields.get("buffer", -1))
 
 
 def _batch(link: Link, message: Message) -> None:
-    told = message.told
-    text, parts = pack(batch(told["number"]))
-    link.send(Kind.DONE, {"lease": told["lease"], **text}, parts, tray=told["tray"])
+    fields = message.fields
+    text, parts = encode(batch(fields["number"]))
+    link.send(Kind.DONE, {"lease": fields["lease"], **text}, parts, buffer=fields["buffer"])
 
 
 def _many(link: Link, message: Message) -> None:
-    for number in range(message.told["count"]):
+    for number in range(message.fields["count"]):
         link.send(Kind.DONE, {"lease": number}, [made(number % 300)])
 
 
 def _digest(link: Link, message: Message) -> None:
     digest = xxhash.xxh3_64_hexdigest(message.payload)
-    link.send(Kind.DONE, {"lease": message.told["lease"], "digest": digest})
+    link.send(Kind.DONE, {"lease": message.fields["lease"], "digest": digest})
 
 
 def _sleep(link: Link, message: Message) -> None:
-    time.sleep(message.told["s"])
+    time.sleep(message.fields["s"])
 
 
 def _close(link: Link, message: Message) -> None:
@@ -120,14 +121,14 @@ _ANSWERS = {
 
 @dataclass
 class Ends:
-    """A trainer's end, and its trays: what a check gets."""
+    """A trainer's end, and its buffers: what a check gets."""
 
     link: Link
-    trays: Trays
+    pool: BufferPool
 
-    def ask(self, **told: Any) -> None:
+    def ask(self, **fields: Any) -> None:
         """A lease."""
-        self.link.send(Kind.LEASE, {"lease": 0, **told})
+        self.link.send(Kind.LEASE, {"lease": 0, **fields})
 
     def answer(self, limit_s: float = LIMIT_S) -> Message:
         """The next message."""
@@ -135,21 +136,21 @@ class Ends:
         assert message is not None, f"nothing within {limit_s:g} s"
         return message
 
-    def tray(self) -> Tray:
-        """A tray, in which the next payloads lie."""
-        tray = self.trays.take()
-        assert tray is not None
-        self.link.place = lambda _kind, _told, size: (
-            tray.memory if size <= len(tray.memory) else None
+    def buffer(self) -> ReceiveBuffer:
+        """A buffer, in which the next payloads lie."""
+        buffer = self.pool.take()
+        assert buffer is not None
+        self.link.place = lambda _kind, _fields, size: (
+            buffer.memory if size <= len(buffer.memory) else None
         )
-        return tray
+        return buffer
 
 
 def check_messages_arrive_in_order(ends: Ends) -> None:
     ends.ask(do="many", count=500)
     for number in range(500):
         message = ends.answer()
-        assert message.told == {"lease": number}
+        assert message.fields == {"lease": number}
         assert bytes(message.payload) == made(number % 300)
 
 
@@ -158,75 +159,75 @@ SIZES = (0, 1, 47, 48, 63, 64, 65, 4096, 65_535, MIB + 1, 64 * MIB)
 
 def check_payloads_of_all_sizes_lie_in_their_tray(ends: Ends) -> None:
     for seed, size in enumerate(SIZES):
-        tray = ends.tray()
-        ends.ask(do="make", size=size, seed=seed, lease=seed, tray=tray.number)
+        buffer = ends.buffer()
+        ends.ask(do="make", size=size, seed=seed, lease=seed, buffer=buffer.number)
         message = ends.answer()
-        assert message.told == {"lease": seed}
+        assert message.fields == {"lease": seed}
         assert bytes(message.payload) == made(size, seed)
-        assert bytes(tray.memory[:size]) == message.payload
+        assert bytes(buffer.memory[:size]) == message.payload
         if size:
             message.payload[0] ^= 255
-            assert tray.memory[0] == message.payload[0]
+            assert buffer.memory[0] == message.payload[0]
 
 
 def check_what_is_larger_than_a_tray_comes_all_the_same(ends: Ends) -> None:
     for _ in range(2):
-        with Trays(MIB, 1) as small:
+        with BufferPool(MIB, 1) as small:
             ends.link.share(small)
             other = Ends(ends.link, small)
-            tray = other.tray()
-            tray.memory[:4] = b"keep"
+            buffer = other.buffer()
+            buffer.memory[:4] = b"keep"
             for size in (MIB + 1, MIB):
-                other.ask(do="make", size=size, seed=1, tray=tray.number)
+                other.ask(do="make", size=size, seed=1, buffer=buffer.number)
                 assert bytes(other.answer().payload) == made(size, 1)
-                assert (bytes(tray.memory[:4]) == b"keep") == (size > MIB)
+                assert (bytes(buffer.memory[:4]) == b"keep") == (size > MIB)
 
 
 def check_batches_arrive_byte_for_byte(ends: Ends) -> None:
     for number in range(5):
-        ours, tray = batch(number), ends.tray()
-        ends.ask(do="batch", number=number, tray=tray.number)
+        ours, buffer = batch(number), ends.buffer()
+        ends.ask(do="batch", number=number, buffer=buffer.number)
         message = ends.answer()
-        theirs = unpack(message.told, message.payload, types_in(ours))
-        assert pack(theirs).digest() == pack(ours).digest()
+        theirs = decode(message.fields, message.payload, types_in(ours))
+        assert encode(theirs).digest() == encode(ours).digest()
 
 
 def check_a_tray_is_held_by_what_the_user_keeps(ends: Ends) -> None:
-    free = ends.trays.free
-    tray = ends.tray()
-    ends.ask(do="batch", number=0, tray=tray.number)
+    free = ends.pool.free
+    buffer = ends.buffer()
+    ends.ask(do="batch", number=0, buffer=buffer.number)
     message = ends.answer()
-    images, _ = unpack(message.told, message.payload)
+    images, _ = decode(message.fields, message.payload)
     ends.link.place = no_place
-    del message, tray, _
+    del message, buffer, _
     row = images[0, 0, 3]
     expected = row.clone()
     del images
-    assert ends.trays.free == free - 1
-    others = [ends.trays.take() for _ in range(ends.trays.count - 1)]
-    assert None not in others and ends.trays.take() is None
+    assert ends.pool.free == free - 1
+    others = [ends.pool.take() for _ in range(ends.pool.count - 1)]
+    assert None not in others and ends.pool.take() is None
     assert torch.equal(row, expected)
     del row, others
-    assert ends.trays.free == free
+    assert ends.pool.free == free
 
 
 def check_a_late_answer_leaves_the_next_lease_alone(ends: Ends) -> None:
-    tray = ends.trays.take()
-    assert tray is not None
-    ends.ask(do="make", size=100, seed=1, lease=1, pause_s=0.3, tray=tray.number)
-    address = np.frombuffer(tray.memory, np.uint8).ctypes.data
+    buffer = ends.pool.take()
+    assert buffer is not None
+    ends.ask(do="make", size=100, seed=1, lease=1, pause_s=0.3, buffer=buffer.number)
+    address = np.frombuffer(buffer.memory, np.uint8).ctypes.data
     ends.link.place = no_place
-    del tray  # lost: nobody waits for this lease any more
-    again = ends.trays.take()
+    del buffer  # lost: nobody waits for this lease any more
+    again = ends.pool.take()
     assert again is not None and np.frombuffer(again.memory, np.uint8).ctypes.data == address
     again.memory[:100] = b"n" * 100
     try:
-        assert ends.answer().told == {"lease": 1}
+        assert ends.answer().fields == {"lease": 1}
     except LinkError as problem:
-        assert problem.told == {"lease": 1}  # noqa: PT017
+        assert problem.fields == {"lease": 1}  # noqa: PT017
     assert bytes(again.memory[:100]) == b"n" * 100
-    ends.ask(do="make", size=10, seed=2, lease=2, tray=again.number)
-    assert ends.answer().told == {"lease": 2}
+    ends.ask(do="make", size=10, seed=2, lease=2, buffer=again.number)
+    assert ends.answer().fields == {"lease": 2}
 
 
 def check_sending_does_not_wait_for_a_peer_that_does_not_read(ends: Ends) -> None:
@@ -236,7 +237,7 @@ def check_sending_does_not_wait_for_a_peer_that_does_not_read(ends: Ends) -> Non
     ends.link.send(Kind.WEIGHTS, {"do": "digest", "lease": 3}, [weights])
     assert time.monotonic() - begun < 0.4
     assert ends.link.receive(0.0) is None
-    assert ends.answer().told == {"lease": 3, "digest": xxhash.xxh3_64_hexdigest(weights)}
+    assert ends.answer().fields == {"lease": 3, "digest": xxhash.xxh3_64_hexdigest(weights)}
 
 
 def check_both_may_send_much_at_the_same_time(ends: Ends) -> None:
@@ -244,8 +245,8 @@ def check_both_may_send_much_at_the_same_time(ends: Ends) -> None:
     ends.ask(do="make", size=16 * MIB, seed=5, lease=5)
     ends.link.send(Kind.WEIGHTS, {"do": "digest", "lease": 6}, [weights[:MIB], weights[MIB:]])
     message = ends.answer()
-    assert message.told == {"lease": 5} and bytes(message.payload) == made(16 * MIB, 5)
-    assert ends.answer().told == {"lease": 6, "digest": xxhash.xxh3_64_hexdigest(weights)}
+    assert message.fields == {"lease": 5} and bytes(message.payload) == made(16 * MIB, 5)
+    assert ends.answer().fields == {"lease": 6, "digest": xxhash.xxh3_64_hexdigest(weights)}
 
 
 def check_waiting_ends(ends: Ends) -> None:
@@ -284,12 +285,12 @@ CHECKS: dict[str, Callable[[Ends], None]] = {
 def results(link: Link) -> dict[str, str]:
     """How each check ended: empty, or its traceback."""
     found: dict[str, str] = {}
-    with Trays(64 * MIB, 3) as trays:
-        link.share(trays)
+    with BufferPool(64 * MIB, 3) as pool:
+        link.share(pool)
         for name, check in CHECKS.items():
             link.place = no_place
             try:
-                check(Ends(link, trays))
+                check(Ends(link, pool))
                 found[name] = ""
             except Exception:  # noqa: BLE001 - told to the test
                 found[name] = traceback.format_exc()

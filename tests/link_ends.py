@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from fivefold.helpers.greeting import connect, listen
+from fivefold.helpers.handshake import connect, listen
 from fivefold.helpers.messages import LinkClosed
 from link_checks import LIMIT_S, results, serve
 

@@ -1,4 +1,4 @@
-"""What tests of offloaded loaders share: the stream, its helpers, and the desk of the trainer."""
+"""What tests of offloaded loaders share: the stream, its helpers, and the dispatcher of the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fivefold.data import Loader
-from fivefold.helpers.desk import Desk
+from fivefold.helpers.dispatcher import Dispatcher
 from helping import KEY, Helpers, Nursery, loader_of, unix_addresses
 from streams import Seat, fingerprint
 from waiting import awaited
@@ -47,17 +47,17 @@ def starting(
         nursery.end_all()
 
 
-def desk_here() -> Desk:
-    desk = Desk.of(Seat())  # type: ignore[arg-type]
-    assert desk is not None
-    return desk
+def desk_here() -> Dispatcher:
+    dispatcher = Dispatcher.of(Seat())  # type: ignore[arg-type]
+    assert dispatcher is not None
+    return dispatcher
 
 
 def ready() -> int:
     """How many helpers can be granted leases."""
-    desk = desk_here()
-    with desk.lock:
-        return sum(bool(line.ready) for line in desk._lines)  # pyright: ignore[reportPrivateUsage]
+    dispatcher = desk_here()
+    with dispatcher.lock:
+        return sum(bool(peer.ready) for peer in dispatcher._peers)  # pyright: ignore[reportPrivateUsage]
 
 
 def joined(count: int = 1) -> None:

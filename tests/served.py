@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fivefold.data.remote.parcel import unpack
-from fivefold.data.remote.serving import boxes_from, identity_of
+from fivefold.data.remote.serving import decode_boxes, identity_of
 from fivefold.data.source import Samples, Source
-from fivefold.helpers.greeting import connect, listen
+from fivefold.helpers.decode import decode
+from fivefold.helpers.handshake import connect, listen
 from fivefold.helpers.link import Link
-from fivefold.helpers.loop import Loop
 from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.serving_loop import Loop
 
 __all__ = ["TIMEOUT_S", "Helper", "Numbers", "OnDisk", "Pictures", "Trainer", "source_of"]
 
@@ -88,14 +88,14 @@ class Helper:
     def __init__(self, patience_s: float = TIMEOUT_S) -> None:
         self.listener = listen("127.0.0.1:0", KEY)
         self.loop = Loop(self.listener, patience_s)
-        self.told: list[str] = []
+        self.fields: list[str] = []
         self.links: list[Link] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         with self.loop:
-            self.told.append(self.loop.run())
+            self.fields.append(self.loop.run())
 
     def trainer(self, rank: int = 0) -> Trainer:
         about = {"rank": rank, "host": "here"}
@@ -116,7 +116,7 @@ class Helper:
         for link in self.links:
             link.close()
         self.listener.close()
-        return self.told[0]
+        return self.fields[0]
 
 
 class Trainer:
@@ -124,8 +124,8 @@ class Trainer:
         self.link = link
         self.leases = 0
 
-    def send(self, kind: Kind, parts: tuple[bytes, ...] = (), **told: Any) -> None:
-        self.link.send(kind, {"service": "loader", "number": 0, **told}, parts)
+    def send(self, kind: Kind, parts: tuple[bytes, ...] = (), **fields: Any) -> None:
+        self.link.send(kind, {"service": "loader", "number": 0, **fields}, parts)
 
     def receive(self, timeout_s: float = TIMEOUT_S) -> Message | None:
         end = time.monotonic() + timeout_s
@@ -137,26 +137,26 @@ class Trainer:
     def answer(self, kind: Kind) -> Message:
         message = self.receive()
         assert message is not None, f"no {kind.name} came"
-        assert message.kind is kind, message.told
+        assert message.kind is kind, message.fields
         return message
 
-    def open(self, source: Source, **told: Any) -> Message:
-        self.send(Kind.OPEN, (), **{"identity": identity_of(source), "axes": {}, **told})
+    def open(self, source: Source, **fields: Any) -> Message:
+        self.send(Kind.OPEN, (), **{"identity": identity_of(source), "axes": {}, **fields})
         return self.answer(Kind.READY)
 
-    def refused(self, **told: Any) -> str:
-        self.send(Kind.OPEN, **told)
-        return str(self.answer(Kind.REFUSED).told["why"])
+    def refused(self, **fields: Any) -> str:
+        self.send(Kind.OPEN, **fields)
+        return str(self.answer(Kind.REFUSED).fields["why"])
 
     def lease(self, batch: int = 0, start: int = 0, stop: int = 4, epoch: int = 0) -> int:
         self.leases += 1
         self.send(
             Kind.LEASE,
-            lease=self.leases, epoch=epoch, batch=batch, start=start, stop=stop, tray=-1, tray_bytes=0,
+            lease=self.leases, epoch=epoch, batch=batch, start=start, stop=stop, buffer=-1, buffer_bytes=0,
         )  # fmt: skip
         return self.leases
 
     def batch(self, like: Any = None) -> Any:
         done = self.answer(Kind.DONE)
-        made = unpack(done.told, done.payload)
-        return (made, boxes_from(done.told["boxes"], like)) if like is not None else made
+        made = decode(done.fields, done.payload)
+        return (made, decode_boxes(done.fields["boxes"], like)) if like is not None else made

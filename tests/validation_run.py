@@ -20,7 +20,7 @@ import fivefold as ff
 from fivefold.checkpoint import Checkpointer
 from fivefold.data import Cursor
 from fivefold.errors import OffloadWarning
-from fivefold.helpers.desk import Desk
+from fivefold.helpers.dispatcher import Dispatcher
 from fivefold.offload import BestSoFar, EarlyStopping, Plateau, Result
 from fivefold.plan import Layout, Plan
 from fivefold.train import Run, fit, warmup_cosine
@@ -112,8 +112,8 @@ def train(
     file OUT.EPOCH, and before the epoch `evaluated_before` until helpers have evaluated what was submitted.
     """
     torch.set_num_threads(threads)
-    told: list[str] = []
-    warnings.showwarning = lambda message, *_, **__: told.append(str(message))
+    fields: list[str] = []
+    warnings.showwarning = lambda message, *_, **__: fields.append(str(message))
     warnings.simplefilter("always", OffloadWarning)
     helps = os.environ.get("FIVEFOLD_ROLE") == "helper"
     if ranks > 1 and not helps:
@@ -124,7 +124,7 @@ def train(
     validator = ff.Validator(model, tests, score=score, figures=figures, delay=delay)
     seen = _Seen(optimizer)
     _await(lambda: helps or rank or validator.helpers >= wait)
-    _await(lambda: helps or _is_warned(mesh, told, warned))
+    _await(lambda: helps or _is_warned(mesh, fields, warned))
     Path(f"{out}.{'helps' if helps else 'begun'}").touch()
     for epoch in range(epochs):
         _await(lambda epoch=epoch: helps or Path(f"{out}.{epoch}").exists())
@@ -139,7 +139,7 @@ def train(
     validator.close()
     final = [float(p.double().sum()) for p in model.full_state_dict().values()]
     if rank == 0:
-        text = json.dumps({"results": seen.found, "final": final, "warnings": told})
+        text = json.dumps({"results": seen.found, "final": final, "warnings": fields})
         Path(f"{out}.partial").write_text(text)
         Path(f"{out}.partial").replace(out)
     _close_desk(mesh)
@@ -238,14 +238,14 @@ def _await(condition: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def _is_warned(mesh: ff.Mesh, told: list[str], what: str) -> bool:
-    if desk := Desk.of(mesh):
-        desk.tell()
-    return not what or any(what in text for text in told)
+def _is_warned(mesh: ff.Mesh, fields: list[str], what: str) -> bool:
+    if dispatcher := Dispatcher.of(mesh):
+        dispatcher.tell()
+    return not what or any(what in text for text in fields)
 
 
 def _close_desk(mesh: ff.Mesh) -> None:
     """A forked process ends without its exit handlers."""
-    desk = Desk.of(mesh)
-    if desk is not None:
-        desk.close()
+    dispatcher = Dispatcher.of(mesh)
+    if dispatcher is not None:
+        dispatcher.close()

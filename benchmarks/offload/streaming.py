@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 import fivefold as ff
 from fivefold.data.transforms import Compose, Normalise, RandomCrop, RandomFlip, ToFloat
-from fivefold.helpers.desk import Desk
+from fivefold.helpers.dispatcher import Dispatcher
 
 PIXELS, BATCH = 48, 32
 
@@ -75,8 +75,8 @@ def main() -> None:
         seen += 1
         time.sleep(asked.pace)
         begun = time.perf_counter()
-    desk = Desk.of(mesh)
-    made = sum(helper.leases for helper in desk.helpers()) if desk is not None else 0
+    dispatcher = Dispatcher.of(mesh)
+    made = sum(helper.leases for helper in dispatcher.helpers()) if dispatcher is not None else 0
     told = {
         "hash": digest.hexdigest(), "batches": seen, "longest_s": longest_s, "by_helpers": made,
     }  # fmt: skip

@@ -22,11 +22,11 @@ import nodes
 from fivefold.arena.native import problem
 from fivefold.errors import OffloadWarning, UsageError
 from fivefold.helpers.address import Address
-from fivefold.helpers.arrival import no_place
-from fivefold.helpers.greeting import Stranger, Unreachable, connect, listen, parse_key
+from fivefold.helpers.handshake import HandshakeError, Unreachable, connect, listen, parse_key
 from fivefold.helpers.messages import Kind, LinkClosed
+from fivefold.helpers.reader import no_place
+from fivefold.helpers.receive_buffers import BufferPool
 from fivefold.helpers.stream_link import StreamLink
-from fivefold.helpers.trays import Trays
 from helping import Nursery, is_running, signalled
 from link_checks import CHECKS, LIMIT_S, Ends, made
 from strangers import crowd
@@ -43,12 +43,12 @@ class Helper:
 
     def __init__(self, nursery: Nursery, kind: str, folder: Path) -> None:
         address = f"unix:{folder}/h.sock" if kind == "arena" else "127.0.0.1:0"
-        told = folder / "address"
+        fields = folder / "address"
         self.pid = nursery.start(
-            "link_ends:listening", {}, address=address, key=KEY.hex(), file=str(told)
+            "link_ends:listening", {}, address=address, key=KEY.hex(), file=str(fields)
         )
-        awaited(told.exists, "a helper's start")
-        self.address = told.read_text()
+        awaited(fields.exists, "a helper's start")
+        self.address = fields.read_text()
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -85,16 +85,16 @@ def own_helper(
 
 
 @pytest.fixture(scope="module")
-def trays() -> Iterator[Trays]:
-    with Trays(64 << 20, 3) as made_trays:
+def pool() -> Iterator[BufferPool]:
+    with BufferPool(64 << 20, 3) as made_trays:
         yield made_trays
 
 
 @pytest.fixture
-def ends(helper: Helper, trays: Trays) -> Iterator[Ends]:
+def ends(helper: Helper, pool: BufferPool) -> Iterator[Ends]:
     with connect(helper.address, KEY, name="helper 1") as link:
-        link.share(trays)
-        yield Ends(link, trays)
+        link.share(pool)
+        yield Ends(link, pool)
         link.place = no_place
         with contextlib.suppress(LinkClosed):
             link.send(Kind.BYE, {})
@@ -105,38 +105,38 @@ def test_every_socket_does_what_a_link_does(ends: Ends, check: str) -> None:
     CHECKS[check](ends)
 
 
-def test_a_helper_that_is_killed_is_noticed_at_once(own_helper: Helper, trays: Trays) -> None:
+def test_a_helper_that_is_killed_is_noticed_at_once(own_helper: Helper, pool: BufferPool) -> None:
     with connect(own_helper.address, KEY, name="helper 1") as link:
-        ends = Ends(link, trays)
-        link.share(trays)
-        tray = ends.tray()
+        ends = Ends(link, pool)
+        link.share(pool)
+        buffer = ends.buffer()
         ends.ask(do="sleep", s=60)
-        ends.ask(do="make", size=100, seed=1, tray=tray.number)
+        ends.ask(do="make", size=100, seed=1, buffer=buffer.number)
         assert link.receive(0.2) is None
         own_helper.signal(signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(LinkClosed, match="lost helper 1"):
             link.receive(LIMIT_S)
         assert time.monotonic() - begun < 10.0
-        del tray
+        del buffer
         link.place = no_place
-        assert trays.free == trays.count
+        assert pool.free == pool.count
         with pytest.raises(Unreachable, match="does not answer"):
             connect(own_helper.address, KEY, timeout_s=1.0)
 
 
-def test_a_helper_killed_within_a_payload_is_noticed(own_helper: Helper, trays: Trays) -> None:
+def test_a_helper_killed_within_a_payload_is_noticed(own_helper: Helper, pool: BufferPool) -> None:
     with connect(own_helper.address, KEY, name="helper 1") as link:
-        Ends(link, trays).ask(do="make", size=64 << 20, seed=1)  # no tray: through the socket
+        Ends(link, pool).ask(do="make", size=64 << 20, seed=1)  # no buffer: through the socket
         select.select([link], [], [], LIMIT_S)  # more than sockets hold: it is in the middle
         own_helper.signal(signal.SIGKILL)
         with pytest.raises(LinkClosed, match=r"in the middle of a message|reset"):
             link.receive(LIMIT_S)
 
 
-def test_a_helper_that_stands_still_holds_up_nobody(own_helper: Helper, trays: Trays) -> None:
+def test_a_helper_that_stands_still_holds_up_nobody(own_helper: Helper, pool: BufferPool) -> None:
     with connect(own_helper.address, KEY, name="helper 1") as link:
-        ends = Ends(link, trays)
+        ends = Ends(link, pool)
         own_helper.signal(signal.SIGSTOP)
         weights = made(16 << 20, 1)
         begun = time.monotonic()
@@ -144,7 +144,7 @@ def test_a_helper_that_stands_still_holds_up_nobody(own_helper: Helper, trays: T
         assert link.receive(0.2) is None
         assert time.monotonic() - begun < 5.0
         own_helper.signal(signal.SIGCONT)
-        assert ends.answer().told["lease"] == 1
+        assert ends.answer().fields["lease"] == 1
 
 
 def test_a_helper_that_reads_nothing_for_too_long_is_lost(own_helper: Helper) -> None:
@@ -157,24 +157,24 @@ def test_a_helper_that_reads_nothing_for_too_long_is_lost(own_helper: Helper) ->
 
 @pytest.mark.parametrize("own_helper", ["arena"], indirect=True)
 def test_a_stopped_helper_does_not_write_into_a_tray_that_became_anothers(
-    own_helper: Helper, trays: Trays
+    own_helper: Helper, pool: BufferPool
 ) -> None:
     with connect(own_helper.address, KEY) as link:
-        ends = Ends(link, trays)
-        link.share(trays)
-        tray = ends.tray()
-        ends.ask(do="make", size=1 << 20, seed=1, pause_s=0.2, tray=tray.number)
+        ends = Ends(link, pool)
+        link.share(pool)
+        buffer = ends.buffer()
+        ends.ask(do="make", size=1 << 20, seed=1, pause_s=0.2, buffer=buffer.number)
         own_helper.signal(signal.SIGSTOP)
         link.close()  # it was given up
         link.place = no_place
-        del tray
-        others = [trays.take() for _ in range(trays.count)]
+        del buffer
+        others = [pool.take() for _ in range(pool.count)]
         for other in others:
             assert other is not None
             other.memory[: 1 << 20] = b"n" * (1 << 20)
         own_helper.signal(signal.SIGCONT)
         with connect(own_helper.address, KEY, timeout_s=LIMIT_S) as again:
-            ends = Ends(again, trays)
+            ends = Ends(again, pool)
             ends.ask(do="make", size=1, seed=1)  # it has dealt with the old lease by now
             assert len(ends.answer().payload) == 1
             again.send(Kind.BYE, {})
@@ -183,13 +183,15 @@ def test_a_stopped_helper_does_not_write_into_a_tray_that_became_anothers(
             assert bytes(other.memory[: 1 << 20]) == b"n" * (1 << 20)
 
 
-# ---- greeting
+# ---- handshake
 
 
 def test_a_wrong_key_is_refused_on_both_sides(tmp_path: Path) -> None:
     for address in (f"unix:{tmp_path}/h.sock", "127.0.0.1:0"):
         with listen(address, KEY) as listener:
-            with pytest.raises(Stranger, match="knows another key: it belongs to another job"):
+            with pytest.raises(
+                HandshakeError, match="knows another key: it belongs to another job"
+            ):
                 connect(listener.address, secrets.token_bytes(32), name="helper 1")
             assert listener.accept(0.2) is None
 
@@ -197,9 +199,9 @@ def test_a_wrong_key_is_refused_on_both_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "why"),
     [
-        (b"fivefold help003" + bytes(32), "speaks protocol 003.*install the same version"),
+        (b"fivefold help002" + bytes(32), "speaks protocol 002.*install the same version"),
         (b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(60), "no helper of fivefold"),
-        (b"fivefold help002" + bytes(64), "another key"),
+        (b"fivefold help003" + bytes(64), "another key"),
     ],
 )
 def test_who_answers_otherwise_is_told_apart(head: bytes, why: str) -> None:
@@ -212,7 +214,7 @@ def test_who_answers_otherwise_is_told_apart(head: bytes, why: str) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(Stranger, match=why):
+        with pytest.raises(HandshakeError, match=why):
             connect(f"127.0.0.1:{door.getsockname()[1]}", KEY)
         thread.join()
 
@@ -316,23 +318,23 @@ def test_several_trainers_are_greeted_and_named(tmp_path: Path) -> None:
 
 
 def test_a_helper_that_counts_processes_otherwise_is_sent_to_and_a_warning_says_so(
-    trays: Trays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: BufferPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container: its process number here is another than the one it knows."""
     with listen(f"unix:{tmp_path}/h.sock", KEY) as listener:
-        monkeypatch.setattr("fivefold.helpers.hello.os.getpid", lambda: 1)
+        monkeypatch.setattr("fivefold.helpers.handshake.os.getpid", lambda: 1)
         with pytest.warns(OffloadWarning, match="another PID namespace"):
             link = connect(listener.address, KEY, name="helper 1")
         monkeypatch.undo()
         with link:
             assert not link.passes_memory
-            link.share(trays)
+            link.share(pool)
             accepted = listener.accept(LIMIT_S)
             assert accepted is not None
             thread = threading.Thread(target=link_checks.serve, args=(accepted,))
             thread.start()
-            ends = Ends(link, trays)
-            ends.ask(do="make", size=100, seed=1, tray=ends.tray().number)
+            ends = Ends(link, pool)
+            ends.ask(do="make", size=100, seed=1, buffer=ends.buffer().number)
             assert bytes(ends.answer().payload) == made(100, 1)
             link.place = no_place
             link.send(Kind.BYE, {})
@@ -352,7 +354,9 @@ def test_two_hosts_do_what_a_link_does_and_a_cut_cable_is_noticed() -> None:
         command = [sys.executable, SCRIPT, "connect", address, KEY.hex()]
         trainer = two.start(0, [*command, str(file)])
         assert trainer.wait(60) == 0, trainer.text + helper.text
-        assert {name: told for name, told in json.loads(file.read_text()).items() if told} == {}
+        assert {
+            name: fields for name, fields in json.loads(file.read_text()).items() if fields
+        } == {}
         trainer = two.start(0, [*command, ""])
         end = time.monotonic() + LIMIT_S
         while "connected" not in trainer.text and time.monotonic() < end:

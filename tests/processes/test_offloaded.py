@@ -137,7 +137,7 @@ def test_an_iteration_ends_when_another_begins(start: Callable[..., Helpers]) ->
 
 
 def test_a_user_may_keep_all_batches(start: Callable[..., Helpers]) -> None:
-    """Trays are few: what is kept is copied out in time, and nothing is overwritten."""
+    """Buffers are few: what is kept is copied out in time, and nothing is overwritten."""
     start(2, LONGER)
     data = here(arguments=[400])
     joined(2)
@@ -188,14 +188,14 @@ def test_the_trace_tells_of_helpers(
     data.close()
     monkeypatch.setattr(current, "trace", None)
     trace.close()
-    told = RankTrace.load(trace.path)
-    helpers, supply = told_figures(told.meta)
+    fields = RankTrace.load(trace.path)
+    helpers, supply = told_figures(fields.meta)
     assert (helpers[0].name, helpers[0].state) == ("helper 0 (this node)", "serving")
     assert supply is not None
     assert (supply.batches, supply.own) == (BATCHES, BATCHES - helpers[0].leases + 1)
     assert helpers[0].busy_s > 0 and helpers[0].bytes > 0
-    assert [n["event"] for n in told.notes if n["kind"] == "helper"] == ["joined"]
-    assert (told.windows["ready"] >= 0).all()
+    assert [n["event"] for n in fields.notes if n["kind"] == "helper"] == ["joined"]
+    assert (fields.windows["ready"] >= 0).all()
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,9 @@ def test_a_helper_that_cannot_do_what_the_trainer_can_is_told_of_and_retired(
     start(1, {**OPTIONS, **changes})
     data = here(**changes)
     joined()
-    with pytest.warns(OffloadWarning) as told:
+    with pytest.warns(OffloadWarning) as fields:
         assert read(data, epochs=2) == alone(epochs=2)
-    texts = "\n".join(str(one.message) for one in told)
+    texts = "\n".join(str(one.message) for one in fields)
     assert "helper 0" in texts and "could not produce a batch that this process could" in texts
     assert "Traceback" in texts and "fails too often and gets no more work" in texts
     assert desk_here().helpers()[0].state == "retired"
@@ -203,9 +203,9 @@ def test_batches_that_a_helper_builds_otherwise_are_made_here(
     start(1, {**OPTIONS, **changes})
     data = here(**changes)
     joined()
-    with pytest.warns(OffloadWarning) as told:
+    with pytest.warns(OffloadWarning) as fields:
         assert read(data, epochs=2) == alone(epochs=2)
-    texts = "\n".join(str(one.message) for one in told)
+    texts = "\n".join(str(one.message) for one in fields)
     assert "helper 0" in texts and "it has built it otherwise, " in texts
     assert "fails too often and gets no more work" in texts
     assert desk_here().helpers()[0].state == "retired"
@@ -311,7 +311,7 @@ def test_an_interrupted_loop_goes_on_with_the_same_batch(
     batches = iter(data)
     seen = [fingerprint([next(batches)]) for _ in range(4)]
     with monkeypatch.context() as patch:
-        patch.setattr("fivefold.data.remote.offloaded.unpack", interrupted)
+        patch.setattr("fivefold.data.remote.offloaded.decode", interrupted)
         patch.setattr("fivefold.data.source.Source.make", interrupted)
         with pytest.raises(KeyboardInterrupt):
             seen.extend(fingerprint([batch]) for batch in batches)  # some are made already

@@ -54,21 +54,21 @@ class Job:
         """Wait until training begins."""
         awaited(Path(f"{self.out}.begun").exists, "the beginning")
 
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """What the run told, when it is over."""
         awaited(lambda: not any(map(is_running, self.pids)), "the end of the trainers", 60)
-        told = json.loads(self.out.read_text())
+        fields = json.loads(self.out.read_text())
         self._nursery.end_all()
-        return told
+        return fields
 
 
-def sums(told: dict[str, Any]) -> list[Any]:
-    return [(r["epoch"], r["step"], r["sums"]) for r in told["results"]]
+def sums(fields: dict[str, Any]) -> list[Any]:
+    return [(r["epoch"], r["step"], r["sums"]) for r in fields["results"]]
 
 
-def check(told: dict[str, Any], *, epochs: int = 3, delay: int = 1) -> None:
+def check(fields: dict[str, Any], *, epochs: int = 3, delay: int = 1) -> None:
     """Every result, once, in order, when it was due, with the bits of plain PyTorch."""
-    results = told["results"]
+    results = fields["results"]
     assert [r["epoch"] for r in results] == list(range(epochs))
     assert [r["at"] for r in results] == [min(e + delay, epochs) for e in range(epochs)]
     for result in results:
@@ -79,9 +79,9 @@ def check(told: dict[str, Any], *, epochs: int = 3, delay: int = 1) -> None:
 def blocking(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run without helpers."""
     job = Job(nursery, tmp_path_factory.mktemp("blocking"), 0).start().let(0, 1, 2)
-    told = job.told()
-    check(told)
-    return told
+    fields = job.fields()
+    check(fields)
+    return fields
 
 
 @pytest.mark.parametrize(("helpers", "delay"), [(1, 0), (2, 1), (1, 2)])
@@ -89,23 +89,23 @@ def test_results_and_decisions_are_those_of_a_run_without_helpers(
     nursery: Nursery, tmp_path: Path, helpers: int, delay: int
 ) -> None:
     (tmp_path / "alone").mkdir()
-    alone = Job(nursery, tmp_path / "alone", 0, delay=delay).start().let(0, 1, 2).told()
-    told = Job(nursery, tmp_path, helpers, delay=delay).start().let(0, 1, 2).told()
+    alone = Job(nursery, tmp_path / "alone", 0, delay=delay).start().let(0, 1, 2).fields()
+    fields = Job(nursery, tmp_path, helpers, delay=delay).start().let(0, 1, 2).fields()
     check(alone, delay=delay)
-    check(told, delay=delay)
-    assert sums(told) == sums(alone)
-    assert [r["decided"] for r in told["results"]] == [r["decided"] for r in alone["results"]]
-    assert told["final"] == alone["final"], "learning rates were lowered at the same moments"
-    assert sum(r["by_helpers"] for r in told["results"]) > 0
-    assert told["warnings"] == []
+    check(fields, delay=delay)
+    assert sums(fields) == sums(alone)
+    assert [r["decided"] for r in fields["results"]] == [r["decided"] for r in alone["results"]]
+    assert fields["final"] == alone["final"], "learning rates were lowered at the same moments"
+    assert sum(r["by_helpers"] for r in fields["results"]) > 0
+    assert fields["warnings"] == []
 
 
 def test_a_helper_computes_with_the_threads_of_the_trainer(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    told = Job(nursery, tmp_path, 1, threads=3).start().let(0, 1, 2).told()
-    check(told)
-    assert sum(r["by_helpers"] for r in told["results"]) > 0
+    fields = Job(nursery, tmp_path, 1, threads=3).start().let(0, 1, 2).fields()
+    check(fields)
+    assert sum(r["by_helpers"] for r in fields["results"]) > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -118,9 +118,9 @@ def test_helpers_may_die_and_come_back_at_any_moment(
     while is_running(job.pids[0]):
         time.sleep(moments.uniform(0.0, 0.5))
         job.helpers.restart(moments.randrange(2))
-    told = job.told()
-    check(told)
-    assert sums(told) == sums(blocking)
+    fields = job.fields()
+    check(fields)
+    assert sums(fields) == sums(blocking)
 
 
 def test_when_all_have_died_the_trainer_evaluates_what_was_the_net_then(
@@ -132,12 +132,12 @@ def test_when_all_have_died_the_trainer_evaluates_what_was_the_net_then(
     time.sleep(0.3)  # 61 samples of 20 ms take two helpers longer
     for number in range(2):
         job.helpers.signal(number, signal.SIGKILL)
-    told = job.let(1, 2).told()
-    check(told)
-    assert sums(told) == sums(blocking)
-    assert [r["by_helpers"] for r in told["results"]][1:] == [0, 0]
-    assert told["final"] == blocking["final"], "it went on training with its own weights"
-    assert all("is lost" in text for text in told["warnings"])
+    fields = job.let(1, 2).fields()
+    check(fields)
+    assert sums(fields) == sums(blocking)
+    assert [r["by_helpers"] for r in fields["results"]][1:] == [0, 0]
+    assert fields["final"] == blocking["final"], "it went on training with its own weights"
+    assert all("is lost" in text for text in fields["warnings"])
 
 
 def test_a_helper_that_comes_late_gets_the_weights_then(
@@ -148,34 +148,34 @@ def test_a_helper_that_comes_late_gets_the_weights_then(
         job.helpers.signal(number, signal.SIGKILL)
     job.let(0, 1)
     job.helpers.restart(1)
-    told = job.let(2).told()
-    assert sums(told) == sums(blocking)
-    assert told["results"][1]["by_helpers"] == 8, "while the third epoch waited"
+    fields = job.let(2).fields()
+    assert sums(fields) == sums(blocking)
+    assert fields["results"][1]["by_helpers"] == 8, "while the third epoch waited"
 
 
 def test_a_helper_that_stalls_delays_nothing_for_long(nursery: Nursery, tmp_path: Path) -> None:
     job = Job(nursery, tmp_path, 2, delay=0).start()
     job.begun()
     job.helpers.signal(0, signal.SIGSTOP)
-    check(job.let(0, 1, 2).told(), delay=0)
+    check(job.let(0, 1, 2).fields(), delay=0)
 
 
 def test_what_helpers_fail_at_the_trainer_evaluates(
     nursery: Nursery, tmp_path: Path, blocking: dict[str, Any]
 ) -> None:
-    told = Job(nursery, tmp_path, 1, bad=20).start().let(0, 1, 2).told()
-    assert sums(told) == sums(blocking)
-    assert any("could not evaluate test batches" in text for text in told["warnings"])
-    assert any("no such image here" in text for text in told["warnings"])
+    fields = Job(nursery, tmp_path, 1, bad=20).start().let(0, 1, 2).fields()
+    assert sums(fields) == sums(blocking)
+    assert any("could not evaluate test batches" in text for text in fields["warnings"])
+    assert any("no such image here" in text for text in fields["warnings"])
 
 
 def test_another_net_is_refused(nursery: Nursery, tmp_path: Path, blocking: dict[str, Any]) -> None:
     job = Job(nursery, tmp_path, 1, width=256)
     job.options.update(width=512, warned="cannot help")
-    told = job.start(wait=0).let(0, 1, 2).told()
-    assert sums(told) == sums(blocking)
-    assert [r["by_helpers"] for r in told["results"]] == [0, 0, 0]
-    assert any("validator is another one: tensors is" in text for text in told["warnings"])
+    fields = job.start(wait=0).let(0, 1, 2).fields()
+    assert sums(fields) == sums(blocking)
+    assert [r["by_helpers"] for r in fields["results"]] == [0, 0, 0]
+    assert any("validator is another one: tensors is" in text for text in fields["warnings"])
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"pipe": 2}, {"height": 2}], ids=str)
@@ -190,24 +190,24 @@ def test_helpers_of_several_ranks(
     if die:
         time.sleep(0.4)
         job.helpers.signal(0, signal.SIGKILL)
-    told = job.let(1, 2).told()
+    fields = job.let(1, 2).fields()
     exact = not die or "data" in layout
     if exact:
-        check(told)
-    for result in told["results"]:
+        check(fields)
+    for result in fields["results"]:
         found, plain = ([float.fromhex(x) for x in result[k]] for k in ("sums", "plain"))
         assert found == pytest.approx(plain, rel=1e-5)
     if not die and "data" not in layout:  # replicas may take all of them while they wait
-        assert all(r["by_helpers"] == 8 for r in told["results"])
+        assert all(r["by_helpers"] == 8 for r in fields["results"])
 
 
 def fitted(nursery: Nursery, folder: Path, helpers: int, **options: Any) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of the newest run of `fit` in a folder."""
     folder.mkdir(exist_ok=True)
-    function, told = "validation_run:fit_until_stopped", {"out": str(folder / "out"), **options}
-    there = Helpers(nursery, unix_addresses(folder, helpers), function, **told)
+    function, fields = "validation_run:fit_until_stopped", {"out": str(folder / "out"), **options}
+    there = Helpers(nursery, unix_addresses(folder, helpers), function, **fields)
     environ = there.environ if helpers else {}
-    pid = nursery.start(function, environ, **told, wait=helpers)
+    pid = nursery.start(function, environ, **fields, wait=helpers)
     awaited(lambda: not is_running(pid), "the end of the trainer", 60)
     nursery.end_all()
     metrics = max((folder / "out").iterdir()) / "metrics.jsonl"
@@ -230,10 +230,10 @@ def test_a_run_that_is_stopped_reports_the_epochs_that_are_trained(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     """The result of the first epoch would have been due at the end of the second."""
-    told = fitted(nursery, tmp_path / "run", 1, after=6)
+    fields = fitted(nursery, tmp_path / "run", 1, after=6)
     assert (tmp_path / "run" / "out.code").read_text() == "75"
-    assert [(line["epoch"], line["step"]) for line in told] == [(1, 4)]
-    assert 0.0 <= told[0]["accuracy"] <= 1.0
+    assert [(line["epoch"], line["step"]) for line in fields] == [(1, 4)]
+    assert 0.0 <= fields[0]["accuracy"] <= 1.0
 
 
 VALIDATED = ("epoch", "step", "test_loss", "accuracy")
@@ -254,9 +254,9 @@ def test_a_run_that_was_killed_and_goes_on_lacks_no_validation(
     """
     folder = tmp_path / "run"
     kill = {"after": after, "what": signal.SIGKILL, "every": 1}
-    told = fitted(nursery, folder, first, **kill)
-    told += fitted(nursery, folder, then, after=99)
+    fields = fitted(nursery, folder, first, **kill)
+    fields += fitted(nursery, folder, then, after=99)
     found, wanted = (
-        [[line[name] for name in VALIDATED] for line in lines] for lines in (told, through)
+        [[line[name] for name in VALIDATED] for line in lines] for lines in (fields, through)
     )
     assert found == wanted

@@ -71,17 +71,17 @@ def _offer(source: Source) -> None:
 def _offloaded(source: Source, mesh: Mesh, tiles: Tiles | None) -> Producer | None:
     """Helpers as the producer, if the plan wants it. Imported when needed: it brings sockets and memory."""
     from fivefold.data.remote.offloaded import Offloaded
-    from fivefold.helpers.desk import Desk
+    from fivefold.helpers.dispatcher import Dispatcher
 
-    desk = Desk.of(mesh)
-    if desk is None:
+    dispatcher = Dispatcher.of(mesh)
+    if dispatcher is None:
         return None
-    number = desk.number("loader")  # a helper counts all loaders, whoever produces for them
+    number = dispatcher.number("loader")  # a helper counts all loaders, whoever produces for them
     if not mesh.plan.offload.augmentation:
         return None
     return Offloaded(
         source,
-        desk,
+        dispatcher,
         number=number,
         axes={} if tiles is None else tiles.axes,
         ahead_bytes=mesh.plan.offload.prefetch_bytes,

@@ -62,14 +62,14 @@ def dial(address: Address, timeout_s: float) -> socket.socket:
     """A connection to whoever listens there. Raises `OSError` if nobody does."""
     if not address.path:
         return socket.create_connection((address.host, address.port), timeout_s)
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        line.settimeout(timeout_s)
-        line.connect(address.path)
+        sock.settimeout(timeout_s)
+        sock.connect(address.path)
     except BaseException:
-        line.close()
+        sock.close()
         raise
-    return line
+    return sock
 
 
 def opened(address: Address) -> tuple[socket.socket, Address]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fivefold.helpers.arrival import Place
 from fivefold.helpers.messages import Buffer, Kind, Message
+from fivefold.helpers.reader import Place
 
 if TYPE_CHECKING:
-    from fivefold.helpers.trays import Trays
+    from fivefold.helpers.receive_buffers import BufferPool
 
 __all__ = ["Link", "Place"]
 
 
 class Link(Protocol):
-    """An ordered line to one peer that has proved to know the job's key.
+    """An ordered connection to one peer that has proved to know the job's key.
 
     One thread receives; any thread may send. Messages come complete, in order, or not at all.
     """
@@ -25,7 +25,7 @@ class Link(Protocol):
     hello: dict[str, Any]
     """what the peer said of itself"""
     passes_memory: bool
-    """whether payloads may be written into trays by the peer itself"""
+    """whether payloads may be written into buffers by the peer itself"""
     place: Place
     """set by whoever has room for payloads"""
 
@@ -33,25 +33,30 @@ class Link(Protocol):
         """Readable when `receive` has something to do; -1: it has to be asked now and then."""
         ...
 
-    def share(self, trays: Trays) -> None:
-        """Let the peer write into trays. Without effect where memory is not shared, or called again."""
+    def share(self, pool: BufferPool) -> None:
+        """Let the peer write into buffers. Without effect where memory is not shared, or called again."""
         ...
 
     def send(
-        self, kind: Kind, told: Mapping[str, Any], parts: Sequence[Buffer] = (), *, tray: int = -1
+        self,
+        kind: Kind,
+        fields: Mapping[str, Any],
+        parts: Sequence[Buffer] = (),
+        *,
+        buffer: int = -1,
     ) -> None:
         """Send a message, its payload being `parts`, one after the other.
 
         Args:
             kind: of the message.
-            told: its text; at most `MOST_TOLD_BYTES` as JSON.
+            fields: of the message; at most `MOST_FIELDS_BYTES` as JSON.
             parts: must stay as they are until sent: do not write to them again.
-            tray: the number of the peer's tray that the payload shall lie in, where memory is shared. One
+            buffer: the number of the peer's buffer that the payload shall lie in, where memory is shared. One
                 that does not fit travels in the message. The parts are free again on return.
 
         Raises:
             LinkClosed: the peer is gone, or has read nothing for the link's timeout.
-            LinkError: `told` cannot travel. The link goes on.
+            LinkError: `fields` cannot travel. The link goes on.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Messages between trainers and helpers, and how they are framed.
 
-    header (48 bytes)                             told          payload
-    magic kind flags tray lengths digests check   JSON object   bytes, or nothing
+    header (48 bytes)                               fields        payload
+    magic kind flags buffer lengths digests check   JSON object   bytes, or nothing
 
-A damaged told or payload costs its own message only. A damaged header ends the link: nobody would know any
+Damaged fields or payload cost their own message only. A damaged header ends the link: nobody would know any
 more where the next message begins. Nothing received is executed or unpickled.
 """
 
@@ -22,8 +22,8 @@ from fivefold.errors import FivefoldError
 
 __all__ = [
     "HEADER_BYTES",
+    "MOST_FIELDS_BYTES",
     "MOST_PAYLOAD_BYTES",
-    "MOST_TOLD_BYTES",
     "Buffer",
     "Header",
     "Kind",
@@ -31,15 +31,15 @@ __all__ = [
     "LinkError",
     "Message",
     "digest",
+    "encode_fields",
     "packed",
-    "text_of",
-    "told_in",
+    "parse_fields",
 ]
 
 Buffer = bytes | bytearray | memoryview
 """bytes in one piece; a memoryview is flat, of format B"""
 
-MOST_TOLD_BYTES = 1 << 20
+MOST_FIELDS_BYTES = 1 << 20
 MOST_PAYLOAD_BYTES = 8 << 30
 """what is received into fresh memory, where nobody has made room for a payload"""
 
@@ -55,7 +55,7 @@ class Kind(enum.IntEnum):
 
     HELLO = 1
     """both, after they proved that they know the key: versions, machine, process"""
-    TRAYS = 2
+    POOL = 2
     """T: memory that payloads may be written into; links that share memory deal with it themselves"""
     OPEN = 3
     """T: `service`, `number`, `identity`, `axes`: what leases will be about"""
@@ -86,14 +86,14 @@ class LinkClosed(FivefoldError):
 class LinkError(FivefoldError):
     """One message was damaged on the way and dropped; the link goes on.
 
-    `kind` and `told` are what is known of the message: None and empty if its head was damaged.
+    `kind` and `fields` are what is known of the message: None and empty if its head was damaged.
     """
 
     def __init__(
-        self, message: str, kind: Kind | None = None, told: dict[str, Any] | None = None
+        self, message: str, kind: Kind | None = None, fields: dict[str, Any] | None = None
     ) -> None:
         super().__init__(message)
-        self.kind, self.told = kind, told or {}
+        self.kind, self.fields = kind, fields or {}
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Message:
     """What has come over a link."""
 
     kind: Kind
-    told: dict[str, Any]
+    fields: dict[str, Any]
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
     """writable bytes, where the receiver placed them; empty if there are none"""
 
@@ -110,34 +110,36 @@ class Header(NamedTuple):
     """The fixed beginning of a message."""
 
     kind: int
-    told_bytes: int
+    fields_bytes: int
     payload_bytes: int
-    told_digest: int
+    fields_digest: int
     payload_digest: int = 0
-    tray: int = -1
+    buffer: int = -1
     """where the payload lies already; -1: it follows"""
 
     def pack(self) -> bytes:
         """As it travels."""
-        fields = _HEADER.pack(
-            _MAGIC, self.kind, 0, 0, self.tray, self.told_bytes, self.payload_bytes,
-            self.told_digest, self.payload_digest,
+        head = _HEADER.pack(
+            _MAGIC, self.kind, 0, 0, self.buffer, self.fields_bytes, self.payload_bytes,
+            self.fields_digest, self.payload_digest,
         )  # fmt: skip
-        return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields) & 0xFFFFFFFF)
+        return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF)
 
     @staticmethod
     def parse(packed: Buffer) -> Header:
         """From `HEADER_BYTES` bytes. Raises `LinkClosed` unless they are a header with legal lengths."""
-        fields = memoryview(packed)[: _HEADER.size]
-        magic, kind, _, _, tray, told, payload, told_digest, payload_digest = _HEADER.unpack(fields)
+        head = memoryview(packed)[: _HEADER.size]
+        magic, kind, _, _, buffer, fields, payload, fields_digest, payload_digest = _HEADER.unpack(
+            head
+        )
         (check,) = _CHECK.unpack_from(packed, _HEADER.size)
-        if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(fields) & 0xFFFFFFFF:
+        if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF:
             raise LinkClosed("what came is no message of fivefold, or its head was damaged")
-        if told > MOST_TOLD_BYTES:
+        if fields > MOST_FIELDS_BYTES:
             raise LinkClosed(
-                f"a message announces {told} bytes of text; {MOST_TOLD_BYTES} is the most"
+                f"a message announces {fields} bytes of text; {MOST_FIELDS_BYTES} is the most"
             )
-        return Header(kind, told, payload, told_digest, payload_digest, tray)
+        return Header(kind, fields, payload, fields_digest, payload_digest, buffer)
 
 
 def digest(parts: Iterable[Buffer]) -> int:
@@ -149,53 +151,53 @@ def digest(parts: Iterable[Buffer]) -> int:
 
 
 def packed(
-    kind: Kind, told: Mapping[str, Any], parts: Iterable[Buffer] = (), *, tray: int = -1
+    kind: Kind, fields: Mapping[str, Any], parts: Iterable[Buffer] = (), *, buffer: int = -1
 ) -> tuple[bytes, int]:
     """Header and text of a message, and the size of its payload in bytes.
 
-    A payload that lies in a tray already has no digest: it does not travel, and whoever reads it reads the
+    A payload that lies in a buffer already has no digest: it does not travel, and whoever reads it reads the
     memory it was written to.
 
     Raises:
-        LinkError: `told` is longer than `MOST_TOLD_BYTES`, or is not made of what JSON knows.
+        LinkError: `fields` is longer than `MOST_FIELDS_BYTES`, or is not made of what JSON knows.
     """
-    text = text_of(told, kind)
+    text = encode_fields(fields, kind)
     payload = list(parts)
     size = sum(map(len, payload))
     header = Header(
         kind=int(kind),
-        told_bytes=len(text),
+        fields_bytes=len(text),
         payload_bytes=size,
-        told_digest=xxhash.xxh3_64_intdigest(text),
-        payload_digest=digest(payload) if size and tray < 0 else 0,
-        tray=tray,
+        fields_digest=xxhash.xxh3_64_intdigest(text),
+        payload_digest=digest(payload) if size and buffer < 0 else 0,
+        buffer=buffer,
     )
     return header.pack() + text, size
 
 
-def text_of(told: Mapping[str, Any], kind: Kind) -> bytes:
-    """What is told, as it travels. Raises `LinkError` if it cannot."""
+def encode_fields(fields: Mapping[str, Any], kind: Kind) -> bytes:
+    """The fields, as they travel. Raises `LinkError` if it cannot."""
     try:
-        text = _written(told).encode("ascii")
+        text = _written(fields).encode("ascii")
     except (TypeError, ValueError, RecursionError) as problem:
         raise LinkError(f"a message {kind.name} cannot be written as JSON: {problem}") from problem
-    if len(text) > MOST_TOLD_BYTES:
+    if len(text) > MOST_FIELDS_BYTES:
         raise LinkError(
-            f"a message {kind.name} has {len(text)} bytes of text; {MOST_TOLD_BYTES} is the most: send the "
+            f"a message {kind.name} has {len(text)} bytes of text; {MOST_FIELDS_BYTES} is the most: send the "
             "rest as payload"
         )
     return text
 
 
-def told_in(header: Header, text: Buffer) -> tuple[Kind, dict[str, Any]]:
+def parse_fields(header: Header, text: Buffer) -> tuple[Kind, dict[str, Any]]:
     """Kind and text of a message. Raises `LinkError` if they were damaged."""
-    if xxhash.xxh3_64_intdigest(text) != header.told_digest:
+    if xxhash.xxh3_64_intdigest(text) != header.fields_digest:
         raise LinkError("the text of a message was damaged on the way")
     try:
         kind = Kind(header.kind)
-        told: object = json.loads(bytes(text))
+        fields: object = json.loads(bytes(text))
     except (ValueError, RecursionError) as problem:
         raise LinkError(f"a message is not to be understood: {problem}") from None
-    if not isinstance(told, dict):
+    if not isinstance(fields, dict):
         raise LinkError(f"a message {kind.name} tells no JSON object", kind)
-    return kind, cast(dict[str, Any], told)
+    return kind, cast(dict[str, Any], fields)

@@ -40,19 +40,19 @@ class Serving(Protocol):
         """What makes it this one: trainers whose thing differs are refused."""
         ...
 
-    def open(self, told: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
+    def open(self, fields: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
         """A trainer asks for it by an OPEN; what READY shall tell beside service and number.
 
         Raises `UsageError`, the message of which says why this helper cannot serve it.
         """
         ...
 
-    def waits(self, told: Mapping[str, Any], link: Link) -> bool:
+    def waits(self, fields: Mapping[str, Any], link: Link) -> bool:
         """Whether something that was to be sent for this lease has not come yet."""
         ...
 
     def lease(
-        self, told: Mapping[str, Any], link: Link
+        self, fields: Mapping[str, Any], link: Link
     ) -> tuple[Mapping[str, Any], Sequence[Buffer]]:
         """Compute a lease; what DONE tells of it, and its payload.
 
@@ -122,8 +122,8 @@ def serve() -> NoReturn:
 
 def _served() -> str:
     """Answer trainers until their job ends; empty, or whom it waited for in vain."""
-    from fivefold.helpers.greeting import listen, parse_key
-    from fivefold.helpers.loop import Loop
+    from fivefold.helpers.handshake import listen, parse_key
+    from fivefold.helpers.serving_loop import ServingLoop
 
     address = _given(
         "FIVEFOLD_HELPER_LISTEN",
@@ -140,7 +140,7 @@ def _served() -> str:
     about = {"role": "helper", "number": number}
     with (
         listen(address, parse_key(key), about=about) as listener,
-        Loop(listener, patience_s) as loop,
+        ServingLoop(listener, patience_s) as loop,
     ):
         return loop.run()
 

@@ -15,11 +15,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from fivefold.closing import Closing
-from fivefold.helpers.arrival import Arrival, Place, no_place
 from fivefold.helpers.messages import Buffer, Kind, LinkClosed, Message, packed
+from fivefold.helpers.reader import MessageReader, Place, no_place
 
 if TYPE_CHECKING:
-    from fivefold.helpers.trays import Trays
+    from fivefold.helpers.receive_buffers import BufferPool
 
 __all__ = ["StreamLink"]
 
@@ -33,7 +33,7 @@ class StreamLink(Closing):
     """Messages over a socket. See `fivefold.helpers.link.Link`.
 
     Args:
-        line: connected; the link's own from now on.
+        sock: connected; the link's own from now on.
         peer: its name, for people.
         queues: `send` never waits: what the socket does not take is sent by `receive`. Else `send` returns
             when all is sent. Of two peers at least one has to queue, or both may wait for each other.
@@ -43,19 +43,19 @@ class StreamLink(Closing):
     passes_memory = False
 
     def __init__(
-        self, line: socket.socket, peer: str, *, queues: bool, timeout_s: float = 60.0
+        self, sock: socket.socket, peer: str, *, queues: bool, timeout_s: float = 60.0
     ) -> None:
         self.peer = peer
         self.hello: dict[str, Any] = {}
-        self._line, self._queues, self._timeout_s = line, queues, timeout_s
-        line.setblocking(False)
-        if line.family != socket.AF_UNIX:
-            _set_up_tcp(line, timeout_s)
+        self._sock, self._queues, self._timeout_s = sock, queues, timeout_s
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            _set_up_tcp(sock, timeout_s)
         # Others select on this one descriptor; it is readable as well when there is room to send again.
         self._epoll = select.epoll()
-        self._epoll.register(line, select.EPOLLIN)
+        self._epoll.register(sock, select.EPOLLIN)
         self.place: Place = no_place
-        self._arrival = Arrival(self._room_for)
+        self._reader = MessageReader(self._room_for)
         self._leaving: deque[tuple[memoryview, list[int]]] = deque()
         self._lock = threading.Lock()
         self._left_s = 0.0
@@ -68,15 +68,20 @@ class StreamLink(Closing):
         """Of an epoll set: readable when `receive` has something to do."""
         return -1 if self._closed else self._epoll.fileno()
 
-    def share(self, trays: Trays) -> None:
+    def share(self, pool: BufferPool) -> None:
         """Memory is not shared."""
 
     def send(
-        self, kind: Kind, told: Mapping[str, Any], parts: Sequence[Buffer] = (), *, tray: int = -1
+        self,
+        kind: Kind,
+        fields: Mapping[str, Any],
+        parts: Sequence[Buffer] = (),
+        *,
+        buffer: int = -1,
     ) -> None:
-        """See `Link.send`. The tray is the receiver's business: it knows the lease."""
-        del tray
-        head, _ = packed(kind, told, parts)
+        """See `Link.send`. The buffer is the receiver's business: it knows the lease."""
+        del buffer
+        head, _ = packed(kind, fields, parts)
         self._put([head, *parts])
 
     def receive(self, timeout_s: float) -> Message | None:
@@ -101,7 +106,7 @@ class StreamLink(Closing):
         with self._lock:
             self._closed = self._deaf = True
             self._epoll.close()
-            self._line.close()
+            self._sock.close()
             for _, fds in self._leaving:
                 _close_all(fds)
             self._leaving.clear()
@@ -114,18 +119,18 @@ class StreamLink(Closing):
             if self._deaf:
                 self._check()
             try:
-                count = self._read(self._arrival.room)
+                count = self._read(self._reader.room)
             except (BlockingIOError, InterruptedError):
-                self._sleep_for(len(self._arrival.room))
+                self._sleep_for(len(self._reader.room))
                 return None
             except OSError as problem:
                 raise self._lost(problem.strerror or str(problem)) from problem
             if count == 0:
                 self._check()  # what could not be sent is the reason
-                cut = ", in the middle of a message" if self._arrival.begun else ""
+                cut = ", in the middle of a message" if self._reader.begun else ""
                 raise self._lost(f"it hung up{cut}")
             try:
-                message = self._arrival.took(count)
+                message = self._reader.took(count)
             except LinkClosed as problem:
                 self._deaf = True  # where the next message begins is unknown
                 raise self._lost(str(problem)) from None
@@ -133,7 +138,7 @@ class StreamLink(Closing):
                 return message
 
     def _read(self, room: memoryview) -> int:
-        return self._line.recv_into(room)
+        return self._sock.recv_into(room)
 
     def _sleep_for(self, missing_bytes: int) -> None:
         """Be readable again only when much of what is missing has come.
@@ -142,16 +147,16 @@ class StreamLink(Closing):
         pieces of 64 KiB, as a network delivers them, about 15 wake it instead of 80.
         """
         least = _LEAST_BYTES if missing_bytes >= _LEAST_BYTES else 1
-        if least != self._least and self._line.family != socket.AF_UNIX:
+        if least != self._least and self._sock.family != socket.AF_UNIX:
             self._least = least
-            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def _seen(self, message: Message) -> Message | None:
         """A chance to deal with a message that is the link's own business."""
         return message
 
-    def _room_for(self, kind: Kind, told: dict[str, Any], size_bytes: int) -> memoryview | None:
-        return self.place(kind, told, size_bytes)
+    def _room_for(self, kind: Kind, fields: dict[str, Any], size_bytes: int) -> memoryview | None:
+        return self.place(kind, fields, size_bytes)
 
     # ---- out
 
@@ -181,7 +186,7 @@ class StreamLink(Closing):
             pieces, fds = self._next()
             along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
             try:
-                count = self._line.sendmsg(pieces, along)
+                count = self._sock.sendmsg(pieces, along)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as problem:
@@ -195,7 +200,7 @@ class StreamLink(Closing):
         more = bool(self._leaving) and self._queues
         if more != self._watching and not self._closed:
             self._watching = more
-            self._epoll.modify(self._line, select.EPOLLIN | (select.EPOLLOUT if more else 0))
+            self._epoll.modify(self._sock, select.EPOLLIN | (select.EPOLLOUT if more else 0))
 
     def _next(self) -> tuple[list[memoryview], list[int]]:
         """What goes out in one call: a piece with its descriptors, or pieces without any."""
@@ -222,7 +227,7 @@ class StreamLink(Closing):
     def _drain(self) -> None:
         """Wait until all is sent. Raises `LinkClosed` if the peer takes nothing for the timeout."""
         poll = select.poll()
-        poll.register(self._line, select.POLLOUT)
+        poll.register(self._sock, select.POLLOUT)
         while self._leaving:
             left = self._left_s + self._timeout_s - time.monotonic()
             poll.poll(max(left, 0.0) * 1000)
@@ -246,17 +251,17 @@ class StreamLink(Closing):
         if not self._broken:
             self._broken = why
             with contextlib.suppress(OSError):
-                self._line.shutdown(socket.SHUT_RDWR)
+                self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def _set_up_tcp(line: socket.socket, timeout_s: float) -> None:
+def _set_up_tcp(sock: socket.socket, timeout_s: float) -> None:
     """No delay for small messages; a peer whose host is gone is noticed."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
 
 
 def _close_all(fds: list[int]) -> None:

@@ -32,7 +32,7 @@ _HEADER = struct.Struct("!IcH")
 FRAME_BYTES = 4096 - _HEADER.size
 """The longest payload: Linux writes up to 4096 bytes to a pipe in one piece."""
 
-# Kinds: output, errors, greeting (payload: process and its group), exit (payload: code or minus the signal).
+# Kinds: output, errors, hello (payload: process and its group), exit (payload: code or minus the signal).
 OUT, ERR, HELLO, EXIT = b"o", b"e", b"h", b"x"
 
 

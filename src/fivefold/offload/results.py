@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fivefold.offload.leasing import Work
 from fivefold.offload.snapshot import Snapshot
+from fivefold.offload.validator_client import Work
 from fivefold.parallel import ParallelModel
 
 __all__ = ["Result", "Stand", "UnderWay"]

@@ -50,18 +50,18 @@ class ValidatorServing:
         """See `Serving`."""
         return self._identity
 
-    def open(self, told: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
+    def open(self, fields: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
         """See `Serving`; refuses another net and other test data."""
-        check_identity("validator", told.get("identity") or {}, self._identity)
+        check_identity("validator", fields.get("identity") or {}, self._identity)
         self._weights[id(link)] = {}
         return {}
 
     def other(self, message: Message, link: Link) -> None:
         """See `Serving`: a piece of the weights of a version."""
-        told, mine = message.told, self._weights[id(link)]
-        version, offset = int(told.get("version", -1)), int(told.get("offset", -1))
+        fields, mine = message.fields, self._weights[id(link)]
+        version, offset = int(fields.get("version", -1)), int(fields.get("offset", -1))
         size = self._packing.size_bytes
-        if told.get("bytes") != size or not 0 <= offset <= size - len(message.payload):
+        if fields.get("bytes") != size or not 0 <= offset <= size - len(message.payload):
             return  # the lease will say that its weights have not come
         if offset == 0:
             mine[version] = _Weights(self._packing.empty())
@@ -72,21 +72,21 @@ class ValidatorServing:
             mine[version].flat[offset : offset + len(piece)].copy_(piece)
             mine[version].arrived += len(piece)
 
-    def waits(self, told: Mapping[str, Any], link: Link) -> bool:  # noqa: ARG002
+    def waits(self, fields: Mapping[str, Any], link: Link) -> bool:  # noqa: ARG002
         """See `Serving`: never, weights come before the first lease that needs them."""
         return False
 
     def lease(
-        self, told: Mapping[str, Any], link: Link
+        self, fields: Mapping[str, Any], link: Link
     ) -> tuple[Mapping[str, Any], Sequence[Buffer]]:
         """See `Serving`: the sums of a slice, float64 (batches, sums), little-endian."""
-        epoch, batches = _slice(told, len(self._evaluator.tests))
-        self._load(told.get("version"), link)
+        epoch, batches = _slice(fields, len(self._evaluator.tests))
+        self._load(fields.get("version"), link)
         numerics = replace(
-            self._numerics, precision=told["precision"], memory_format=told["memory_format"]
+            self._numerics, precision=fields["precision"], memory_format=fields["memory_format"]
         )
         arithmetic = Arithmetic(numerics, self._evaluator.model.mesh.device)
-        with _threads(int(told["threads"])):
+        with _threads(int(fields["threads"])):
             read = self._evaluator.read(epoch, batches, whole=True)
             sums = self._evaluator.alone(read, arithmetic)
         return {"sums": sums.shape[1]}, [sums.astype("<f8").tobytes()]
@@ -108,9 +108,9 @@ class ValidatorServing:
         self._loaded = id(link), version
 
 
-def _slice(told: Mapping[str, Any], batches: int) -> tuple[int, range]:
+def _slice(fields: Mapping[str, Any], batches: int) -> tuple[int, range]:
     try:
-        epoch, start, stop = (int(told[name]) for name in ("epoch", "start", "stop"))
+        epoch, start, stop = (int(fields[name]) for name in ("epoch", "start", "stop"))
     except (KeyError, TypeError, ValueError):
         raise UsageError("a lease that does not say which batches of which epoch") from None
     if not (epoch >= 0 and 0 <= start < stop <= batches):

@@ -30,10 +30,10 @@ from fivefold.data import Loader
 from fivefold.errors import OffloadWarning, UsageError
 from fivefold.mesh.duty import help_instead
 from fivefold.offload.evaluation import Evaluator, Score
-from fivefold.offload.leasing import Leasing, Turn, Work, arithmetic_told
 from fivefold.offload.results import Result, Stand, UnderWay
 from fivefold.offload.slices import Slices, Sums, added
 from fivefold.offload.snapshot import Packing, Snapshot, divided
+from fivefold.offload.validator_client import Turn, ValidatorClient, Work, arithmetic_fields
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.arithmetic import Arithmetic
 from fivefold.plan import AXES, Numerics
@@ -108,7 +108,7 @@ class Validator(Closing):
         self._spent: list[Snapshot] = []
         self._stand = Stand()
         self._versions = itertools.count()
-        self._leasing: Leasing | None = None
+        self._leasing: ValidatorClient | None = None
         self.helped = self._begin()
         """whether helpers are to evaluate"""
         self.delay = int(self.helped) if delay is None else delay
@@ -132,20 +132,20 @@ class Validator(Closing):
         )
         return told == "helped"
 
-    def _leased(self) -> Leasing | None:
-        from fivefold.helpers.desk import Desk
+    def _leased(self) -> ValidatorClient | None:
+        from fivefold.helpers.dispatcher import Dispatcher
 
-        desk = Desk.of(self._mesh)
-        if desk is None:
+        dispatcher = Dispatcher.of(self._mesh)
+        if dispatcher is None:
             return None
         problem = self._packing.problem
         if problem:
             warnings.warn(f"helpers do not validate: {problem}", OffloadWarning, stacklevel=4)
         if problem or not self._wanted():
-            desk.number("validator")  # both sides count
+            dispatcher.number("validator")  # both sides count
             return None
         same_bits = not self._divided and self._mesh.device.type == "cpu"
-        return Leasing(desk, self._identity(), joins=same_bits)
+        return ValidatorClient(dispatcher, self._identity(), joins=same_bits)
 
     def _wanted(self) -> bool:
         """Whether helpers, which have no GPU, are to evaluate what is trained on one: only if asked."""
@@ -264,7 +264,7 @@ class Validator(Closing):
         if self._leasing is not None:
             assert one.snapshot is not None
             slices = Slices(len(self.tests))
-            told = arithmetic_told(self._numerics.precision, self._numerics.memory_format)
+            told = arithmetic_fields(self._numerics.precision, self._numerics.memory_format)
             one.work = Work(next(self._versions), one.test_epoch, one.snapshot, slices, told)
             self._leasing.begin(one.work)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.data.remote.parcel import pack
 from fivefold.data.remote.serving import LoaderServing, identity_of
 from fivefold.data.source import BatchId, Source
 from fivefold.data.tiling import TileCollate, Tiles
 from fivefold.data.windows import Windowed
 from fivefold.helpers import loop, service
+from fivefold.helpers.encode import encode
 from fivefold.helpers.messages import Kind
 from fivefold.helpers.service import offer
 from served import TIMEOUT_S, Helper, Numbers, OnDisk, Pictures, source_of
@@ -49,7 +49,7 @@ Make = Callable[..., Helper]
 
 
 def same(one: Any, other: Any) -> bool:
-    return pack(one).digest() == pack(other).digest()
+    return encode(one).digest() == encode(other).digest()
 
 
 def test_batches_are_those_that_the_trainer_would_make(helper: Make) -> None:
@@ -71,7 +71,7 @@ def test_it_tells_how_long_it_worked_and_waited(helper: Make) -> None:
     time.sleep(0.1)
     trainer.lease()
     trainer.lease(1)
-    first, second = trainer.answer(Kind.DONE).told, trainer.answer(Kind.DONE).told
+    first, second = trainer.answer(Kind.DONE).fields, trainer.answer(Kind.DONE).fields
     assert first["busy_s"] >= 0.08 and first["waited_s"] >= 0.1 > second["waited_s"]
     assert (first["lease"], first["service"], first["number"]) == (1, "loader", 0)
 
@@ -84,7 +84,7 @@ def test_it_waits_for_nobody_until_a_trainer_is_there(helper: Make) -> None:
     trainer = running.trainer()
     trainer.open(source)
     trainer.lease()
-    assert trainer.answer(Kind.DONE).told["waited_s"] <= time.monotonic() - begun
+    assert trainer.answer(Kind.DONE).fields["waited_s"] <= time.monotonic() - begun
 
 
 def test_several_loaders_have_numbers(helper: Make) -> None:
@@ -92,7 +92,7 @@ def test_several_loaders_have_numbers(helper: Make) -> None:
     trainer = helper(train, test).trainer()
     trainer.open(train)
     trainer.send(Kind.OPEN, number=1, identity=identity_of(test))
-    assert trainer.answer(Kind.READY).told["number"] == 1
+    assert trainer.answer(Kind.READY).fields["number"] == 1
     why = trainer.refused(number=2, identity=identity_of(test))
     assert "had made no loader 2" in why and "2 x loader" in why
 
@@ -157,7 +157,7 @@ def test_a_sample_that_cannot_be_made_is_told(helper: Make) -> None:
     trainer = helper(source).trainer()
     trainer.open(source)
     trainer.lease()
-    failed = trainer.answer(Kind.FAILED).told
+    failed = trainer.answer(Kind.FAILED).fields
     assert failed["kind"] == "LoadError" and failed["lease"] == 1
     assert "sample 2 (batch 0 of epoch 0)" in failed["message"]
     assert "ArithmeticError: no such number" in failed["message"]
@@ -180,16 +180,16 @@ def test_a_lease_on_nothing_fails(helper: Make, lease: dict[str, Any], says: str
     trainer = helper(source).trainer()
     trainer.open(source)
     trainer.send(Kind.LEASE, lease=1, **lease)
-    failed = trainer.answer(Kind.FAILED).told
+    failed = trainer.answer(Kind.FAILED).fields
     assert failed["kind"] == "UsageError" and says in failed["message"]
 
 
 def test_a_lease_on_what_was_not_opened_fails(helper: Make) -> None:
     trainer = helper(source_of(Numbers())).trainer()
     trainer.lease()
-    assert "has not opened" in trainer.answer(Kind.FAILED).told["message"]
+    assert "has not opened" in trainer.answer(Kind.FAILED).fields["message"]
     trainer.send(Kind.LEASE, number="x", lease=[1])
-    assert trainer.answer(Kind.FAILED).told["lease"] == [1]
+    assert trainer.answer(Kind.FAILED).fields["lease"] == [1]
 
 
 def test_a_cancelled_lease_is_answered_but_not_made(helper: Make) -> None:
@@ -201,8 +201,8 @@ def test_a_cancelled_lease_is_answered_but_not_made(helper: Make) -> None:
     trainer.send(Kind.CANCEL, lease=3)
     trainer.send(Kind.CANCEL, lease=77)
     answers = [trainer.receive() for _ in range(3)]
-    told = {m.told["lease"]: (m.kind, m.told.get("kind")) for m in answers if m is not None}
-    assert told == {1: (Kind.DONE, None), 2: (Kind.DONE, None), 3: (Kind.FAILED, "Cancelled")}
+    fields = {m.fields["lease"]: (m.kind, m.fields.get("kind")) for m in answers if m is not None}
+    assert fields == {1: (Kind.DONE, None), 2: (Kind.DONE, None), 3: (Kind.FAILED, "Cancelled")}
 
 
 def test_trainers_take_turns(helper: Make) -> None:
@@ -234,7 +234,7 @@ def files(folder: Path) -> Path:
 def test_samples_are_sent_where_files_are_missing(helper: Make, tmp_path: Path) -> None:
     readable = source_of(OnDisk(files(tmp_path)))
     trainer = helper(source_of(OnDisk(tmp_path / "elsewhere"))).trainer()
-    assert trainer.open(readable).told["samples"] is True
+    assert trainer.open(readable).fields["samples"] is True
     indices = readable.indices(BatchId(0, 1))
     trainer.lease(1, 0, 3)
     assert trainer.receive(0.2) is None, "it cannot have made that"
@@ -247,7 +247,7 @@ def test_a_lease_without_samples_holds_up_nobody(helper: Make, tmp_path: Path) -
     away, near = source_of(OnDisk(tmp_path / "elsewhere")), source_of(Numbers())
     running = helper(away, near)
     first, second = running.trainer(0), running.trainer(1)
-    assert first.open(source_of(OnDisk(files(tmp_path)))).told["samples"]
+    assert first.open(source_of(OnDisk(files(tmp_path)))).fields["samples"]
     first.lease(0)
     second.send(Kind.OPEN, number=1, identity=identity_of(near))
     second.answer(Kind.READY)
@@ -260,11 +260,11 @@ def test_wrong_samples_fail_the_lease(helper: Make, tmp_path: Path) -> None:
     trainer.open(source_of(OnDisk(files(tmp_path))))
     trainer.send(Kind.SAMPLES, (b"abcd",), lease=1, lengths=[4])
     trainer.lease(0)
-    assert "1 samples came for a lease on 4" in trainer.answer(Kind.FAILED).told["message"]
+    assert "1 samples came for a lease on 4" in trainer.answer(Kind.FAILED).fields["message"]
     trainer.send(Kind.SAMPLES, (b"abcd",), lease=2, lengths=["many"])
     trainer.send(Kind.SAMPLES, (b"abcd",), lease=2, lengths=7)
     trainer.lease(0)
-    assert "0 samples came" in trainer.answer(Kind.FAILED).told["message"]
+    assert "0 samples came" in trainer.answer(Kind.FAILED).fields["message"]
 
 
 def test_a_data_set_that_cannot_be_read_is_refused(helper: Make, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 )
 
 from fivefold.data.remote.leases import OWN, Grant, Leases
+from fivefold.data.remote.rates import Rates, depth_for
 from fivefold.data.workers import Key
-from fivefold.helpers.rates import Rates, depth_for
 
 OVERDUE_S = 1.0
 

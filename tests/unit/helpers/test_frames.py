@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.helpers.arrival import Arrival, fresh, no_place
 from fivefold.helpers.messages import (
     HEADER_BYTES,
+    MOST_FIELDS_BYTES,
     MOST_PAYLOAD_BYTES,
-    MOST_TOLD_BYTES,
     Kind,
     LinkClosed,
     LinkError,
     Message,
     packed,
 )
+from fivefold.helpers.reader import MessageReader, fresh, no_place
 from fivefold.helpers.stream_link import StreamLink
 from frames import framed, heard, link, sealed, spoilt
 
@@ -40,7 +40,7 @@ frames = st.tuples(st.sampled_from(Kind), tolds, st.binary(max_size=300))
 
 def arrived(data: bytes, cuts: list[int]) -> list[Message]:
     """What an arrival makes of bytes that come in pieces of so many bytes, over and over."""
-    arrival, messages, at = Arrival(no_place), [], 0
+    arrival, messages, at = MessageReader(no_place), [], 0
     while at < len(data):
         size = min(cuts[at % len(cuts)], len(arrival.room), len(data) - at)
         arrival.room[:size] = data[at : at + size]
@@ -56,7 +56,7 @@ def test_messages_come_out_as_they_went_in_whatever_the_pieces(
     sent: list[tuple[Kind, dict[str, Any], bytes]], cuts: list[int]
 ) -> None:
     got = arrived(b"".join(framed(*frame) for frame in sent), cuts)
-    assert [(m.kind, m.told, bytes(m.payload)) for m in got] == sent
+    assert [(m.kind, m.fields, bytes(m.payload)) for m in got] == sent
 
 
 @given(st.data())
@@ -73,10 +73,12 @@ def test_one_flipped_bit_costs_its_message_or_the_link_and_never_gives_a_wrong_o
         assert not found.messages and not found.damaged
         assert "no message of fivefold" in found.ended
         return
-    assert [message.told for message in found.messages] == [{"lease": 8}]
+    assert [message.fields for message in found.messages] == [{"lease": 8}]
     (problem,) = found.damaged
     in_payload = bit // 8 >= len(first) - 40
-    assert (problem.kind, problem.told) == ((Kind.DONE, {"lease": 7}) if in_payload else (None, {}))
+    assert (problem.kind, problem.fields) == (
+        (Kind.DONE, {"lease": 7}) if in_payload else (None, {})
+    )
     assert found.ended == "lost the peer: it hung up"
 
 
@@ -91,7 +93,7 @@ def test_a_message_that_is_cut_off_ends_the_link(length: int) -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (sealed(b"{}", told_bytes=MOST_TOLD_BYTES + 1), "1048577 bytes of text"),
+        (sealed(b"{}", fields_bytes=MOST_FIELDS_BYTES + 1), "1048577 bytes of text"),
         (sealed(b"{}", payload_bytes=MOST_PAYLOAD_BYTES + 1), "payload of"),
         (sealed(b"{}", payload_bytes=(1 << 64) - 1), "payload of"),
         (b"GET / HTTP/1.1\r\nHost: dpu01:21001\r\nAccept: */*\r\n\r\n", "no message of fivefold"),
@@ -120,17 +122,17 @@ def test_an_unknown_kind_costs_its_message_only() -> None:
 
 @pytest.mark.parametrize("arena", [False, True])
 def test_a_payload_in_a_tray_that_was_never_lent_costs_its_message_only(arena: bool) -> None:
-    data = sealed(b'{"lease":3}', tray=5, payload_bytes=100, kind=Kind.DONE)
+    data = sealed(b'{"lease":3}', buffer=5, payload_bytes=100, kind=Kind.DONE)
     found = heard(data + framed(Kind.BYE, {}), arena=arena)
     assert [message.kind for message in found.messages] == [Kind.BYE]
-    assert found.damaged[0].told == {"lease": 3}
+    assert found.damaged[0].fields == {"lease": 3}
 
 
 def test_what_cannot_be_told_is_refused_and_the_link_goes_on() -> None:
     with link() as (made, peer):
-        for told in ({"x": object()}, {"x": "a" * MOST_TOLD_BYTES}, {"x": 10**5000}):
+        for fields in ({"x": object()}, {"x": "a" * MOST_FIELDS_BYTES}, {"x": 10**5000}):
             with pytest.raises(LinkError):
-                made.send(Kind.DONE, told)
+                made.send(Kind.DONE, fields)
         made.send(Kind.BYE, {"why": math.inf})
         assert peer.recv(1000) == framed(Kind.BYE, {"why": math.inf})
 
@@ -138,28 +140,28 @@ def test_what_cannot_be_told_is_refused_and_the_link_goes_on() -> None:
 def test_a_payload_is_received_where_it_was_placed_and_a_damaged_one_too() -> None:
     whole = bytearray(framed(Kind.DONE, {"lease": 1}, b"abcd"))
     whole[-1] ^= 1
-    tray = bytearray(8)
+    buffer = bytearray(8)
     asked = []
 
-    def place(kind: Kind, told: dict[str, Any], size: int) -> memoryview:
-        asked.append((kind, told, size))
-        return memoryview(tray)
+    def place(kind: Kind, fields: dict[str, Any], size: int) -> memoryview:
+        asked.append((kind, fields, size))
+        return memoryview(buffer)
 
     with link() as (made, peer):
         made.place = place
         peer.sendall(whole + framed(Kind.DONE, {"lease": 2}, b"efgh"))
         with pytest.raises(LinkError, match="payload of a message DONE was damaged") as caught:
             made.receive(1.0)
-        assert caught.value.told == {"lease": 1}
+        assert caught.value.fields == {"lease": 1}
         message = made.receive(1.0)
-    assert message is not None and message.payload.obj is tray
-    assert tray == b"efgh\0\0\0\0"
+    assert message is not None and message.payload.obj is buffer
+    assert buffer == b"efgh\0\0\0\0"
     assert asked == [(Kind.DONE, {"lease": 1}, 4), (Kind.DONE, {"lease": 2}, 4)]
 
 
 def test_a_place_that_is_too_small_is_not_used() -> None:
     with link() as (made, peer):
-        made.place = lambda _kind, _told, size: memoryview(bytearray(size - 1))
+        made.place = lambda _kind, _fields, size: memoryview(bytearray(size - 1))
         peer.sendall(framed(Kind.DONE, {}, b"abcd"))
         message = made.receive(1.0)
     assert message is not None and bytes(message.payload) == b"abcd"
@@ -190,7 +192,7 @@ def test_what_had_come_is_given_before_the_end_even_if_sending_failed() -> None:
         with pytest.raises(LinkClosed, match="lost the peer: Broken pipe"):
             made.send(Kind.DONE, {})
         message = made.receive(1.0)
-        assert message is not None and message.told == {"why": "the job has ended"}
+        assert message is not None and message.fields == {"why": "the job has ended"}
         with pytest.raises(LinkClosed, match="not connected any more"):
             made.receive(1.0)
         assert made.fileno() >= 0
@@ -234,12 +236,12 @@ def test_sending_never_waits_where_it_queues_and_goes_on_when_there_is_room() ->
 
 def test_a_corrupt_message_does_not_leave_its_descriptors_open() -> None:
     before = psutil.Process().num_fds()
-    bad = bytearray(framed(Kind.TRAYS, {"set": 1, "tray_bytes": 64, "count": 2}))
+    bad = bytearray(framed(Kind.POOL, {"set": 1, "tray_bytes": 64, "count": 2}))
     bad[-1] ^= 1
     for data in (
         bytes(bad),
         framed(Kind.BYE, {}),
-        framed(Kind.TRAYS, {"set": "x"}),
+        framed(Kind.POOL, {"set": "x"}),
         b"nonsense" * 9,
     ):
         fd = os.open(os.devnull, os.O_RDONLY)

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fivefold.data.remote.parcel import pack, types_in
 from fivefold.data.workers import Key
-from fivefold.helpers.packer import Packer
+from fivefold.helpers.encode import Encoder, encode, types_in
 
 __all__ = ["First", "structure_of"]
 
@@ -23,11 +22,11 @@ def structure_of(batch: Any, key: Key) -> str:
 
     Raises `UsageError` for what cannot travel.
     """
-    return json.dumps(_built(Packer().node(batch), key.stop - key.start))
+    return json.dumps(_built(Encoder().node(batch), key.stop - key.start))
 
 
 def _built(tree: Any, samples: int) -> Any:
-    """The same of a tree as `Packer` makes it."""
+    """The same of a tree as `Encoder` makes it."""
     if not isinstance(tree, list):
         return type(tree).__name__
     name, *rest = cast("list[Any]", tree)
@@ -53,7 +52,7 @@ class First:
     digest: str
     """of all bytes"""
     size_bytes: int
-    """that it takes as a payload, and so the size of a tray; at least 1"""
+    """that it takes as a payload, and so the size of a buffer; at least 1"""
     boxes: Any
     """where images were cut: the boxes of its leaves"""
     types: Any
@@ -63,12 +62,12 @@ class First:
     def of(cls, key: Key, made: Any, *, tiled: bool) -> First:
         """What is to be remembered of a batch. Raises `UsageError` for one that cannot be sent."""
         batch, boxes = made if tiled else (made, None)
-        parcel = pack(batch)
+        encoded = encode(batch)
         return cls(
             key=key,
-            text=json.dumps(parcel.told, sort_keys=True),
-            digest=parcel.digest(),
-            size_bytes=max(1, parcel.size_bytes),
+            text=json.dumps(encoded.fields, sort_keys=True),
+            digest=encoded.digest(),
+            size_bytes=max(1, encoded.size_bytes),
             boxes=boxes,
             types=types_in(batch),
         )

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.data.collate import stack
-from fivefold.data.remote.parcel import pack
 from fivefold.data.seeding import isolated, seed_sample
 from fivefold.data.source import BatchId, Source
 from fivefold.data.tiling import TileCollate, Tiles
 from fivefold.data.windows import Box, check_transform, windows_of
 from fivefold.errors import DataError, UsageError
+from fivefold.helpers.encode import encode
 from fivefold.helpers.service import check_identity
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.torch_private import pytree
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fivefold.helpers.link import Link
     from fivefold.helpers.messages import Buffer, Message
 
-__all__ = ["LoaderServing", "boxes_from", "boxes_told", "identity_of"]
+__all__ = ["LoaderServing", "decode_boxes", "encode_boxes", "identity_of"]
 
 
 def identity_of(source: Source) -> dict[str, Any]:
@@ -60,11 +60,11 @@ class LoaderServing:
         """See `identity_of`."""
         return identity_of(self._source)
 
-    def open(self, told: Mapping[str, Any], link: Link) -> dict[str, Any]:
+    def open(self, fields: Mapping[str, Any], link: Link) -> dict[str, Any]:
         """See `Serving.open`; refuses another stream, and a data set that cannot be read here."""
-        axes = _axes(told.get("axes") or {})
+        axes = _axes(fields.get("axes") or {})
         source = self._tiled(axes) if axes else self._source
-        check_identity("loader", told.get("identity") or {}, identity_of(source))
+        check_identity("loader", fields.get("identity") or {}, identity_of(source))
         unread = _unread(source)
         by_samples = unread is not None and not axes and _offers_samples(source.dataset)
         if unread is not None and not by_samples:
@@ -72,31 +72,31 @@ class LoaderServing:
         self._opened[id(link)] = _Opened(source, tiled=bool(axes), by_samples=by_samples)
         return {"samples": True} if by_samples else {}
 
-    def waits(self, told: Mapping[str, Any], link: Link) -> bool:
+    def waits(self, fields: Mapping[str, Any], link: Link) -> bool:
         """See `Serving.waits`: samples that the trainer has to send."""
         opened = self._opened[id(link)]
-        return opened.by_samples and told.get("lease") not in opened.sent
+        return opened.by_samples and fields.get("lease") not in opened.sent
 
     def lease(
-        self, told: Mapping[str, Any], link: Link
+        self, fields: Mapping[str, Any], link: Link
     ) -> tuple[Mapping[str, Any], Sequence[Buffer]]:
         """See `Serving.lease`."""
         opened = self._opened[id(link)]
-        batch_id, share = _wanted(told)
+        batch_id, share = _wanted(fields)
         source = opened.source
         if opened.by_samples:
-            source = _with_samples(source, batch_id, share, opened.sent.pop(told.get("lease")))
+            source = _with_samples(source, batch_id, share, opened.sent.pop(fields.get("lease")))
         with span(Phase.AUGMENT):
             made = source.produce(batch_id, share)
         batch, boxes = made if opened.tiled else (made, None)
-        told, parts = pack(batch)
-        return (told if boxes is None else {**told, "boxes": boxes_told(boxes)}), parts
+        fields, parts = encode(batch)
+        return (fields if boxes is None else {**fields, "boxes": encode_boxes(boxes)}), parts
 
     def other(self, message: Message, link: Link) -> None:
         """See `Serving.other`: samples."""
         opened = self._opened.get(id(link))
         if opened is not None and opened.by_samples:
-            opened.sent[message.told.get("lease")] = _cut(message)
+            opened.sent[message.fields.get("lease")] = _cut(message)
 
     def left(self, link: Link) -> None:
         """See `Serving.left`."""
@@ -124,10 +124,10 @@ class _Opened:
         """samples by lease"""
 
 
-def _axes(told: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def _axes(fields: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Tile axes by name: (tiles along it, which of them). Raises `UsageError` if that is not what came."""
     axes: dict[str, tuple[int, int]] = {}
-    for name, pair in told.items():
+    for name, pair in fields.items():
         if name not in TILE_DIMS or not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise UsageError(f"the trainer asks for tiles along {name!r}: {pair!r}")
         parts, index = cast(list[object], pair)
@@ -137,10 +137,10 @@ def _axes(told: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return axes
 
 
-def _wanted(told: Mapping[str, Any]) -> tuple[BatchId, range]:
+def _wanted(fields: Mapping[str, Any]) -> tuple[BatchId, range]:
     try:
         epoch, batch, start, stop = (
-            int(told[name]) for name in ("epoch", "batch", "start", "stop")
+            int(fields[name]) for name in ("epoch", "batch", "start", "stop")
         )
     except (KeyError, TypeError, ValueError):
         raise UsageError("a lease that does not say which samples of which batch") from None
@@ -196,7 +196,7 @@ class _Sent:
 
 def _cut(message: Message) -> list[bytes]:
     """The samples of a message, one after the other in its payload."""
-    lengths, start = message.told.get("lengths"), 0
+    lengths, start = message.fields.get("lengths"), 0
     samples: list[bytes] = []
     for length in cast(list[object], lengths) if isinstance(lengths, list) else []:
         if not isinstance(length, int) or length < 0:
@@ -209,7 +209,7 @@ def _cut(message: Message) -> list[bytes]:
 # ---- boxes
 
 
-def boxes_told(boxes: Any) -> list[dict[str, Any] | None]:
+def encode_boxes(boxes: Any) -> list[dict[str, Any] | None]:
     """The boxes of a batch as JSON, leaf by leaf."""
     return [
         None
@@ -219,12 +219,12 @@ def boxes_told(boxes: Any) -> list[dict[str, Any] | None]:
     ]
 
 
-def boxes_from(told: Sequence[Mapping[str, Any] | None], like: Any) -> Any:
-    """Boxes from what `boxes_told` made of them, in the structure of those of another batch."""
+def decode_boxes(encoded: Sequence[Mapping[str, Any] | None], like: Any) -> Any:
+    """Boxes from what `encode_boxes` made of them, in the structure of those of another batch."""
     boxes = [
         None
         if box is None
         else Box(tuple(box["size"]), tuple(range(*pair) for pair in box["ranges"]))
-        for box in told
+        for box in encoded
     ]
     return pytree.tree_unflatten(boxes, pytree.tree_structure(like))

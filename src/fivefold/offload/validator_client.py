@@ -3,7 +3,7 @@
     begin ──► version 3 ──► weights, once to each helper ──► slices of some batches ──► sums by batch
                                                              lost, late or failed: others, or the trainer
 
-A client of the desk, which calls it from its own thread; whoever trains calls `begin`, `next_turn`, `add`.
+A `Client` of the dispatcher, called from its thread; whoever trains calls `begin`, `next_turn`, `add`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fivefold.helpers.messages import Kind, Message
 from fivefold.offload.slices import Slices, Sums
 
 if TYPE_CHECKING:
-    from fivefold.helpers.desk import Desk
+    from fivefold.helpers.dispatcher import Dispatcher
     from fivefold.helpers.link import Link
     from fivefold.offload.snapshot import Snapshot
 
-__all__ = ["SERVICE", "Leasing", "Turn", "Work"]
+__all__ = ["SERVICE", "Turn", "ValidatorClient", "Work"]
 
 SERVICE = "validator"
 SLICE_S = 0.1
@@ -70,11 +70,11 @@ class Turn:
     """how many of them helpers evaluated"""
 
 
-class Leasing:
+class ValidatorClient:
     """Validations that helpers share.
 
     Args:
-        desk: of this trainer.
+        dispatcher: of this trainer.
         identity: what the helper's validator has to have in common with this one.
         joins: whether the trainer evaluates as well while it waits, beside helpers that are like it: only
             where that gives the same bits.
@@ -82,9 +82,9 @@ class Leasing:
 
     service = SERVICE
 
-    def __init__(self, desk: Desk, identity: Mapping[str, Any], *, joins: bool) -> None:
-        self.number = desk.number(SERVICE)
-        self._desk, self._identity, self._joins = desk, identity, joins
+    def __init__(self, dispatcher: Dispatcher, identity: Mapping[str, Any], *, joins: bool) -> None:
+        self.number = dispatcher.number(SERVICE)
+        self._dispatcher, self._identity, self._joins = dispatcher, identity, joins
         self._news = threading.Condition()
         self._works: list[Work] = []
         self._leases: dict[int, tuple[Work, int]] = {}
@@ -95,7 +95,7 @@ class Leasing:
         """of the last slice, for one batch"""
         self._longest_s = 0.0
         """the longest that a slice took from grant to answer"""
-        desk.join(self)
+        dispatcher.join(self)
 
     # ---- for whoever trains
 
@@ -103,7 +103,7 @@ class Leasing:
         """Lease the batches of `work` from now on."""
         with self._news:
             self._works.append(work)
-        self._desk.feed()
+        self._dispatcher.feed()
 
     def next_turn(self, work: Work, share: int) -> Turn:
         """Wait a while for the sums of `work`; what to do next.
@@ -127,8 +127,8 @@ class Leasing:
                         return Turn([])
                     self._news.wait(min(end, self._patient_until(work)) - now)
         finally:
-            self._desk.feed()
-            self._desk.tell()
+            self._dispatcher.feed()
+            self._dispatcher.tell()
 
     def add(self, work: Work, batches: list[int], sums: Sums) -> None:
         """What the ranks have evaluated."""
@@ -148,13 +148,13 @@ class Leasing:
     def close(self) -> None:
         """Lease no more."""
         self.drop()
-        self._desk.leave(self)
+        self._dispatcher.leave(self)
 
     def _taken(self, work: Work, share: int) -> list[int]:
         """Batches for the ranks: of all that is free if nobody helps, or if they join in."""
         slices, most = work.slices, share * self._batches()
         helping = self._ready - slices.late()
-        joins = self._joins and not any(map(self._desk.differences, helping))
+        joins = self._joins and not any(map(self._dispatcher.differences, helping))
         if joins or not helping:
             return slices.take(most)
         return slices.take(min(most, slices.failed))
@@ -170,7 +170,7 @@ class Leasing:
         since = work.slices.oldest_s()
         return (time.monotonic() if since is None else since) + self._patience_s()
 
-    # ---- for the desk
+    # ---- for the dispatcher
 
     @property
     def urgent(self) -> bool:
@@ -181,19 +181,19 @@ class Leasing:
         """See `Client`."""
         return {"identity": dict(self._identity)}
 
-    def ready(self, helper: int, told: dict[str, Any]) -> None:  # noqa: ARG002
-        """See `Client`. It has no weights yet, even if it had some before its line broke."""
+    def ready(self, helper: int, fields: dict[str, Any]) -> None:  # noqa: ARG002
+        """See `Client`. It has no weights yet, even if it had some before its connection broke."""
         with self._news:
             for work in self._works:
                 work.sent.discard(helper)
             if self._failed[helper] < FAILURES:
                 self._ready.add(helper)
 
-    def refused(self, helper: int, why: str) -> None:  # noqa: ARG002 - the desk tells
+    def refused(self, helper: int, why: str) -> None:  # noqa: ARG002 - the dispatcher tells
         """See `Client`."""
         self._without(helper)
 
-    def lost(self, helper: int, why: str) -> None:  # noqa: ARG002 - the desk tells
+    def lost(self, helper: int, why: str) -> None:  # noqa: ARG002 - the dispatcher tells
         """See `Client`."""
         self._without(helper)
 
@@ -217,13 +217,13 @@ class Leasing:
         return None
 
     def _lease(self, work: Work, helper: int, link: Link) -> int:
-        lease = self._desk.lease()
+        lease = self._dispatcher.lease()
         batches = work.slices.grant(lease, helper, self._batches(), time.monotonic())
         assert batches is not None, "asked under the lock"
         self._leases[lease] = work, helper
-        told = {"lease": lease, "version": work.version, "epoch": work.epoch}
+        fields = {"lease": lease, "version": work.version, "epoch": work.epoch}
         sliced = {"start": batches.start, "stop": batches.stop}
-        link.send(Kind.LEASE, {**self._named(), **told, **sliced, **work.arithmetic})
+        link.send(Kind.LEASE, {**self._named(), **fields, **sliced, **work.arithmetic})
         return lease
 
     def _send_weights(self, work: Work, helper: int, link: Link) -> None:
@@ -231,48 +231,54 @@ class Leasing:
             return
         assert work.snapshot.flat is not None, "kept until the sums are complete"
         flat = memoryview(cast(Any, work.snapshot.flat.numpy())).cast("B")
-        told = {**self._named(), "version": work.version, "bytes": len(flat)}
+        fields = {**self._named(), "version": work.version, "bytes": len(flat)}
         for offset in range(0, len(flat), PIECE_BYTES):
             piece = flat[offset : offset + PIECE_BYTES]
-            link.send(Kind.WEIGHTS, {**told, "offset": offset}, [piece])
+            link.send(Kind.WEIGHTS, {**fields, "offset": offset}, [piece])
         work.sent.add(helper)
 
     def _named(self) -> dict[str, Any]:
         return {"service": self.service, "number": self.number}
 
-    def place(self, helper: int, kind: Kind, told: dict[str, Any], size: int) -> memoryview | None:  # noqa: ARG002
+    def place(
+        self,
+        helper: int,  # noqa: ARG002
+        kind: Kind,  # noqa: ARG002
+        fields: dict[str, Any],  # noqa: ARG002
+        size: int,  # noqa: ARG002
+    ) -> memoryview | None:
         """See `Client`: anywhere."""
         return None
 
     def answered(self, helper: int, message: Message) -> bool:
         """See `Client`."""
-        lease, told = int(message.told["lease"]), message.told
+        lease, fields = int(message.fields["lease"]), message.fields
         with self._news:
             if lease not in self._leases:
                 return False
             slices = (work := self._over(lease)).slices
             sums = _sums(message, slices.size(lease))
             if message.kind == Kind.DONE and sums is not None:
-                self._measure(len(sums), told, time.monotonic() - slices.since_s(lease))
+                self._measure(len(sums), fields, time.monotonic() - slices.since_s(lease))
                 news = work.slices.done(lease, sums)
             else:
                 news = False
-                self._unanswered(helper, lease, work, told)
+                self._unanswered(helper, lease, work, fields)
             self._news.notify_all()
             return news
 
-    def _unanswered(self, helper: int, lease: int, work: Work, told: dict[str, Any]) -> None:
-        if told.get("kind") == "Cancelled":
+    def _unanswered(self, helper: int, lease: int, work: Work, fields: dict[str, Any]) -> None:
+        if fields.get("kind") == "Cancelled":
             work.slices.drop(lease)
             return
         work.slices.fail(lease)
         self._failed[helper] += 1
-        why = told.get("message") or "its answer makes no sense"
-        text = f"{self._desk.name(helper)} could not evaluate test batches, the trainer does: {why}"
+        why = fields.get("message") or "its answer makes no sense"
+        text = f"{self._dispatcher.name(helper)} could not evaluate test batches, the trainer does: {why}"
         if self._failed[helper] == FAILURES:
             self._ready.discard(helper)
-            text += f"; that was the third time, so it gets no more of them\n{told.get('traceback', '')}"
-        self._desk.event(helper, "failed", text)
+            text += f"; that was the third time, so it gets no more of them\n{fields.get('traceback', '')}"
+        self._dispatcher.event(helper, "failed", text)
 
     def damaged(self, helper: int, lease: int) -> bool:  # noqa: ARG002
         """See `Client`."""
@@ -286,20 +292,20 @@ class Leasing:
     def _over(self, lease: int) -> Work:
         return self._leases.pop(lease)[0]
 
-    def _measure(self, batches: int, told: Mapping[str, Any], took_s: float) -> None:
-        self._batch_s = max(float(told.get("busy_s", 0.0)), 1e-6) / batches
+    def _measure(self, batches: int, fields: Mapping[str, Any], took_s: float) -> None:
+        self._batch_s = max(float(fields.get("busy_s", 0.0)), 1e-6) / batches
         self._longest_s = max(self._longest_s, took_s)
 
 
 def _sums(message: Message, batches: int) -> Sums | None:
     """The sums that came, a row for each batch; None if they make no sense."""
-    width, size = message.told.get("sums"), len(message.payload)
+    width, size = message.fields.get("sums"), len(message.payload)
     if not isinstance(width, int) or width < 1 or size != batches * width * 8:
         return None
     return np.frombuffer(bytes(message.payload), dtype="<f8").reshape(batches, width)
 
 
-def arithmetic_told(precision: str, memory_format: str) -> dict[str, Any]:
+def arithmetic_fields(precision: str, memory_format: str) -> dict[str, Any]:
     """How a helper has to compute, so that it gets the trainer's bits: sums depend on the threads, too."""
     return {
         "threads": torch.get_num_threads(),

@@ -1,11 +1,11 @@
-"""The trainer's desk: where loaders and validators get helpers for their leases.
+"""The trainer's dispatcher: where loaders and validators get helpers for their leases.
 
-    loader 0 ─┐          ┌─ line 0 ── helper 0: at most 2 leases of this trainer, one at work, one queued
-    loader 1 ─┼─ desk ───┼─ line 1 ── helper 1
-    validator ┘          └─ line 2 ── absent: called again and again
+    loader 0 ─┐                ┌─ helper 0: at most 2 leases of this trainer, one at work, one queued
+    loader 1 ─┼── dispatcher ──┼─ helper 1
+    validator ┘                └─ helper 2: absent, dialled again and again
 
-The desk knows nothing of what leases are about. Whenever a helper has room it asks its clients for one:
-loaders whose loop is short of batches first, then validators, then other loaders; in turn among alike.
+It knows nothing of what leases are about. Whenever a helper has room it asks its clients for one: loaders
+whose loop is short of batches first, then validators, then other loaders; in turn among alike.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.closing import Closing
-from fivefold.helpers.calling import Dial, dialled
-from fivefold.helpers.lines import OUTSTANDING, ClientId, Line, Supply
+from fivefold.helpers.event_loop import Dial, EventLoop, dialled
+from fivefold.helpers.events import Events
 from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
-from fivefold.helpers.switchboard import Switchboard
-from fivefold.helpers.telling import Telling
+from fivefold.helpers.peers import OUTSTANDING, ClientId, Peer, SupplyTally
 from fivefold.trace.helping import HelperFigures, SupplyFigures
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
     from fivefold.mesh import Mesh
 
-__all__ = ["Client", "Desk"]
+__all__ = ["Client", "Dispatcher"]
 
 
 class Client(Protocol):
-    """What grants leases: a loader, or a validator. The desk calls it under its lock, from any thread."""
+    """What grants leases: a loader, or a validator. Called under the dispatcher's lock, from any thread."""
 
     service: str
     """"loader" or "validator" """
@@ -51,7 +50,7 @@ class Client(Protocol):
         """`identity` and `axes` of an OPEN."""
         ...
 
-    def ready(self, helper: int, told: dict[str, Any]) -> None:
+    def ready(self, helper: int, fields: dict[str, Any]) -> None:
         """A helper can serve it; what READY tells."""
         ...
 
@@ -66,7 +65,9 @@ class Client(Protocol):
         """
         ...
 
-    def place(self, helper: int, kind: Kind, told: dict[str, Any], size: int) -> memoryview | None:
+    def place(
+        self, helper: int, kind: Kind, fields: dict[str, Any], size: int
+    ) -> memoryview | None:
         """Where a payload of `size` bytes of an answer shall lie; None: anywhere."""
         ...
 
@@ -83,7 +84,7 @@ class Client(Protocol):
         ...
 
 
-class Desk(Closing):
+class Dispatcher(Closing):
     """Lines to the helpers of a job, for all clients of one trainer.
 
     Args:
@@ -94,34 +95,36 @@ class Desk(Closing):
 
     def __init__(self, addresses: Sequence[str], key: bytes, *, dial: Dial = dialled) -> None:
         self.lock = threading.RLock()
-        self.supply = Supply()
+        self.supply = SupplyTally()
         """of the loops of all loaders; changed under the lock"""
-        self._telling = Telling(self._figures)
-        self._lines = [Line(number, address) for number, address in enumerate(addresses)]
+        self._events = Events(self._figures)
+        self._peers = [Peer(number, address) for number, address in enumerate(addresses)]
         self._clients: dict[ClientId, weakref.ref[Client]] = {}
         self._turns: dict[ClientId, int] = {}
         self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._ids = itertools.count(1)
-        self._board = Switchboard(self._lines, key, dial, self, self.lock)
+        self._loop = EventLoop(self._peers, key, dial, self, self.lock)
 
     @staticmethod
-    def of(mesh: Mesh) -> Desk | None:
-        """The desk of this process, made on first use; None where no helpers are named, or in a helper.
+    def of(mesh: Mesh) -> Dispatcher | None:
+        """The dispatcher of this process, made on first use; None where no helpers are named, or in a helper.
 
         Raises `UsageError` if FIVEFOLD_HELPERS or FIVEFOLD_HELPER_KEY makes no sense.
         """
-        global _desk  # noqa: PLW0603 - one per process
+        global _dispatcher  # noqa: PLW0603 - one per process
         named = os.environ.get("FIVEFOLD_HELPERS", "")
         if not named or mesh.role == "helper":
             return None
         with _making:
-            if _desk is None or _desk.closed:
-                from fivefold.helpers.greeting import parse_key
+            if _dispatcher is None or _dispatcher.closed:
+                from fivefold.helpers.handshake import parse_key
 
                 addresses = [part.strip() for part in named.split(",") if part.strip()]
-                _desk = Desk(addresses, parse_key(os.environ.get("FIVEFOLD_HELPER_KEY", "")))
-                atexit.register(_desk.close)
-            return _desk
+                _dispatcher = Dispatcher(
+                    addresses, parse_key(os.environ.get("FIVEFOLD_HELPER_KEY", ""))
+                )
+                atexit.register(_dispatcher.close)
+            return _dispatcher
 
     # ---- for clients
 
@@ -142,183 +145,183 @@ class Desk(Closing):
                 return
             self._clients[who] = weakref.ref(client)
             self._turns[who] = 0
-            for line in self._lines:
-                if line.link is not None:
-                    self._open(line, client)
+            for peer in self._peers:
+                if peer.link is not None:
+                    self._open(peer, client)
 
     def leave(self, client: Client) -> None:
         """Ask it no more. What answers to its leases bring is dropped."""
         with self.lock:
             who = (client.service, client.number)
             self._clients.pop(who, None)
-            for line in self._lines:
-                line.ready.discard(who)
+            for peer in self._peers:
+                peer.ready.discard(who)
 
     def cancel(self, client: Client, lease: int) -> None:
         """Tell whoever holds a lease that it is not needed any more. It is over when it is answered."""
-        told = {"service": client.service, "number": client.number, "lease": lease}
+        fields = {"service": client.service, "number": client.number, "lease": lease}
         with self.lock:
-            for line in self._lines:
-                if lease in line.out:
-                    self._board.send(line, Kind.CANCEL, told)
+            for peer in self._peers:
+                if lease in peer.out:
+                    self._loop.send(peer, Kind.CANCEL, fields)
 
     def feed(self) -> None:
         """Grant what there is to grant; a client calls it when it has something new."""
         with self.lock:
-            for line in self._lines:
-                self._feed(line)
+            for peer in self._peers:
+                self._feed(peer)
 
     def retire(self, helper: int, why: str) -> None:
         """Ask nothing more of a helper that does more harm than good, and say so."""
         with self.lock:
-            line = self._lines[helper]
-            if line.state == "serving":
-                line.state, line.why = "retired", why
-                self._telling.event(line, "retired", why)
+            peer = self._peers[helper]
+            if peer.state == "serving":
+                peer.state, peer.why = "retired", why
+                self._events.event(peer, "retired", why)
 
     def serving(self, client: Client) -> list[int]:
         """Helpers that serve a client now."""
         who = (client.service, client.number)
-        return [line.number for line in self._lines if line.wants and who in line.ready]
+        return [peer.number for peer in self._peers if peer.wants and who in peer.ready]
 
     def name(self, helper: int) -> str:
         """Of a helper, for people: helper 1 (dpu01:21001)."""
-        return self._lines[helper].name
+        return self._peers[helper].name
 
     def differences(self, helper: int) -> list[str]:
         """In which versions, or kind of machine, a helper differs from this process."""
-        return self._lines[helper].differences
+        return self._peers[helper].differences
 
     def helpers(self) -> list[HelperFigures]:
         """What each helper has done for this trainer."""
         with self.lock:
-            return [line.figures() for line in self._lines]
+            return [peer.figures() for peer in self._peers]
 
-    # ---- telling
+    # ---- warnings and trace
 
     def say(self, text: str) -> None:
         """A warning, issued with the next `tell`."""
-        self._telling.say(text)
+        self._events.say(text)
 
     def event(self, helper: int, what: str, text: str) -> None:
         """A warning about a helper, and a mark in the trace; what is a word such as "mismatch"."""
-        self._telling.event(self._lines[helper], what, text)
+        self._events.event(self._peers[helper], what, text)
 
     def tell(self, *, now: bool = False) -> None:
         """Issue warnings that have come up; write figures to the trace every 2 s, or `now`.
 
         For the trainer's own thread. Raises the warnings where they are errors.
         """
-        self._telling.tell(now=now)
+        self._events.tell(now=now)
 
     def _figures(self) -> tuple[list[HelperFigures], SupplyFigures]:
         with self.lock:
-            return [line.figures() for line in self._lines], self.supply.figures()
+            return [peer.figures() for peer in self._peers], self.supply.figures()
 
-    # ---- for the switchboard
+    # ---- for the event loop
 
-    def connected(self, line: Line) -> None:
-        """See `Owner`."""
-        self._telling.event(line, "joined", f"{line.name} has joined", warn=False)
-        if line.differences:
-            self._telling.event(
-                line,
+    def connected(self, peer: Peer) -> None:
+        """See `EventHandler`."""
+        self._events.event(peer, "joined", f"{peer.name} has joined", warn=False)
+        if peer.differences:
+            self._events.event(
+                peer,
                 "mismatch",
-                f"{line.name} differs from this process ({'; '.join(line.differences)}): whether its "
+                f"{peer.name} differs from this process ({'; '.join(peer.differences)}): whether its "
                 "batches are the same byte for byte is not known",
             )
         for client in self._present():
-            self._open(line, client)
+            self._open(peer, client)
 
-    def refused(self, line: Line, why: str) -> None:
-        """See `Owner`."""
-        line.refused(why)
-        self._telling.event(line, "refused", f"{line.name} cannot help: {why}")
+    def refused(self, peer: Peer, why: str) -> None:
+        """See `EventHandler`."""
+        peer.refused(why)
+        self._events.event(peer, "refused", f"{peer.name} cannot help: {why}")
 
-    def place(self, line: Line, kind: Kind, told: dict[str, Any], size: int) -> memoryview | None:
-        """See `Owner`."""
-        client = self._client(told)
-        return None if client is None else client.place(line.number, kind, told, size)
+    def place(self, peer: Peer, kind: Kind, fields: dict[str, Any], size: int) -> memoryview | None:
+        """See `EventHandler`."""
+        client = self._client(fields)
+        return None if client is None else client.place(peer.number, kind, fields, size)
 
-    def handle(self, line: Line, message: Message) -> None:
-        """See `Owner`."""
-        client = self._client(message.told)
+    def handle(self, peer: Peer, message: Message) -> None:
+        """See `EventHandler`."""
+        client = self._client(message.fields)
         if message.kind in (Kind.DONE, Kind.FAILED):
-            self._over(line, client, message)
+            self._over(peer, client, message)
         elif message.kind == Kind.BYE:
-            self._board.hang_up(line, str(message.told.get("why", "")) or "it said goodbye")
+            self._loop.disconnect(peer, str(message.fields.get("why", "")) or "it said goodbye")
         elif client is not None and message.kind == Kind.READY:
-            line.serves((client.service, client.number))
-            client.ready(line.number, message.told)
-            self._feed(line)
+            peer.serves((client.service, client.number))
+            client.ready(peer.number, message.fields)
+            self._feed(peer)
         elif client is not None and message.kind == Kind.REFUSED:
-            why = str(message.told.get("why", ""))
-            self.refused(line, f"{client.service} {client.number}: {why}")
-            client.refused(line.number, why)
+            why = str(message.fields.get("why", ""))
+            self.refused(peer, f"{client.service} {client.number}: {why}")
+            client.refused(peer.number, why)
 
-    def _over(self, line: Line, client: Client | None, message: Message) -> None:
+    def _over(self, peer: Peer, client: Client | None, message: Message) -> None:
         """A lease was answered, if it was one."""
-        if line.out.pop(_lease(message.told), None) is not None:
-            used = client is not None and client.answered(line.number, message)
-            line.count(message, used=used)
-        self._feed(line)
+        if peer.out.pop(_lease(message.fields), None) is not None:
+            used = client is not None and client.answered(peer.number, message)
+            peer.count(message, used=used)
+        self._feed(peer)
 
-    def damaged(self, line: Line, problem: LinkError) -> None:
-        """See `Owner`. If nobody knows which lease it answered, the line is begun anew."""
-        lease = _lease(problem.told)
-        if line.out.pop(lease, None) is None:
-            self._telling.event(line, "damaged", str(problem))
-            self._board.hang_up(line, str(problem))
+    def damaged(self, peer: Peer, problem: LinkError) -> None:
+        """See `EventHandler`. If nobody knows which lease it answered, the connection is begun anew."""
+        lease = _lease(problem.fields)
+        if peer.out.pop(lease, None) is None:
+            self._events.event(peer, "damaged", str(problem))
+            self._loop.disconnect(peer, str(problem))
             return
-        client = self._client(problem.told)
-        if client is not None and client.damaged(line.number, lease):
-            self._telling.event(line, "damaged", f"{problem}; what it carried is made again")
-        self._feed(line)
+        client = self._client(problem.fields)
+        if client is not None and client.damaged(peer.number, lease):
+            self._events.event(peer, "damaged", f"{problem}; what it carried is made again")
+        self._feed(peer)
 
-    def lost(self, line: Line, why: str) -> None:
-        """See `Owner`."""
+    def lost(self, peer: Peer, why: str) -> None:
+        """See `EventHandler`."""
         if self.closed:
             return
-        self._telling.event(line, "lost", f"{line.name} is lost: {why}; others do its work")
-        clients = [client for who in list(line.ready) if (client := self._find(who))]
-        line.ready.clear()
+        self._events.event(peer, "lost", f"{peer.name} is lost: {why}; others do its work")
+        clients = [client for who in list(peer.ready) if (client := self._find(who))]
+        peer.ready.clear()
         for client in clients:
-            client.lost(line.number, why)
+            client.lost(peer.number, why)
         self.feed()
 
     def failed(self, text: str) -> None:
-        """See `Owner`."""
+        """See `EventHandler`."""
         self.say(f"helpers are not used any more, by a fault of Fivefold:\n{text}")
 
     # ---- leases
 
-    def _open(self, line: Line, client: Client) -> None:
-        told = {"service": client.service, "number": client.number, **client.opening()}
-        self._board.send(line, Kind.OPEN, told)
+    def _open(self, peer: Peer, client: Client) -> None:
+        fields = {"service": client.service, "number": client.number, **client.opening()}
+        self._loop.send(peer, Kind.OPEN, fields)
 
-    def _feed(self, line: Line) -> None:
-        while line.wants and len(line.out) < OUTSTANDING and self._granted(line):
+    def _feed(self, peer: Peer) -> None:
+        while peer.wants and len(peer.out) < OUTSTANDING and self._granted(peer):
             pass
 
-    def _granted(self, line: Line) -> bool:
+    def _granted(self, peer: Peer) -> bool:
         """Whether a client had a lease for this helper."""
-        assert line.link is not None
-        for client in self._in_turn(line):
+        assert peer.link is not None
+        for client in self._in_turn(peer):
             try:
-                lease = client.grant(line.number, line.link)
+                lease = client.grant(peer.number, peer.link)
             except LinkClosed as problem:
-                self._board.broken(line, str(problem))
+                self._loop.broken(peer, str(problem))
                 return False
             if lease is not None:
                 who = (client.service, client.number)
-                line.out[lease] = who
+                peer.out[lease] = who
                 self._turns[who] = next(self._ids)
                 return True
         return False
 
-    def _in_turn(self, line: Line) -> list[Client]:
+    def _in_turn(self, peer: Peer) -> list[Client]:
         """Clients that this helper serves, in the order in which they are asked."""
-        clients = [client for who in list(line.ready) if (client := self._find(who))]
+        clients = [client for who in list(peer.ready) if (client := self._find(who))]
         return sorted(clients, key=self._place_in_line) if len(clients) > 1 else clients
 
     def _place_in_line(self, client: Client) -> tuple[int, int]:
@@ -336,8 +339,8 @@ class Desk(Closing):
             del self._clients[who]
         return client
 
-    def _client(self, told: dict[str, Any]) -> Client | None:
-        service, number = told.get("service"), told.get("number")
+    def _client(self, fields: dict[str, Any]) -> Client | None:
+        service, number = fields.get("service"), fields.get("number")
         if isinstance(service, str) and isinstance(number, int):
             return self._find((service, number))
         return None
@@ -347,27 +350,27 @@ class Desk(Closing):
     @property
     def closed(self) -> bool:
         """Whether helpers are used no more."""
-        return self._board.closed
+        return self._loop.closed
 
     def close(self) -> None:
         """Say goodbye to all helpers: the job of this trainer is done."""
-        self._board.close()
+        self._loop.close()
 
 
-def _lease(told: dict[str, Any]) -> int:
+def _lease(fields: dict[str, Any]) -> int:
     """The lease that a message is about; 0, which is none, if it does not say."""
-    lease = told.get("lease")
+    lease = fields.get("lease")
     return lease if type(lease) is int else 0
 
 
-_desk: Desk | None = None
+_dispatcher: Dispatcher | None = None
 _making = threading.Lock()
 
 
 def _forget() -> None:
-    """A forked child has the desk's memory, but not its thread, and the lines are not its own."""
-    global _desk, _making
-    _desk, _making = None, threading.Lock()
+    """A forked child has the dispatcher's memory, but not its thread, and the connections are not its own."""
+    global _dispatcher, _making
+    _dispatcher, _making = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)

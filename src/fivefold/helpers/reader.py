@@ -1,4 +1,4 @@
-"""How a message is put together from bytes as they come: header, told, payload, each received in place."""
+"""How a message is put together from bytes as they come: header, fields, payload, each received in place."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fivefold.helpers.messages import (
     LinkClosed,
     LinkError,
     Message,
-    told_in,
+    parse_fields,
 )
 
-__all__ = ["Arrival", "Lying", "Place", "fresh", "no_place"]
+__all__ = ["InBuffer", "MessageReader", "Place", "fresh", "no_place"]
 
 Place = Callable[[Kind, dict[str, Any], int], memoryview | None]
 """Where a payload of so many bytes shall lie, given the message's kind and text. At least that many bytes,
 writable; None: in fresh memory."""
 
-Lying = Callable[[Kind, dict[str, Any], Header], memoryview]
-"""The payload of a message that says it lies in a tray. Raises `LinkError` if it does not."""
+InBuffer = Callable[[Kind, dict[str, Any], Header], memoryview]
+"""The payload of a message that says it lies in a buffer. Raises `LinkError` if it does not."""
 
 _WASTE_BYTES = 1 << 16
 _ALIGNED = 64
 
 
-def no_place(kind: Kind, told: dict[str, Any], size_bytes: int) -> None:
+def no_place(kind: Kind, fields: dict[str, Any], size_bytes: int) -> None:
     """Every payload lies in fresh memory."""
 
 
@@ -62,7 +62,7 @@ class _Stage(enum.Enum):
     """the payload of a message that was damaged"""
 
 
-class Arrival:
+class MessageReader:
     """The message that is coming in.
 
     Whoever receives fills `room` from its beginning, tells how much by `took`, and gets the message when
@@ -70,11 +70,11 @@ class Arrival:
 
     Args:
         place: where payloads shall lie.
-        lying: the bytes of a payload that lies in a tray already, where memory is shared.
+        in_buffer: the bytes of a payload that lies in a buffer already, where memory is shared.
     """
 
-    def __init__(self, place: Place, lying: Lying | None = None) -> None:
-        self._place, self._lying = place, lying
+    def __init__(self, place: Place, in_buffer: InBuffer | None = None) -> None:
+        self._place, self._payload_in_buffer = place, in_buffer
         self._begin()
 
     def _begin(self) -> None:
@@ -116,19 +116,19 @@ class Arrival:
         """The stage is complete: go to the next, or end the message."""
         if self._stage is _Stage.HEAD:
             self._header = Header.parse(self._rooms)
-            self._enter(_Stage.TEXT, memoryview(bytearray(self._header.told_bytes)))
+            self._enter(_Stage.TEXT, memoryview(bytearray(self._header.fields_bytes)))
             return None
         if self._stage is _Stage.TEXT:
             return self._text()
         if self._stage is _Stage.WASTE:
             return self._waste()
-        payload, kind, told, header = self._rooms, self._kind, self._told, self._header
+        payload, kind, fields, header = self._rooms, self._kind, self._fields, self._header
         self._begin()
         if self._state.intdigest() != header.payload_digest:
             raise LinkError(
-                f"the payload of a message {kind.name} was damaged on the way", kind, told
+                f"the payload of a message {kind.name} was damaged on the way", kind, fields
             )
-        return Message(kind, told, payload)
+        return Message(kind, fields, payload)
 
     def _enter(self, stage: _Stage, room: memoryview) -> None:
         self._stage, self._rooms, self.room = stage, room, room
@@ -136,34 +136,34 @@ class Arrival:
     def _text(self) -> Message | None:
         header = self._header
         try:
-            self._kind, self._told = told_in(header, self._rooms)
-            if header.tray >= 0:
-                return self._laid()
+            self._kind, self._fields = parse_fields(header, self._rooms)
+            if header.buffer >= 0:
+                return self._in_buffer()
         except LinkError as problem:
-            if header.tray < 0 and header.payload_bytes:
+            if header.buffer < 0 and header.payload_bytes:
                 self._problem, self._wasted = problem, 0
                 self._enter(_Stage.WASTE, memoryview(b""))
                 return None
             self._begin()
             raise
         if not header.payload_bytes:
-            kind, told = self._kind, self._told
+            kind, fields = self._kind, self._fields
             self._begin()
-            return Message(kind, told)
-        room = self._place(self._kind, self._told, header.payload_bytes)
+            return Message(kind, fields)
+        room = self._place(self._kind, self._fields, header.payload_bytes)
         if room is None or len(room) < header.payload_bytes:
             room = fresh(header.payload_bytes)
         self._state = xxhash.xxh3_64()
         self._enter(_Stage.PAYLOAD, room[: header.payload_bytes])
         return None
 
-    def _laid(self) -> Message:
-        kind, told, header = self._kind, self._told, self._header
-        if self._lying is None:
-            raise LinkError("a payload is said to lie in memory that is not shared", kind, told)
-        payload = self._lying(kind, told, header)
+    def _in_buffer(self) -> Message:
+        kind, fields, header = self._kind, self._fields, self._header
+        if self._payload_in_buffer is None:
+            raise LinkError("a payload is said to lie in memory that is not shared", kind, fields)
+        payload = self._payload_in_buffer(kind, fields, header)
         self._begin()
-        return Message(kind, told, payload)
+        return Message(kind, fields, payload)
 
     def _waste(self) -> Message | None:
         """Skip what belongs to a damaged message, a bit at a time."""

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable
 
 from fivefold.errors import OffloadWarning, warn
-from fivefold.helpers.lines import Line
+from fivefold.helpers.peers import Peer
 from fivefold.trace import active
 from fivefold.trace.helping import HelperFigures, SupplyFigures, tell
 from fivefold.trace.trace import Trace
 
-__all__ = ["Telling"]
+__all__ = ["Events"]
 
 _EVERY_S = 2.0
 
 
-class Telling:
+class Events:
     """Collects what comes up in any thread, and tells it in the trainer's own.
 
     There a warning may be an error (`python -W error`) that ends the run, as it should.
@@ -36,10 +36,10 @@ class Telling:
         """A warning."""
         self._warnings.append(text)
 
-    def event(self, line: Line, what: str, text: str, *, warn: bool = True) -> None:
+    def event(self, peer: Peer, what: str, text: str, *, warn: bool = True) -> None:
         """Something that happened with a helper: what is "joined", "lost", "retired", "refused", ..."""
         if (trace := active()) is not None:
-            trace.note("helper", number=line.number, name=line.name, event=what, text=text)
+            trace.note("helper", number=peer.number, name=peer.name, event=what, text=text)
         if warn:
             self.say(text)
 

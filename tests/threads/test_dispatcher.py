@@ -1,4 +1,4 @@
-"""The desk against a helper that the test plays itself, over a real socket."""
+"""The dispatcher against a helper that the test plays itself, over a real socket."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fivefold.errors import OffloadWarning
-from fivefold.helpers.desk import Desk
-from fivefold.helpers.greeting import Listener, listen
+from fivefold.helpers.dispatcher import Dispatcher
+from fivefold.helpers.handshake import TrainerListener, listen
 from fivefold.helpers.messages import Kind, Message
 from waiting import awaited
 
@@ -21,11 +21,13 @@ KEY = bytes(range(32))
 class Client:
     """Grants leases as long as it has some; says what happened."""
 
-    def __init__(self, desk: Desk, service: str = "loader", *, urgent: bool = True) -> None:
-        self.service, self.number = service, desk.number(service)
+    def __init__(
+        self, dispatcher: Dispatcher, service: str = "loader", *, urgent: bool = True
+    ) -> None:
+        self.service, self.number = service, dispatcher.number(service)
         self.urgent, self.left, self.log = urgent, 100, list[Any]()
-        self._desk = desk
-        desk.join(self)
+        self._dispatcher = dispatcher
+        dispatcher.join(self)
 
     def opening(self) -> dict[str, Any]:
         return {"identity": {"of": self.number}, "axes": {}}
@@ -40,9 +42,9 @@ class Client:
         if self.left == 0:
             return None
         self.left -= 1
-        lease = self._desk.lease()
-        told = {"service": self.service, "number": self.number, "lease": lease}
-        link.send(Kind.LEASE, told)
+        lease = self._dispatcher.lease()
+        fields = {"service": self.service, "number": self.number, "lease": lease}
+        link.send(Kind.LEASE, fields)
         return lease
 
     def place(self, *_: Any) -> memoryview | None:
@@ -63,7 +65,7 @@ class Client:
 class Helper:
     """The other end of one line."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: TrainerListener) -> None:
         self._listener = listener
         self.link: Any = None
 
@@ -74,34 +76,36 @@ class Helper:
     def next(self, kind: Kind) -> dict[str, Any]:
         message = self.link.receive(20.0)
         assert message is not None and message.kind == kind, message
-        return message.told
+        return message.fields
 
     def nothing_comes(self) -> bool:
         return self.link.receive(0.1) is None
 
     def opens(self, clients: int) -> None:
         for _ in range(clients):
-            told = self.next(Kind.OPEN)
-            self.link.send(Kind.READY, {name: told[name] for name in ("service", "number")})
+            fields = self.next(Kind.OPEN)
+            self.link.send(Kind.READY, {name: fields[name] for name in ("service", "number")})
 
     def answers(self, lease: dict[str, Any]) -> None:
         self.link.send(Kind.DONE, {**lease, "busy_s": 0.5, "waited_s": 0.25}, [b"made"])
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Iterator[Listener]:
+def listener(tmp_path: Path) -> Iterator[TrainerListener]:
     with listen(f"unix:{tmp_path}/helper.sock", KEY) as made:
         yield made
 
 
 @pytest.fixture
-def desk(listener: Listener) -> Iterator[Desk]:
-    with Desk([listener.address], KEY) as made:
+def dispatcher(listener: TrainerListener) -> Iterator[Dispatcher]:
+    with Dispatcher([listener.address], KEY) as made:
         yield made
 
 
-def test_a_helper_holds_two_leases_and_its_figures_add_up(desk: Desk, listener: Listener) -> None:
-    client, helper = Client(desk), Helper(listener)
+def test_a_helper_holds_two_leases_and_its_figures_add_up(
+    dispatcher: Dispatcher, listener: TrainerListener
+) -> None:
+    client, helper = Client(dispatcher), Helper(listener)
     helper.meet()
     helper.opens(1)
     first, second = helper.next(Kind.LEASE), helper.next(Kind.LEASE)
@@ -116,23 +120,23 @@ def test_a_helper_holds_two_leases_and_its_figures_add_up(desk: Desk, listener: 
     helper.next(Kind.LEASE)
     awaited(lambda: len(client.log) == 4, "three answers")
     assert client.log == [("ready", 0), ("DONE", 0), ("FAILED", 0), ("DONE", 0)]
-    figures = desk.helpers()[0]
+    figures = dispatcher.helpers()[0]
     assert (figures.leases, figures.failed, figures.duplicates, figures.bytes) == (2, 1, 0, 8)
     assert (figures.busy_s, figures.waited_s, figures.state) == (1.0, 0.5, "serving")
-    desk.close()
+    dispatcher.close()
     assert helper.next(Kind.BYE)["why"] == "the job has ended"
-    assert desk.helpers()[0].state == "ended"
+    assert dispatcher.helpers()[0].state == "ended"
     helper.link.close()
 
 
 def test_urgent_loaders_come_first_then_validators_then_others(
-    desk: Desk, listener: Listener
+    dispatcher: Dispatcher, listener: TrainerListener
 ) -> None:
     clients = [
-        Client(desk, "loader", urgent=False),
-        Client(desk, "validator"),
-        Client(desk, "loader"),
-        Client(desk, "loader"),
+        Client(dispatcher, "loader", urgent=False),
+        Client(dispatcher, "validator"),
+        Client(dispatcher, "loader"),
+        Client(dispatcher, "loader"),
     ]
     for client in clients:
         client.left = 0
@@ -142,7 +146,7 @@ def test_urgent_loaders_come_first_then_validators_then_others(
     awaited(lambda: all(client.log for client in clients), "four READY")
     for client in clients:
         client.left = 2
-    desk.feed()
+    dispatcher.feed()
     seen = []
     for _ in range(8):
         lease = helper.next(Kind.LEASE)
@@ -155,8 +159,10 @@ def test_urgent_loaders_come_first_then_validators_then_others(
 
 
 @pytest.mark.filterwarnings("ignore::fivefold.errors.OffloadWarning")
-def test_a_helper_that_comes_back_is_asked_again(desk: Desk, listener: Listener) -> None:
-    client, helper = Client(desk), Helper(listener)
+def test_a_helper_that_comes_back_is_asked_again(
+    dispatcher: Dispatcher, listener: TrainerListener
+) -> None:
+    client, helper = Client(dispatcher), Helper(listener)
     for _ in range(3):
         helper.meet()
         helper.opens(1)
@@ -164,7 +170,7 @@ def test_a_helper_that_comes_back_is_asked_again(desk: Desk, listener: Listener)
         helper.link.close()
     awaited(lambda: len(client.log) == 6, "three visits")
     assert client.log == [("ready", 0), ("lost", 0)] * 3
-    assert 3 <= desk.helpers()[0].lost <= 6, "the second lease may not have been on its way"
+    assert 3 <= dispatcher.helpers()[0].lost <= 6, "the second lease may not have been on its way"
     helper.meet()
     helper.opens(1)
     helper.next(Kind.LEASE)
@@ -174,11 +180,13 @@ def test_a_helper_that_comes_back_is_asked_again(desk: Desk, listener: Listener)
     helper.meet()
     helper.link.close()
     with pytest.warns(OffloadWarning, match="helper 0 .*is lost: no time; others do its work"):
-        desk.tell()
+        dispatcher.tell()
 
 
-def test_a_client_that_nobody_holds_gets_no_more_answers(desk: Desk, listener: Listener) -> None:
-    client, helper = Client(desk), Helper(listener)
+def test_a_client_that_nobody_holds_gets_no_more_answers(
+    dispatcher: Dispatcher, listener: TrainerListener
+) -> None:
+    client, helper = Client(dispatcher), Helper(listener)
     helper.meet()
     helper.opens(1)
     lease = helper.next(Kind.LEASE)
@@ -187,36 +195,40 @@ def test_a_client_that_nobody_holds_gets_no_more_answers(desk: Desk, listener: L
     gc.collect()
     helper.answers(lease)
     assert helper.nothing_comes()
-    assert desk.helpers()[0].duplicates == 1
+    assert dispatcher.helpers()[0].duplicates == 1
     helper.link.close()
 
 
-def test_one_may_be_refused_and_another_served(desk: Desk, listener: Listener) -> None:
+def test_one_may_be_refused_and_another_served(
+    dispatcher: Dispatcher, listener: TrainerListener
+) -> None:
     """A helper without the data set of the loader can still evaluate, say."""
-    loads, evaluates, helper = Client(desk), Client(desk, "validator"), Helper(listener)
+    loads, evaluates, helper = Client(dispatcher), Client(dispatcher, "validator"), Helper(listener)
     helper.meet()
-    told = helper.next(Kind.OPEN)
-    helper.link.send(Kind.REFUSED, {**told, "why": "no such file"})
-    awaited(lambda: desk.helpers()[0].state == "refused", "the refusal")
+    fields = helper.next(Kind.OPEN)
+    helper.link.send(Kind.REFUSED, {**fields, "why": "no such file"})
+    awaited(lambda: dispatcher.helpers()[0].state == "refused", "the refusal")
     helper.opens(1)
     assert helper.next(Kind.LEASE)["service"] == "validator"
     assert (loads.log, evaluates.log) == ([("refused", 0, "no such file")], [("ready", 0)])
-    assert desk.helpers()[0].state == "serving"
+    assert dispatcher.helpers()[0].state == "serving"
     with pytest.warns(OffloadWarning, match=r"cannot help: loader 0: no such file"):
-        desk.tell()
+        dispatcher.tell()
     helper.link.close()
 
 
-def test_nonsense_of_a_helper_hurts_nobody(desk: Desk, listener: Listener) -> None:
-    client, helper = Client(desk), Helper(listener)
+def test_nonsense_of_a_helper_hurts_nobody(
+    dispatcher: Dispatcher, listener: TrainerListener
+) -> None:
+    client, helper = Client(dispatcher), Helper(listener)
     client.left = 1
     helper.meet()
     helper.opens(1)
     lease = helper.next(Kind.LEASE)
-    for told in ({}, {"service": 3, "number": []}, {"lease": {}}, {"lease": [1]}, {"number": -1}):
+    for fields in ({}, {"service": 3, "number": []}, {"lease": {}}, {"lease": [1]}, {"number": -1}):
         for kind in Kind:
-            if kind not in (Kind.BYE, Kind.TRAYS):
-                helper.link.send(kind, told)
+            if kind not in (Kind.BYE, Kind.POOL):
+                helper.link.send(kind, fields)
     client.left = 1
     helper.answers(lease)
     helper.next(Kind.LEASE)

@@ -28,10 +28,10 @@ from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
 from fivefold.helpers.service import Serving, offered
 
 if TYPE_CHECKING:
-    from fivefold.helpers.greeting import Listener
+    from fivefold.helpers.handshake import TrainerListener
     from fivefold.helpers.link import Link
 
-__all__ = ["Loop"]
+__all__ = ["ServingLoop"]
 
 _TURN_S = 1.0
 _POLLED_S = 0.002
@@ -50,13 +50,13 @@ class _Trainer:
         self.opened: dict[tuple[str, int], Serving] = {}
 
 
-class Loop(Closing):
+class ServingLoop(Closing):
     """Serves what this process has offered to whoever comes to `listener`.
 
     `patience_s` is how long to wait for a first trainer, and for one that was lost.
     """
 
-    def __init__(self, listener: Listener, patience_s: float) -> None:
+    def __init__(self, listener: TrainerListener, patience_s: float) -> None:
         self._listener = listener
         self._patience_s = patience_s
         self._selector = selectors.DefaultSelector()
@@ -134,11 +134,11 @@ class Loop(Closing):
             if isinstance(key.data, _Trainer):
                 self._drain(key.data)
             else:
-                self._greet()
+                self._admit()
         for trainer in polled:
             self._drain(trainer)
 
-    def _greet(self) -> None:
+    def _admit(self) -> None:
         link = self._listener.accept(0.0)
         if link is None:
             return
@@ -179,37 +179,37 @@ class Loop(Closing):
                 continue
 
     def _take(self, trainer: _Trainer, message: Message) -> None:
-        told = message.told
+        fields = message.fields
         if message.kind == Kind.OPEN:
-            self._open(trainer, told)
+            self._open(trainer, fields)
         elif message.kind == Kind.LEASE:
             trainer.leases.append(message)
         elif message.kind == Kind.CANCEL:
-            self._cancel(trainer, told)
-        elif (serving := trainer.opened.get(_thing(told))) is not None:
+            self._cancel(trainer, fields)
+        elif (serving := trainer.opened.get(_thing(fields))) is not None:
             try:
                 serving.other(message, trainer.link)
             except Exception as problem:  # noqa: BLE001 - nothing that a trainer says may end a helper
                 what = f"{message.kind.name} of {trainer.name}"
                 sys.stderr.write(f"warning: {what} was ignored: {_failure(problem)['message']}\n")
 
-    def _open(self, trainer: _Trainer, told: dict[str, Any]) -> None:
-        thing = {"service": told.get("service"), "number": told.get("number")}
+    def _open(self, trainer: _Trainer, fields: dict[str, Any]) -> None:
+        thing = {"service": fields.get("service"), "number": fields.get("number")}
         try:
             serving = offered(thing["service"], thing["number"])
-            ready = serving.open(told, trainer.link)
+            ready = serving.open(fields, trainer.link)
         except Exception as problem:  # noqa: BLE001 - nothing that a trainer says may end a helper
             trainer.link.send(Kind.REFUSED, {**thing, "why": _failure(problem)["message"]})
             return
-        trainer.opened[_thing(told)] = serving
+        trainer.opened[_thing(fields)] = serving
         trainer.link.send(Kind.READY, {**ready, **thing})
 
-    def _cancel(self, trainer: _Trainer, told: dict[str, Any]) -> None:
+    def _cancel(self, trainer: _Trainer, fields: dict[str, Any]) -> None:
         for lease in trainer.leases:
-            if lease.told.get("lease") == told.get("lease"):
+            if lease.fields.get("lease") == fields.get("lease"):
                 trainer.leases.remove(lease)
                 failed = {"kind": "Cancelled", "message": "not needed any more", "traceback": ""}
-                trainer.link.send(Kind.FAILED, {**_lease(lease.told), **failed})
+                trainer.link.send(Kind.FAILED, {**_lease(lease.fields), **failed})
                 return
 
     def _part(self, trainer: _Trainer) -> None:
@@ -231,8 +231,8 @@ class Loop(Closing):
     def _first(self, trainer: _Trainer) -> Message | None:
         """The oldest lease of a trainer that has all it needs."""
         for lease in trainer.leases:
-            serving = trainer.opened.get(_thing(lease.told))
-            if serving is None or not serving.waits(lease.told, trainer.link):
+            serving = trainer.opened.get(_thing(lease.fields))
+            if serving is None or not serving.waits(lease.fields, trainer.link):
                 return lease
         return None
 
@@ -248,42 +248,42 @@ class Loop(Closing):
 
     def _answer(self, trainer: _Trainer, lease: Message) -> None:
         begun = time.monotonic()
-        waited_s, told = begun - self._free_since, lease.told
+        waited_s, fields = begun - self._free_since, lease.fields
         try:
             try:
-                kind, answer, parts = Kind.DONE, *self._computed(trainer, told)
+                kind, answer, parts = Kind.DONE, *self._computed(trainer, fields)
             except Exception as problem:  # noqa: BLE001 - whatever it is, the trainer has to know
                 kind, answer, parts = Kind.FAILED, _failure(problem), ()
             times = {"busy_s": time.monotonic() - begun, "waited_s": waited_s}
-            tray = told.get("tray", -1)
+            buffer = fields.get("buffer", -1)
             trainer.link.send(
                 kind,
-                {**answer, **_lease(told), **times},
+                {**answer, **_lease(fields), **times},
                 parts,
-                tray=tray if isinstance(tray, int) and kind == Kind.DONE else -1,
+                buffer=buffer if isinstance(buffer, int) and kind == Kind.DONE else -1,
             )
         except LinkClosed:
             self._drain(trainer)
         self._free_since = time.monotonic()
 
-    def _computed(self, trainer: _Trainer, told: dict[str, Any]) -> tuple[Any, Any]:
-        serving = trainer.opened.get(_thing(told))
+    def _computed(self, trainer: _Trainer, fields: dict[str, Any]) -> tuple[Any, Any]:
+        serving = trainer.opened.get(_thing(fields))
         if serving is None:
-            raise UsageError(f"a lease on {_thing(told)}, which this trainer has not opened")
-        return serving.lease(told, trainer.link)
+            raise UsageError(f"a lease on {_thing(fields)}, which this trainer has not opened")
+        return serving.lease(fields, trainer.link)
 
 
 class _Ended(BaseException):
     """A signal has come."""
 
 
-def _thing(told: dict[str, Any]) -> tuple[Any, Any]:
-    service, number = told.get("service"), told.get("number")
+def _thing(fields: dict[str, Any]) -> tuple[Any, Any]:
+    service, number = fields.get("service"), fields.get("number")
     return (service, number) if isinstance(service, str) and isinstance(number, int) else ("", -1)
 
 
-def _lease(told: dict[str, Any]) -> dict[str, Any]:
-    return {name: told.get(name) for name in ("service", "number", "lease")}
+def _lease(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: fields.get(name) for name in ("service", "number", "lease")}
 
 
 def _failure(problem: Exception) -> dict[str, str]:
@@ -296,11 +296,11 @@ def _failure(problem: Exception) -> dict[str, str]:
         else f"{type(problem).__name__}: {problem}"
     )
     notes = "; ".join(getattr(problem, "__notes__", []))
-    told = "".join(traceback.format_exception(problem))
+    trace = "".join(traceback.format_exception(problem))
     return {
         "kind": kind,
         "message": (f"{message} ({notes})" if notes else message)[:_MOST_TRACEBACK],
-        "traceback": told[-_MOST_TRACEBACK:],
+        "traceback": trace[-_MOST_TRACEBACK:],
     }
 
 

@@ -1,16 +1,26 @@
-"""A batch to a tree of JSON values, and to the buffers that hold its bytes."""
+"""A batch as text and bytes; `decode` reverses it. Nothing is pickled, and no type is looked up by name.
+
+    ({"image": uint8 (64, 3, 32, 32)}, [3, 1])
+        fields   ["tuple", ["dict", ["image"], ["tensor", [0, 196608], "uint8", [64, 3, 32, 32]]], [...]]
+        parts    the bytes of the tensor; every leaf begins at a multiple of 64
+
+What arrives is byte for byte what was sent: values, dtypes, shapes, and the strides of tensors and arrays
+that fill their memory (such as channels_last). Others, such as every second column, arrive contiguous.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from fivefold.errors import UsageError
@@ -19,20 +29,86 @@ from fivefold.helpers.messages import Buffer
 __all__ = [
     "NUMPY_KINDS",
     "PLAIN",
-    "Packer",
-    "fields_of",
-    "is_dataclass",
+    "Encoded",
+    "Encoder",
+    "encode",
     "is_dense",
-    "is_namedtuple",
-    "type_name",
+    "types_in",
 ]
 
 _ALIGNED = 64
 NUMPY_KINDS = "biufcmMSU"
 PLAIN = (type(None), bool, int, str)
+_INLINE_BYTES = 1 << 16
+"""a longer structure travels with the payload"""
 
 
-class Packer:
+class Encoded(NamedTuple):
+    """A batch, ready to be sent: `fields, parts = encode(batch)`."""
+
+    fields: dict[str, Any]
+    """what `decode` needs: one entry, to be sent along with others"""
+    parts: list[Buffer]
+    """the payload; memory of the batch, so the batch must not change"""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the payload."""
+        return sum(map(len, self.parts))
+
+    def digest(self) -> str:
+        """Equal for equal batches: structure, dtypes, shapes, strides and every byte."""
+        state = xxhash.xxh3_128(json.dumps(self.fields).encode())
+        for part in self.parts:
+            state.update(part)
+        return state.hexdigest()
+
+
+def encode(batch: Any) -> Encoded:
+    """The encoded batch of a batch.
+
+    Raises:
+        UsageError: it holds something that cannot travel; names the type and the remedy.
+    """
+    encoder = Encoder()
+    try:
+        tree = encoder.node(batch)
+        text = json.dumps(tree, separators=(",", ":"))
+    except RecursionError:
+        raise UsageError(
+            "a batch is nested too deeply, or holds itself: return a flat one"
+        ) from None
+    except ValueError as problem:  # an integer of more than 4,300 digits
+        raise UsageError(f"a batch cannot be sent to another process: {problem}") from None
+    if len(text) > _INLINE_BYTES:
+        tree = encoder.part(memoryview(text.encode("ascii")))
+        return Encoded({"batch": {"tree": tree}}, encoder.parts)
+    return Encoded({"batch": tree}, encoder.parts)
+
+
+def types_in(batch: Any) -> dict[str, type]:
+    """The named tuples and dataclasses that a batch is built of: what `decode` may build."""
+    found: dict[str, type] = {}
+    waiting = [batch]
+    while waiting:
+        node = waiting.pop()
+        if is_namedtuple(node) or is_dataclass(node):
+            found[type_name(type(node))] = type(node)
+        waiting.extend(_children(node))
+    return found
+
+
+def _children(node: Any) -> Iterator[Any]:
+    if isinstance(node, (tuple, list)):
+        yield from cast("tuple[Any, ...]", node)
+    elif isinstance(node, dict):
+        yield from cast("dict[Any, Any]", node)
+        yield from cast("dict[Any, Any]", node).values()
+    elif is_dataclass(node):
+        yield from fields_of(node)
+
+
+class Encoder:
     """Builds the tree of a batch, and lists its bytes."""
 
     def __init__(self) -> None:
@@ -57,8 +133,8 @@ class Packer:
         kind: type = type(value)
         if kind in PLAIN:
             return value
-        if (pack := _PACKERS.get(kind)) is not None:
-            return pack(self, value)
+        if (encode := _ENCODERS.get(kind)) is not None:
+            return encode(self, value)
         if is_namedtuple(value):
             return ["named", type_name(kind), *map(self.node, value)]
         if is_dataclass(value):
@@ -68,32 +144,36 @@ class Packer:
         raise _cannot(value)
 
 
-def _sequence(packer: Packer, value: Sequence[Any]) -> Any:
-    return [type(value).__name__, *map(packer.node, value)]
+def _sequence(encoder: Encoder, value: Sequence[Any]) -> Any:
+    return [type(value).__name__, *map(encoder.node, value)]
 
 
-def _mapping(packer: Packer, value: Mapping[Any, Any]) -> Any:
-    return [type(value).__name__, list(map(packer.node, value)), *map(packer.node, value.values())]
+def _mapping(encoder: Encoder, value: Mapping[Any, Any]) -> Any:
+    return [
+        type(value).__name__,
+        list(map(encoder.node, value)),
+        *map(encoder.node, value.values()),
+    ]
 
 
-def _float(_: Packer, value: float) -> Any:
+def _float(_: Encoder, value: float) -> Any:
     # JSON has the shortest digits that give the same number; NaN has many bit patterns.
     return ["nan", struct.pack(">d", value).hex()] if math.isnan(value) else value
 
 
-def _complex(packer: Packer, value: complex) -> Any:
-    return ["complex", _float(packer, value.real), _float(packer, value.imag)]
+def _complex(encoder: Encoder, value: complex) -> Any:
+    return ["complex", _float(encoder, value.real), _float(encoder, value.imag)]
 
 
-def _bytes(packer: Packer, value: bytes) -> Any:
-    return ["bytes", packer.part(value)]
+def _bytes(encoder: Encoder, value: bytes) -> Any:
+    return ["bytes", encoder.part(value)]
 
 
-def _range(_: Packer, value: range) -> Any:
+def _range(_: Encoder, value: range) -> Any:
     return ["range", value.start, value.stop, value.step]
 
 
-def _tensor(packer: Packer, tensor: Tensor) -> Any:
+def _tensor(encoder: Encoder, tensor: Tensor) -> Any:
     if (
         tensor.layout != torch.strided
         or tensor.device.type != "cpu"
@@ -107,15 +187,15 @@ def _tensor(packer: Packer, tensor: Tensor) -> Any:
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
     data = cast("np.ndarray[Any, Any]", flat.view(torch.uint8).numpy()).data
     dtype, shape, strides = str(tensor.dtype), list(tensor.shape), list(tensor.stride())
-    node = ["tensor", packer.part(data), dtype.removeprefix("torch."), shape]
+    node = ["tensor", encoder.part(data), dtype.removeprefix("torch."), shape]
     return node if strides == _contiguous(shape) or 0 in shape else [*node, strides]
 
 
-def _array(packer: Packer, array: np.ndarray[Any, Any]) -> Any:
-    return ["array", *_elements(packer, array)]
+def _array(encoder: Encoder, array: np.ndarray[Any, Any]) -> Any:
+    return ["array", *_elements(encoder, array)]
 
 
-def _elements(packer: Packer, array: np.ndarray[Any, Any]) -> list[Any]:
+def _elements(encoder: Encoder, array: np.ndarray[Any, Any]) -> list[Any]:
     if array.dtype.kind not in NUMPY_KINDS:
         raise _cannot(array)
     if not is_dense(array.shape, array.strides, array.itemsize):
@@ -123,12 +203,12 @@ def _elements(packer: Packer, array: np.ndarray[Any, Any]) -> list[Any]:
     flat = np.lib.stride_tricks.as_strided(array, (array.size,), (array.itemsize,))
     data = flat.view(np.uint8).data if array.nbytes else b""
     shape, strides = list(array.shape), list(array.strides)
-    node = [packer.part(data), array.dtype.str, shape]
+    node = [encoder.part(data), array.dtype.str, shape]
     plain = strides == _contiguous(shape, array.itemsize) or 0 in shape
     return node if plain else [*node, strides]
 
 
-_PACKERS: dict[type, Callable[[Packer, Any], Any]] = {
+_ENCODERS: dict[type, Callable[[Encoder, Any], Any]] = {
     float: _float,
     complex: _complex,
     bytes: _bytes,

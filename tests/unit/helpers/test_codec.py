@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
 
-from fivefold.data.remote.parcel import ParcelError, pack, types_in, unpack
 from fivefold.data.windows import Box
 from fivefold.errors import UsageError
-from fivefold.helpers.arrival import fresh
+from fivefold.helpers.decode import DecodeError, decode
+from fivefold.helpers.encode import encode, types_in
+from fivefold.helpers.reader import fresh
 
 
 class Pair(NamedTuple):
@@ -48,8 +49,8 @@ def payload_of(parts: list[Any]) -> memoryview:
 
 def sent(batch: Any) -> Any:
     """The batch as it arrives; the text has been JSON."""
-    told, parts = pack(batch)
-    return unpack(json.loads(json.dumps(told)), payload_of(parts), types_in(batch))
+    fields, parts = encode(batch)
+    return decode(json.loads(json.dumps(fields)), payload_of(parts), types_in(batch))
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -204,16 +205,16 @@ batches = st.recursive(
 def test_any_batch_arrives_as_it_was_and_with_the_same_digest(batch: Any) -> None:
     arrived = sent(batch)
     same(batch, arrived)
-    assert pack(arrived).digest() == pack(batch).digest()
+    assert encode(arrived).digest() == encode(batch).digest()
 
 
 def test_leaves_begin_at_multiples_of_64_and_are_views_of_the_payload() -> None:
     batch = (torch.ones(3, dtype=torch.uint8), torch.zeros(5), np.arange(3))
-    told, parts = pack(batch)
+    fields, parts = encode(batch)
     payload = payload_of(parts)
-    assert [place for _, place, *_ in told["parcel"][1:]] == [(0, 3), (64, 20), (128, 24)]
-    assert pack(batch).size_bytes == 152 == len(payload)
-    arrived = unpack(told, payload)
+    assert [place for _, place, *_ in fields["batch"][1:]] == [(0, 3), (64, 20), (128, 24)]
+    assert encode(batch).size_bytes == 152 == len(payload)
+    arrived = decode(fields, payload)
     start = np.frombuffer(payload, np.uint8).ctypes.data
     assert [leaf.data_ptr() - start for leaf in arrived[:2]] == [0, 64]
     payload[64:68] = struct.pack("f", 3.0)
@@ -222,17 +223,17 @@ def test_leaves_begin_at_multiples_of_64_and_are_views_of_the_payload() -> None:
 
 def test_packing_copies_nothing() -> None:
     tensor = torch.zeros(1000)
-    _, parts = pack(tensor)
+    _, parts = encode(tensor)
     tensor[0] = 1.0
     assert bytes(parts[0][:4]) == struct.pack("f", 1.0)
 
 
 def test_a_long_structure_travels_with_the_payload() -> None:
     batch = [torch.arange(3), [f"a caption, number {n}" for n in range(100_000)]]
-    told, parts = pack(batch)
-    assert len(json.dumps(told)) < 100
-    assert pack(batch).size_bytes > 2_000_000
-    same(batch, unpack(told, payload_of(parts)))
+    fields, parts = encode(batch)
+    assert len(json.dumps(fields)) < 100
+    assert encode(batch).size_bytes > 2_000_000
+    same(batch, decode(fields, payload_of(parts)))
 
 
 def test_digests_differ_where_batches_do() -> None:
@@ -248,8 +249,8 @@ def test_digests_differ_where_batches_do() -> None:
         -image,
         image.numpy(),
     ]
-    assert len({pack(batch).digest() for batch in batches}) == len(batches)
-    assert pack(image).digest() == pack(image.clone()).digest()
+    assert len({encode(batch).digest() for batch in batches}) == len(batches)
+    assert encode(image).digest() == encode(image.clone()).digest()
 
 
 class Opaque:
@@ -278,19 +279,21 @@ recursive.append(recursive)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_travel_is_refused_by_name_with_the_remedy(batch: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        pack([torch.ones(2), batch])
+def test_what_cannot_travel_is_refused_by_name_with_the_remedy(batch: Any, fields: str) -> None:
+    with pytest.raises(UsageError, match=fields):
+        encode([torch.ones(2), batch])
 
 
 def test_only_types_of_our_own_batches_are_built() -> None:
-    told, parts = pack(Pair(1, Sample(2)))
+    fields, parts = encode(Pair(1, Sample(2)))
     for known in (None, types_in(Pair(1, 2)), types_in([])):
-        with pytest.raises(ParcelError, match="first batch does not"):
-            unpack(told, payload_of(parts), known)
+        with pytest.raises(DecodeError, match="first batch does not"):
+            decode(fields, payload_of(parts), known)
     other = type("Other", (tuple,), {"__new__": lambda _, a, b, c: (a, b, c)})
-    with pytest.raises(ParcelError, match="no batch"):
-        unpack(told, payload_of(parts), {**types_in(Pair(1, Sample(2))), f"{__name__}.Pair": other})
+    with pytest.raises(DecodeError, match="no batch"):
+        decode(
+            fields, payload_of(parts), {**types_in(Pair(1, Sample(2))), f"{__name__}.Pair": other}
+        )
 
 
 GOOD = (
@@ -337,10 +340,10 @@ GOOD = (
     ids=str,
 )
 def test_what_is_no_parcel_is_refused(tree: Any) -> None:
-    with pytest.raises(ParcelError):
-        unpack({"parcel": tree}, fresh(64))
-    with pytest.raises(ParcelError):
-        unpack({}, fresh(64))
+    with pytest.raises(DecodeError):
+        decode({"batch": tree}, fresh(64))
+    with pytest.raises(DecodeError):
+        decode({}, fresh(64))
 
 
 values = st.recursive(
@@ -353,16 +356,16 @@ values = st.recursive(
 
 @given(values)
 def test_nothing_but_a_parcel_error_comes_of_any_tree(tree: Any) -> None:
-    with contextlib.suppress(ParcelError):
-        unpack({"parcel": tree}, fresh(64), types_in(GOOD))
+    with contextlib.suppress(DecodeError):
+        decode({"batch": tree}, fresh(64), types_in(GOOD))
 
 
 @given(st.data())
 def test_nothing_but_a_parcel_error_comes_of_a_damaged_parcel(data: st.DataObject) -> None:
-    told, parts = pack(GOOD)
-    text = bytearray(json.dumps(told).encode())
+    fields, parts = encode(GOOD)
+    text = bytearray(json.dumps(fields).encode())
     for _ in range(data.draw(st.integers(1, 3))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(32, 126))
-    with contextlib.suppress(ParcelError, json.JSONDecodeError):
+    with contextlib.suppress(DecodeError, json.JSONDecodeError):
         tree = json.loads(text)
-        unpack(tree if isinstance(tree, dict) else {}, payload_of(parts), types_in(GOOD))
+        decode(tree if isinstance(tree, dict) else {}, payload_of(parts), types_in(GOOD))

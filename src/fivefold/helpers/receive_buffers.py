@@ -1,11 +1,11 @@
-"""Trays: memory of the trainer in which helpers lay what they make, and in which users see it.
+"""Memory of the trainer in which helpers lay what they make, and in which users see it.
 
-    take ──> tray of a lease ──> DONE ──> tensors that view it ──> the last one goes: the tray is free
-              │  lost: let go                  (a slice that the user keeps holds the whole tray)
+    take ──> buffer of a lease ──> DONE ──> tensors that view it ──> the last one goes: the buffer is free
+              │  lost: let go                  (a slice that the user keeps holds the whole buffer)
               └──────────────────────────────────────────────────> free, once no helper writes any more
 
-A tray's number is used once. A helper that was given up, and wakes up, writes nothing into a tray that has
-become another's: it holds the slot, then compares the number, and only then writes.
+A buffer's number is used once. A helper that was given up, and wakes up, writes nothing into a buffer that
+has become another's: it holds the slot, then compares the number, and only then writes.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from fivefold.closing import Closing
 from fivefold.errors import OffloadWarning, warn
 from fivefold.helpers.messages import Buffer
 
-__all__ = ["Borrowed", "Tray", "Trays", "set_of"]
+__all__ = ["AttachedPool", "BufferPool", "ReceiveBuffer", "pool_of"]
 
 _HEAD_BYTES = 64
-"""before each tray: the number of whoever has it; a cache line, so that payloads stay aligned"""
+"""before each buffer: the number of whoever has it; a cache line, so that payloads stay aligned"""
 _SLOT_BITS, _USE_BITS = 12, 28
-_MOST_TRAYS = 1 << _SLOT_BITS
+_MOST_BUFFERS = 1 << _SLOT_BITS
 _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class Tray:
-    """A tray that was taken. It is free again when neither this, nor a view of its memory, is left."""
+class ReceiveBuffer:
+    """A buffer that was taken. It is free again when neither this, nor a view of its memory, is left."""
 
     number: int
-    """tells it from all trays that this process ever took"""
+    """tells it from all buffers that this process ever took"""
     memory: memoryview
     """its bytes, writable, 64-byte aligned"""
 
 
-class Trays(Closing):
-    """`count` trays of `tray_bytes` bytes, up to 4,096, in one segment of shared memory.
+class BufferPool(Closing):
+    """`count` buffers of `buffer_bytes` bytes, up to 4,096, in one segment of shared memory.
 
     Args:
-        tray_bytes: of one tray.
-        count: of trays.
-        pin: make them known to CUDA, so that copies to a GPU run by themselves. Such a tray is free only
+        buffer_bytes: of one buffer.
+        count: of buffers.
+        pin: make them known to CUDA, so that copies to a GPU run by themselves. Such a buffer is free only
             when what the stream that was current, when the last tensor went, had to do by then is done: so
             let go of a tensor under the stream that copies it.
 
@@ -62,13 +62,13 @@ class Trays(Closing):
         ArenaError: there is no memory, or no C core.
     """
 
-    def __init__(self, tray_bytes: int, count: int, *, pin: bool = False) -> None:
-        assert 0 < count <= _MOST_TRAYS, count
+    def __init__(self, buffer_bytes: int, count: int, *, pin: bool = False) -> None:
+        assert 0 < count <= _MOST_BUFFERS, count
         self.id = next(_ids)
-        self.tray_bytes, self.count = tray_bytes, count
-        self._slots = Slots.create("trays", _HEAD_BYTES + tray_bytes, count)
+        self.buffer_bytes, self.count = buffer_bytes, count
+        self._slots = Slots.create("buffers", _HEAD_BYTES + buffer_bytes, count)
         segment = self._slots.segment
-        segment.touch(0, segment.size_bytes, "trays for batches")
+        segment.touch(0, segment.size_bytes, "buffers for batches")
         pinned = pin and _pin(segment)
         self._lock = threading.Lock()
         self._uses = 0
@@ -86,11 +86,11 @@ class Trays(Closing):
 
     @property
     def free(self) -> int:
-        """How many trays are neither lent nor viewed."""
+        """How many buffers are neither lent nor viewed."""
         return self.count - self._taken + len(self._returned.slots)
 
-    def take(self) -> Tray | None:
-        """A free tray, or None; one of its own for every lease."""
+    def take(self) -> ReceiveBuffer | None:
+        """A free buffer, or None; one of its own for every lease."""
         with self._lock:
             if self.closed:
                 return None
@@ -108,15 +108,15 @@ class Trays(Closing):
             _head(view).value = number + 1
             weakref.finalize(view, self._returned, slot).atexit = False
             self._views[number] = view
-            return Tray(number, self._flat(view))
+            return ReceiveBuffer(number, self._flat(view))
 
     def memory(self, number: int) -> memoryview | None:
-        """The bytes of a tray that is still lent or viewed, else None; holds it."""
+        """The bytes of a buffer that is still lent or viewed, else None; holds it."""
         view = self._views.get(number)
         return None if view is None else self._flat(view)
 
     def _flat(self, view: ctypes.Array[ctypes.c_char]) -> memoryview:
-        return memoryview(view).cast("B")[_HEAD_BYTES : _HEAD_BYTES + self.tray_bytes]
+        return memoryview(view).cast("B")[_HEAD_BYTES : _HEAD_BYTES + self.buffer_bytes]
 
     def _collect(self) -> None:
         """Free what came back. Finalizers run anywhere and any time, so they only make a note."""
@@ -137,40 +137,40 @@ class Trays(Closing):
                 self._slots.close()
 
 
-class Borrowed(Closing):
-    """Trays of a trainer, as a helper of the same node sees them."""
+class AttachedPool(Closing):
+    """Buffers of a trainer, as a helper of the same node sees them."""
 
-    def __init__(self, slots: Slots, tray_bytes: int) -> None:
+    def __init__(self, slots: Slots, buffer_bytes: int) -> None:
         self._slots = slots
-        self.tray_bytes = tray_bytes
+        self.buffer_bytes = buffer_bytes
 
     @classmethod
-    def attach(cls, fd: int, tray_bytes: int, count: int) -> Self:
-        """Use trays that were passed as a descriptor, which stays the caller's.
+    def attach(cls, fd: int, buffer_bytes: int, count: int) -> Self:
+        """Use buffers that were passed as a descriptor, which stays the caller's.
 
         Raises:
-            ArenaError: what was passed are no trays of this size, or too many processes use them.
+            ArenaError: what was passed are no buffers of this size, or too many processes use them.
         """
         segment = _attached(fd)
-        least = mmap.PAGESIZE + count * (_HEAD_BYTES + tray_bytes)
+        least = mmap.PAGESIZE + count * (_HEAD_BYTES + buffer_bytes)
         try:
-            if not 0 < count <= _MOST_TRAYS or tray_bytes < 0 or segment.size_bytes < least:
-                raise ArenaError("what was passed is too small for the trays it shall hold")
+            if not 0 < count <= _MOST_BUFFERS or buffer_bytes < 0 or segment.size_bytes < least:
+                raise ArenaError("what was passed is too small for the buffers it shall hold")
             slots = Slots.attach(segment, count)
         except (ArenaError, ValueError) as problem:
             segment.close()
             raise ArenaError(str(problem)) from None
-        if slots.slot_bytes < _HEAD_BYTES + tray_bytes:
+        if slots.slot_bytes < _HEAD_BYTES + buffer_bytes:
             slots.close()
-            raise ArenaError("what was passed has smaller trays")
-        return cls(slots, tray_bytes)
+            raise ArenaError("what was passed has smaller buffers")
+        return cls(slots, buffer_bytes)
 
     def write(self, number: int, parts: Sequence[Buffer]) -> bool:
-        """Lay `parts` into a tray, one after the other; False if it was taken back meanwhile.
+        """Lay `parts` into a buffer, one after the other; False if it was taken back meanwhile.
 
         The parts must fit.
         """
-        slot = number & (_MOST_TRAYS - 1)
+        slot = number & (_MOST_BUFFERS - 1)
         if slot >= self._slots.count:
             return False
         try:
@@ -205,7 +205,9 @@ class _Returned:
         self.slots.append((slot, self._event()))
 
     def _event(self) -> Any:
-        if not self._pinned or self._pid != os.getpid():  # a forked child has no CUDA, and no trays
+        if (
+            not self._pinned or self._pid != os.getpid()
+        ):  # a forked child has no CUDA, and no buffers
             return None
         import torch
 
@@ -214,13 +216,13 @@ class _Returned:
         return event
 
 
-def set_of(number: int) -> int:
-    """`Trays.id` of the trays that a number belongs to."""
+def pool_of(number: int) -> int:
+    """`BufferPool.id` of the pool that a number belongs to."""
     return number >> (_SLOT_BITS + _USE_BITS)
 
 
-def _number(trays: int, use: int, slot: int) -> int:
-    return (trays << _USE_BITS | use % (1 << _USE_BITS)) << _SLOT_BITS | slot
+def _number(pool: int, use: int, slot: int) -> int:
+    return (pool << _USE_BITS | use % (1 << _USE_BITS)) << _SLOT_BITS | slot
 
 
 def _head(view: ctypes.Array[ctypes.c_char]) -> ctypes.c_uint64:

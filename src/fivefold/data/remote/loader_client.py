@@ -1,6 +1,6 @@
-"""The side of an offloaded loader that the desk sees: it grants leases and takes in answers.
+"""The side of an offloaded loader that the dispatcher sees: it grants leases and takes in answers.
 
-The other side, the consumer, is `offloaded`. Both work on the same table, under the desk's lock.
+The other side, the consumer, is `offloaded`. Both work on the same table, under the dispatcher's lock.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.data.remote.checks import First
 from fivefold.data.remote.leases import Grant, Leases
+from fivefold.data.remote.rates import Rates
 from fivefold.data.remote.serving import identity_of
 from fivefold.data.source import BatchId, Made, Source
 from fivefold.data.workers import Key
 from fivefold.helpers.messages import Kind, Message
-from fivefold.helpers.rates import Rates
-from fivefold.helpers.trays import Tray, Trays
+from fivefold.helpers.receive_buffers import BufferPool, ReceiveBuffer
 
 if TYPE_CHECKING:
-    from fivefold.helpers.desk import Desk
+    from fivefold.helpers.dispatcher import Dispatcher
     from fivefold.helpers.link import Link
 
-__all__ = ["Arrived", "Granting"]
+__all__ = ["Arrived", "LoaderClient"]
 
-USERS_TRAYS = 3
-"""trays in the loop's hands: of the batch at work, of the one it is exchanged for, and one to spare"""
+USERS_BUFFERS = 3
+"""buffers in the loop's hands: of the batch at work, of the one it is exchanged for, and one to spare"""
 _MOST_FAILURES = 3
 
 
@@ -42,17 +42,21 @@ class Arrived:
     message: Message | None = None
 
 
-class Granting:
-    """Leases on the batches of one loader, a client of the desk. All of it runs under the desk's lock."""
+class LoaderClient:
+    """Leases on the batches of one loader: a `Client`, which runs under the dispatcher's lock."""
 
     service = "loader"
 
     def __init__(
-        self, source: Source, desk: Desk, number: int, axes: Mapping[str, tuple[int, int]]
+        self,
+        source: Source,
+        dispatcher: Dispatcher,
+        number: int,
+        axes: Mapping[str, tuple[int, int]],
     ) -> None:
         self.number, self.axes = number, dict(axes)
         self.rates = Rates()
-        self.table = Leases(desk.lease)
+        self.table = Leases(dispatcher.lease)
         self.arrived: dict[int, Arrived] = {}
         """by position in the table"""
         self.failures: dict[int, tuple[int, str]] = {}
@@ -63,13 +67,14 @@ class Granting:
         """how batches are built that were made here"""
         self.doubted: dict[int, tuple[int, str]] = {}
         """position -> the helper whose batch is built otherwise, and how"""
-        self.bell = threading.Condition(desk.lock)
+        self.bell = threading.Condition(dispatcher.lock)
         """rings when the head of the line has arrived, or somebody else has to produce it"""
         self.iterating = False
         self.first: First | None = None
-        self.trays: Trays | None = None
-        self._source, self._desk = source, desk
-        self._out: dict[int, tuple[int, Tray]] = {}  # leases that are not answered: helper, tray
+        self.pool: BufferPool | None = None
+        self._source, self._dispatcher = source, dispatcher
+        self._out: dict[int, tuple[int, ReceiveBuffer]] = {}
+        """leases that are not answered: helper, buffer"""
         self._checks: set[int] = set()  # leases on the first batch
         self._unchecked: set[int] = set()
         self._samples: set[int] = set()  # helpers that cannot read the data set
@@ -90,24 +95,24 @@ class Granting:
     def forget(self) -> None:
         """Begin a new table: answers to leases that are out come to nothing."""
         for lease in self._out:
-            self._desk.cancel(self, lease)
-        self.table = Leases(self._desk.lease)
+            self._dispatcher.cancel(self, lease)
+        self.table = Leases(self._dispatcher.lease)
         self.arrived.clear()
         self.failures.clear()
         self.doubted.clear()
 
-    def settle(self, first: First, trays: Trays) -> None:
+    def settle(self, first: First, pool: BufferPool) -> None:
         """From now on there is memory for answers."""
-        self.first, self.trays = first, trays
-        weakref.finalize(self, trays.close).atexit = False
+        self.first, self.pool = first, pool
+        weakref.finalize(self, pool.close).atexit = False
 
     def unsettle(self) -> None:
         """Grant nothing any more."""
         self.forget()
         self._out.clear()
-        if self.trays is not None:
-            self.trays.close()
-        self.first = self.trays = None
+        if self.pool is not None:
+            self.pool.close()
+        self.first = self.pool = None
 
     def take(self) -> Arrived | None:
         """What has arrived for the head of the line."""
@@ -115,9 +120,9 @@ class Granting:
 
     def could(self, position: int) -> None:
         """The batch at a position, which a helper may have failed on, was produced here."""
-        helper, told = self.failures.pop(position, (-1, ""))
+        helper, why = self.failures.pop(position, (-1, ""))
         if helper >= 0:
-            self._blame(helper, told)
+            self._blame(helper, why)
 
     def built(self, position: int, structure: str) -> None:
         """The batch at a position, which a helper may have built otherwise, was made here and is built so."""
@@ -126,15 +131,15 @@ class Granting:
         if other != structure:
             self._blame(helper, f"it has built it otherwise, {other} instead of {structure}")
 
-    def _blame(self, helper: int, told: str) -> None:
-        name = self._desk.name(helper)
-        text = f"{name} could not produce a batch that this process could: {told}"
-        self._desk.event(helper, "failed", text)
+    def _blame(self, helper: int, why: str) -> None:
+        name = self._dispatcher.name(helper)
+        text = f"{name} could not produce a batch that this process could: {why}"
+        self._dispatcher.event(helper, "failed", text)
         self._failed[helper] += 1
         if self._failed[helper] >= _MOST_FAILURES:
-            self._desk.retire(helper, f"{name} fails too often and gets no more work")
+            self._dispatcher.retire(helper, f"{name} fails too often and gets no more work")
 
-    # ---- for the desk
+    # ---- for the dispatcher
 
     @property
     def urgent(self) -> bool:
@@ -145,12 +150,12 @@ class Granting:
         """See `Client`."""
         return {"identity": identity_of(self._source), "axes": self.axes}
 
-    def ready(self, helper: int, told: dict[str, Any]) -> None:
+    def ready(self, helper: int, fields: dict[str, Any]) -> None:
         """See `Client`."""
         self.rates.helpers.pop(helper, None)
         self._failed.pop(helper, None)
         self._unchecked.add(helper)
-        if told.get("samples"):
+        if fields.get("samples"):
             self._samples.add(helper)
         else:
             self._samples.discard(helper)
@@ -160,8 +165,8 @@ class Granting:
 
     def grant(self, helper: int, link: Link) -> int | None:
         """See `Client`."""
-        tray = self._tray()
-        if tray is None:
+        buffer = self._buffer()
+        if buffer is None:
             return None
         given = self._check(helper) or self.table.grant(
             helper, time.monotonic(), overdue_s=self.rates.overdue_s
@@ -169,40 +174,42 @@ class Granting:
         if given is None:
             return None
         samples = self._raw(given) if helper in self._samples else None
-        self._out[given.lease] = (helper, tray)
-        self._send(link, given, tray, samples)
+        self._out[given.lease] = (helper, buffer)
+        self._send(link, given, buffer, samples)
         return given.lease
 
-    def _tray(self) -> Tray | None:
-        if self.trays is None:
+    def _buffer(self) -> ReceiveBuffer | None:
+        if self.pool is None:
             return None
         filled = sum(arrived.message is not None for arrived in self.arrived.values())
-        if len(self._out) + filled >= self.trays.count - USERS_TRAYS:
+        if len(self._out) + filled >= self.pool.count - USERS_BUFFERS:
             return None
-        return self.trays.take()
+        return self.pool.take()
 
     def _check(self, helper: int) -> Grant | None:
         if helper not in self._unchecked or self.first is None:
             return None
         self._unchecked.discard(helper)
-        lease = self._desk.lease()
+        lease = self._dispatcher.lease()
         self._checks.add(lease)
         return Grant(lease, -1, self.first.key, again=True)
 
-    def _send(self, link: Link, given: Grant, tray: Tray, samples: list[bytes] | None) -> None:
-        assert self.trays is not None
-        told = {
+    def _send(
+        self, link: Link, given: Grant, buffer: ReceiveBuffer, samples: list[bytes] | None
+    ) -> None:
+        assert self.pool is not None
+        fields = {
             "service": self.service,
             "number": self.number,
             "lease": given.lease,
             **given.key._asdict(),
-            "tray": tray.number,
-            "tray_bytes": self.trays.tray_bytes,
+            "buffer": buffer.number,
+            "buffer_bytes": self.pool.buffer_bytes,
         }
-        link.share(self.trays)
-        link.send(Kind.LEASE, told)
+        link.share(self.pool)
+        link.send(Kind.LEASE, fields)
         if samples is not None:
-            about = {name: told[name] for name in ("service", "number", "lease")}
+            about = {name: fields[name] for name in ("service", "number", "lease")}
             link.send(Kind.SAMPLES, {**about, "lengths": [len(s) for s in samples]}, samples)
 
     def _raw(self, given: Grant) -> list[bytes]:
@@ -211,23 +218,25 @@ class Granting:
         read = getattr(dataset, "raw")  # noqa: B009 - offered by some data sets
         return [bytes(read(index)) for index in indices[key.start : key.stop] or indices[:1]]
 
-    def place(self, helper: int, kind: Kind, told: dict[str, Any], size: int) -> memoryview | None:
+    def place(
+        self, helper: int, kind: Kind, fields: dict[str, Any], size: int
+    ) -> memoryview | None:
         """See `Client`."""
-        lease = told.get("lease")
-        _, tray = self._out.get(lease if type(lease) is int else 0, (helper, None))
-        if kind != Kind.DONE or tray is None or size > len(tray.memory):
+        lease = fields.get("lease")
+        _, buffer = self._out.get(lease if type(lease) is int else 0, (helper, None))
+        if kind != Kind.DONE or buffer is None or size > len(buffer.memory):
             return None
-        return tray.memory[:size]
+        return buffer.memory[:size]
 
     def answered(self, helper: int, message: Message) -> bool:
         """See `Client`."""
-        lease = int(message.told["lease"])
-        self._out.pop(lease, None)  # what lies in the tray is held by the message
+        lease = int(message.fields["lease"])
+        self._out.pop(lease, None)  # what lies in the buffer is held by the message
         if lease in self._checks:
             self._checks.discard(lease)
             return self._checked(helper, message)
         if message.kind == Kind.FAILED:
-            self._could_not(helper, lease, message.told)
+            self._could_not(helper, lease, message.fields)
             return False
         since_s = self.table.since_s(lease)
         if since_s is not None:
@@ -242,17 +251,17 @@ class Granting:
     def _checked(self, helper: int, message: Message) -> bool:
         if message.kind == Kind.DONE:
             self.answers.append((helper, message))
-        elif message.told.get("kind") != "Cancelled":
-            self._blame(helper, _reason(message.told))
+        elif message.fields.get("kind") != "Cancelled":
+            self._blame(helper, _reason(message.fields))
         return True
 
-    def _could_not(self, helper: int, lease: int, told: dict[str, Any]) -> None:
-        if told.get("kind") == "Cancelled":
+    def _could_not(self, helper: int, lease: int, fields: dict[str, Any]) -> None:
+        if fields.get("kind") == "Cancelled":
             self.table.returned(lease)
             return
         position = self.table.failed(lease)
         if position is not None:
-            self.failures[position] = (helper, _reason(told))
+            self.failures[position] = (helper, _reason(fields))
             self._ring_for(position)
 
     def damaged(self, helper: int, lease: int) -> bool:  # noqa: ARG002
@@ -275,7 +284,7 @@ class Granting:
             self.bell.notify_all()
 
 
-def _reason(told: dict[str, Any]) -> str:
+def _reason(fields: dict[str, Any]) -> str:
     """What FAILED tells, for people, with the traceback of the helper."""
-    message, trace = told.get("message", "no reason given"), told.get("traceback", "")
+    message, trace = fields.get("message", "no reason given"), fields.get("traceback", "")
     return f"{message}\n{trace}" if trace else str(message)

@@ -1,4 +1,4 @@
-"""A line to one helper, as the desk keeps it: the link, what is out on it, and what it has done so far."""
+"""One helper as the dispatcher sees it: its link, leases that are out, and what it has done so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.trace.helping import HelperFigures, SupplyFigures
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
 
-__all__ = ["OUTSTANDING", "ClientId", "Line", "Supply"]
+__all__ = ["OUTSTANDING", "ClientId", "Peer", "SupplyTally"]
 
 OUTSTANDING = 2
 """leases that a helper holds of one trainer: one at work, one queued"""
@@ -21,8 +21,8 @@ ClientId = tuple[str, int]
 """service and number"""
 
 
-class Line:
-    """All that the desk knows of one helper. Its lock guards it."""
+class Peer:
+    """All that the dispatcher knows of one helper. Its lock guards it."""
 
     def __init__(self, number: int, address: str) -> None:
         self.number, self.address = number, address
@@ -33,7 +33,7 @@ class Line:
         """one of `fivefold.trace.helping.STATES`"""
         self.why = ""
         self.broken = ""
-        """why the line is dead, before the desk's thread has hung up"""
+        """why the link is dead, before the event loop has closed it"""
         self.ready: set[ClientId] = set()
         """clients that it serves"""
         self.out: dict[int, ClientId] = {}
@@ -55,9 +55,11 @@ class Line:
         """It has connected."""
         self.link, self.state, self.why, self.broken = link, "serving", "", ""
         self._since_s = time.monotonic()
-        told = link.hello.get("versions")
+        theirs = link.hello.get("versions")
         self.differences = (
-            differences(versions(), cast("dict[str, str]", told)) if isinstance(told, dict) else []
+            differences(versions(), cast("dict[str, str]", theirs))
+            if isinstance(theirs, dict)
+            else []
         )
 
     def end(self, why: str, state: str = "lost") -> None:
@@ -83,15 +85,15 @@ class Line:
 
     def count(self, message: Message, *, used: bool) -> None:
         """A lease was answered."""
-        told = message.told
-        self._busy_s += _number(told.get("busy_s"))
-        self._waited_s += _number(told.get("waited_s"))
+        fields = message.fields
+        self._busy_s += _number(fields.get("busy_s"))
+        self._waited_s += _number(fields.get("waited_s"))
         self._bytes += len(message.payload)
         if message.kind == Kind.FAILED:
-            self._failed += told.get("kind") != "Cancelled"
+            self._failed += fields.get("kind") != "Cancelled"
         elif used:
             self._leases += 1
-            self._evaluated += told.get("service") == "validator"
+            self._evaluated += fields.get("service") == "validator"
         else:
             self._duplicates += 1
 
@@ -115,7 +117,7 @@ class Line:
         )
 
 
-class Supply:
+class SupplyTally:
     """How the loops of all loaders got their batches, added up: see `SupplyFigures`."""
 
     def __init__(self) -> None:
@@ -145,5 +147,5 @@ class Supply:
 
 
 def _number(value: object) -> float:
-    """A time that a helper told, if it makes sense."""
+    """A time that a helper reports, if it makes sense."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else 0.0

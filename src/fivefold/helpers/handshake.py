@@ -1,4 +1,7 @@
-"""How a trainer and a helper meet: after the handshake both say HELLO, with versions, machine and process."""
+"""How a trainer and a helper meet: both prove that they know the job's key, then say HELLO.
+
+HELLO tells versions, machine and process.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,49 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from fivefold import wire
 from fivefold.closing import Closing
 from fivefold.errors import FivefoldError, OffloadWarning, UsageError, warn
 from fivefold.helpers.address import Address, dial, opened
 from fivefold.helpers.arena_link import ArenaLink
-from fivefold.helpers.hello import (
-    Stranger,
-    Unreachable,
-    about_helper,
-    about_trainer,
-    called,
-    introduced,
-)
+from fivefold.helpers.link import Link
+from fivefold.helpers.messages import Kind, LinkClosed, LinkError
 from fivefold.helpers.stream_link import StreamLink
-from fivefold.helpers.versions import differences, versions
+from fivefold.helpers.versions import versions
+from fivefold.launch.environment import locate
 from fivefold.wire import KEY_BYTES, OtherKey, OtherProtocol, OtherVersion, Protocol
 
 __all__ = [
-    "Listener",
-    "Stranger",
+    "HandshakeError",
+    "TrainerListener",
     "Unreachable",
     "connect",
-    "differences",
     "listen",
     "parse_key",
-    "versions",
 ]
 
-_PROTOCOL = Protocol("fivefold help", "002")
+_PROTOCOL = Protocol("fivefold help", "003")
 _HELLO_S = 10.0
 _MOST_CALLERS, _OF_ONE = 256, 64
 """who have not proved yet that they know the key"""
+
+AnyLink = TypeVar("AnyLink", bound=Link)
+
+
+class Unreachable(LinkClosed):
+    """Nobody answers there, or not yet: trying again makes sense."""
+
+
+class HandshakeError(UsageError):
+    """Who answers is of another job, or of another Fivefold: trying again makes no sense."""
 
 
 def parse_key(text: str) -> bytes:
@@ -89,19 +96,19 @@ def connect(
     place, end = Address.parse(address), time.monotonic() + timeout_s
     name = name or f"the helper at {place}"
     try:
-        line = dial(place, timeout_s)
+        sock = dial(place, timeout_s)
     except OSError as problem:
         raise Unreachable(f"{name} does not answer: {problem}") from None
     try:
-        _prove(line, key, name, end)
-        link = _link(line, name, queues=True, silent_s=silent_s)
+        _prove(sock, key, name, end)
+        link = _link(sock, name, queues=True, silent_s=silent_s)
     except OSError as problem:
-        line.close()
+        sock.close()
         raise Unreachable(f"{name} does not answer: {problem}") from None
     except BaseException:
-        line.close()
+        sock.close()
         raise
-    link = introduced(link, about or about_trainer(), end)
+    link = _introduced(link, about or _about_trainer(), end)
     if not _alike(link):
         warn(
             f"{name} lives in another PID namespace (a container?), where it could not be told whether it "
@@ -111,16 +118,16 @@ def connect(
     return link
 
 
-def listen(address: str, key: bytes, *, about: Mapping[str, Any] | None = None) -> Listener:
+def listen(address: str, key: bytes, *, about: Mapping[str, Any] | None = None) -> TrainerListener:
     """Take calls of trainers at `address` (`unix:/path`, or `host:port`, port 0 for a free one).
 
     Raises:
         UsageError: the address is none, is in use, or none of this host.
     """
-    return Listener(Address.parse(address), key, about or about_helper())
+    return TrainerListener(Address.parse(address), key, about or _about_helper())
 
 
-class Listener(Closing):
+class TrainerListener(Closing):
     """Where trainers call a helper. Made by `listen`.
 
     They are greeted by threads, so that a helper at work does not let them wait, and one that is silent
@@ -138,7 +145,7 @@ class Listener(Closing):
         self._lock = threading.Lock()
         self._closed = False
         self._listener = wire.Listener(
-            door, _PROTOCOL, key, self._greet, most=_MOST_CALLERS, of_one=_OF_ONE
+            door, _PROTOCOL, key, self._admit, most=_MOST_CALLERS, of_one=_OF_ONE
         )
 
     def fileno(self) -> int:
@@ -178,14 +185,14 @@ class Listener(Closing):
             if self._address.path and path.stat().st_ino == self._inode:
                 path.unlink()
 
-    def _greet(self, line: socket.socket) -> None:
+    def _admit(self, sock: socket.socket) -> None:
         try:
-            link = _link(line, "a trainer", queues=False)
-            link = introduced(link, self._about, time.monotonic() + _HELLO_S)
+            link = _link(sock, "a trainer", queues=False)
+            link = _introduced(link, self._about, time.monotonic() + _HELLO_S)
         except (OSError, FivefoldError):  # a silent or broken caller; others go on
-            line.close()
+            sock.close()
             return
-        link.peer = called(link.hello) or link.peer
+        link.peer = _trainer_name(link.hello) or link.peer
         with self._lock:
             if not self._closed:
                 self._links.append(link)
@@ -194,28 +201,84 @@ class Listener(Closing):
         link.close()
 
 
-def _prove(line: socket.socket, key: bytes, name: str, end: float) -> None:
+def _introduced(link: AnyLink, about: Mapping[str, Any], end: float) -> AnyLink:
+    """The link, after both have said HELLO; `link.hello` is the other's.
+
+    `about` is what to say beside versions and process; `end` a time of `time.monotonic`.
+
+    Raises `Unreachable` if the other says nothing in time, `HandshakeError` if it cannot be worked with; the
+    link is closed then.
+    """
+    try:
+        link.send(Kind.HELLO, {"versions": versions(), "pid": os.getpid(), "about": dict(about)})
+        answer = link.receive(max(end - time.monotonic(), 0.001))
+        if answer is None or answer.kind is not Kind.HELLO:
+            raise Unreachable(f"{link.peer} did not say what it is")
+        link.hello = answer.fields
+        _check_order(link)
+    except LinkError as problem:
+        link.close()
+        raise Unreachable(str(problem)) from None
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _check_order(link: Link) -> None:
+    """Raises `HandshakeError` for a machine whose numbers are written the other way round."""
+    fields: object = link.hello.get("versions")
+    order = cast(dict[str, Any], fields).get("byteorder") if isinstance(fields, dict) else None
+    if order != sys.byteorder:
+        raise HandshakeError(
+            f"{link.peer} stores numbers in {order}-endian order, this machine in {sys.byteorder}-endian: "
+            "use helpers of the same order"
+        )
+
+
+def _about_trainer() -> dict[str, Any]:
+    """What a trainer says of itself: rank and host."""
+    with contextlib.suppress(UsageError):  # not the place to complain about a launcher
+        return {"rank": locate(os.environ).rank, "host": socket.gethostname()}
+    return {"host": socket.gethostname()}
+
+
+def _about_helper() -> dict[str, Any]:
+    """What a helper says of itself: its host."""
+    return {"host": socket.gethostname()}
+
+
+def _trainer_name(hello: Mapping[str, Any]) -> str:
+    """The name of a trainer, from its hello; empty if it has not said its rank."""
+    about: object = hello.get("about")
+    if not isinstance(about, dict) or "rank" not in about:
+        return ""
+    fields = cast(dict[str, Any], about)
+    return f"trainer {fields['rank']} ({fields.get('host', 'unknown host')})"
+
+
+def _prove(sock: socket.socket, key: bytes, name: str, end: float) -> None:
     """The trainer's part of the handshake, in words."""
     try:
-        _PROTOCOL.call(line, key, end)
+        _PROTOCOL.call(sock, key, end)
     except OtherVersion as problem:
-        raise Stranger(
+        raise HandshakeError(
             f"{name} speaks protocol {problem}, this process {_PROTOCOL.version}: install the same version "
             "of Fivefold on both"
         ) from None
     except OtherProtocol:
-        raise Stranger(
+        raise HandshakeError(
             f"who answers as {name} is no helper of fivefold: check address and port"
         ) from None
     except OtherKey:
-        raise Stranger(
+        raise HandshakeError(
             f"{name} knows another key: it belongs to another job, or FIVEFOLD_HELPER_KEY differs"
         ) from None
 
 
-def _link(line: socket.socket, peer: str, *, queues: bool, silent_s: float = 60.0) -> StreamLink:
-    kind = ArenaLink if line.family == socket.AF_UNIX else StreamLink
-    return kind(line, peer, queues=queues, timeout_s=silent_s)
+def _link(sock: socket.socket, peer: str, *, queues: bool, silent_s: float = 60.0) -> StreamLink:
+    kind = ArenaLink if sock.family == socket.AF_UNIX else StreamLink
+    return kind(sock, peer, queues=queues, timeout_s=silent_s)
 
 
 def _alike(link: StreamLink) -> bool:
