@@ -17,7 +17,17 @@ import fuzz.blocks
 from fuzz.grammar import GLOBALS, Shape, build_chain, layer
 from fuzz.plain import plain
 
-__all__ = ["RETURNS", "TAKES", "Net", "Returned", "Triple", "build", "main_output", "state"]
+__all__ = [
+    "RETURNS",
+    "TAKES",
+    "Net",
+    "Returned",
+    "Triple",
+    "build",
+    "by_rows",
+    "main_output",
+    "state",
+]
 
 VOCABULARY = 7
 TAKES = ("one", "pair", "keywords", "mixed", "bag", "masked", "listed", "nested")
@@ -143,6 +153,15 @@ def build(told: dict[str, Any]) -> Net:
     GLOBALS.update(scale=0.9, cache={})
     fuzz.blocks.memories.forget()
     return Net(told)
+
+
+def by_rows(told: dict[str, Any]) -> Net:
+    """The same, whose regions of low precision round each sample alone."""
+    net = build(told)
+    for module in net.modules():
+        if hasattr(module, "by_rows"):
+            module.by_rows = True
+    return net
 
 
 def state(net: nn.Module, loss: Any) -> dict[str, Any]:

@@ -22,6 +22,10 @@ def checked(judge: Judge, case: Case) -> dict[str, Any]:
     reaction = sensitivity(truth)
     if not reaction <= (SHAKY_LOW * coarse(case) or SHAKY):
         raise Rejected("Shaky", "one process", f"rounding moves a result by {reaction:.1e}")
+    if (low := coarse(case)) and (
+        moved := sensitivity({**truth, "nudged": judge.by_rows(case)})
+    ) > low / 2:
+        raise Rejected("Shaky", "one process", f"rounding by samples moves a result by {moved:.1e}")
     if ranks_of(case) == 1 and any(step["uncontrolled"] for step in truth["steps"]):
         raise Rejected("Random", "one process", "numbers that no layout controls follow its masks")
     return truth

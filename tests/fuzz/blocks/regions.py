@@ -79,8 +79,15 @@ class AutocastTrained(Block):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.shape, self.weight = shape, nn.Parameter(torch.eye(shape.channels))
+        self.by_rows = False
+        """round the gradient of every sample alone, as the most ranks would"""
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.by_rows:
+            return self._of(x)
+        return torch.cat([self._of(row) for row in x.split(1)])
+
+    def _of(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = mix(x.float(), self.weight.float(), None, self.shape)
             wide = y.dtype == torch.float32
