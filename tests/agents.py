@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint.agent_client import Agent, Protection
-from fivefold.checkpoint.recovery import Choice, Plan, choose
+from fivefold.checkpoint.recovery_plan import RecoveryChoice, RecoveryPlan, choose
 from fivefold.checkpoint.store import LocalStore
 from fivefold.wire import new_key
 from generations import SavedState
@@ -95,7 +95,7 @@ class AgentNodes:
         self.agents = [*others[:node], new, *others[node + 1 :]]
         self.meet()
 
-    def choice(self, *, deep: bool = True) -> Choice:
+    def choice(self, *, deep: bool = True) -> RecoveryChoice:
         """What a restart finds."""
         futures = [a.inventory(node, deep=deep) for node, a in enumerate(self.agents)]
         shallow = [future.result(WAIT_S) for future in futures]
@@ -105,7 +105,7 @@ class AgentNodes:
         ]
         return choose([future.result(WAIT_S) for future in futures])
 
-    def rebuild(self, choice: Choice) -> list[list[str]]:
+    def rebuild(self, choice: RecoveryChoice) -> list[list[str]]:
         """Do what the plan says."""
         assert choice.plan is not None, choice.passed
         plan = choice.plan
@@ -137,7 +137,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def plan_of(choice: Choice) -> Plan:
+def plan_of(choice: RecoveryChoice) -> RecoveryPlan:
     """What was chosen."""
     assert choice.plan is not None, choice.passed
     return choice.plan

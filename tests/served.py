@@ -16,7 +16,7 @@ from fivefold.helpers.decode import decode
 from fivefold.helpers.handshake import connect, listen
 from fivefold.helpers.link import Link
 from fivefold.helpers.messages import Kind, Message
-from fivefold.helpers.serving_loop import Loop
+from fivefold.helpers.serving_loop import ServingLoop
 
 __all__ = ["TIMEOUT_S", "Helper", "Numbers", "OnDisk", "Pictures", "Trainer", "source_of"]
 
@@ -87,7 +87,7 @@ class Helper:
 
     def __init__(self, patience_s: float = TIMEOUT_S) -> None:
         self.listener = listen("127.0.0.1:0", KEY)
-        self.loop = Loop(self.listener, patience_s)
+        self.loop = ServingLoop(self.listener, patience_s)
         self.fields: list[str] = []
         self.links: list[Link] = []
         self.thread = threading.Thread(target=self._run, daemon=True)

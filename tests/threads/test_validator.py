@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import fivefold as ff
-from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
+from fivefold.checkpoint.state_adapter import StateEntry
 from fivefold.checkpoint.values import fingerprint
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
@@ -229,7 +229,7 @@ def test_parts_that_a_checkpoint_copies_are_overwritten_afterwards(
         trained = weight.clone()
         staging = Staging(at_once=False)
         copied = staging.begin(
-            Captured({"weight": [Entry(("0",), weight, rests=True)]}, frozenset())
+            Captured({"weight": [StateEntry(("0",), weight, rests=True)]}, frozenset())
         )
         saver = threading.Timer(0.3, staging.copy)
         saver.start()

@@ -30,16 +30,16 @@ from fivefold.checkpoint.encoding import Peers, protect, rebuild
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.flush import copy_files, finish, items_of
 from fivefold.checkpoint.inventory import look, stocktaking
+from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.pieces import Address, Server
 from fivefold.checkpoint.place import place_at
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.rate import Rate
-from fivefold.checkpoint.shelf import Shelf
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore
 from fivefold.errors import CheckpointError, FivefoldError
 
-__all__ = ["Desk", "main"]
+__all__ = ["AgentCommands", "main"]
 
 Given = Mapping[str, Any]
 Answer = dict[str, Any]
@@ -50,7 +50,7 @@ _ENDING_S = 3.0
 _WORKERS = 4
 
 
-class Desk:
+class AgentCommands:
     """The commands. Each takes the fields of a request and returns those of its answer."""
 
     def __init__(self) -> None:
@@ -87,11 +87,11 @@ class Desk:
             os.sched_setaffinity(0, given["cores"])
         self._key = bytes.fromhex(given["key"])
         self._store = LocalStore(Path(given["root"]), given["run"], self._files)
-        self._shelf = Shelf(self._store.root, self._files)
+        self._reader = LocalReader(self._store.root, self._files)
         self._rate = Rate(given["bytes_per_s"], self._stop)
         self._timeout_s, self._patience_s = given["timeout_s"], given["patience_s"]
         try:
-            self._server = Server(given["host"], self._key, self._shelf.answer)
+            self._server = Server(given["host"], self._key, self._reader.answer)
         except OSError as problem:
             raise CheckpointError(
                 f"the agent cannot serve other nodes at {given['host']}: {problem.strerror}; it has to "
@@ -110,7 +110,7 @@ class Desk:
         told = given["addresses"]
         addresses = self._addresses if told is None else _addresses(told)
         try:
-            items = protect(self._shelf, generation, self._reach(addresses), self._files)
+            items = protect(self._reader, generation, self._reach(addresses), self._files)
         except (FivefoldError, OSError) as problem:
             why = described(problem)
             return {"redundancy": [], "problem": f"{generation} is not protected: {why}"}
@@ -131,9 +131,9 @@ class Desk:
         return {**answer, "cpu_s": cpu_s}
 
     def _flush(self, given: Given) -> Answer:
-        manifest = self._shelf.manifest(str(given["generation"]))
+        manifest = self._reader.manifest(str(given["generation"]))
         copied = copy_files(
-            self._shelf.path(manifest.name),
+            self._reader.path(manifest.name),
             place_at(given["url"], self._files),
             manifest,
             items_of(manifest, given["members"], metadata=given["metadata"]),
@@ -160,7 +160,7 @@ class Desk:
 
     def finish(self, given: Given) -> Answer:
         """Write the manifest of a flushed generation, when all nodes have copied."""
-        manifest = self._shelf.manifest(str(given["generation"]))
+        manifest = self._reader.manifest(str(given["generation"]))
         finish(PersistentStore(given["url"], self._files), manifest)
         return {}
 
@@ -169,7 +169,7 @@ class Desk:
         addresses = _addresses(given["addresses"])
         manifest, member = Manifest.parse(given["manifest"]), int(given["member"])
         made = rebuild(
-            self._shelf,
+            self._reader,
             manifest,
             member,
             self._reach(addresses),
@@ -267,11 +267,11 @@ class _Line:
             self._stream.flush()
 
 
-def _carry_out(desk: Desk, line: _Line, request: Answer) -> None:
+def _carry_out(commands: AgentCommands, line: _Line, request: Answer) -> None:
     number = request.get("id")
     try:
         line.send(
-            {"id": number, "did": desk.timed(str(request.get("do")), request.get("with", {}))}
+            {"id": number, "did": commands.timed(str(request.get("do")), request.get("with", {}))}
         )
     except BrokenPipeError:
         return  # nobody is left to be told
@@ -289,11 +289,11 @@ def _end_with(parent: int, at_end: Callable[[], None]) -> None:
     at_end()
 
 
-def _leave(desk: Desk, pool: ThreadPoolExecutor) -> None:
+def _leave(commands: AgentCommands, pool: ThreadPoolExecutor) -> None:
     """End now, whatever is under way: it gets a moment to remove what it has not committed."""
 
     def close() -> None:
-        desk.close()
+        commands.close()
         pool.shutdown(cancel_futures=True)
 
     ending = threading.Thread(target=close, daemon=True)
@@ -314,16 +314,16 @@ def main() -> None:
     os.dup2(2, 1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of the run may call
-    desk = Desk()
+    commands = AgentCommands()
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="fivefold-agent")
-    end = partial(_leave, desk, pool)
+    end = partial(_leave, commands, pool)
     threading.Thread(target=_end_with, args=(parent, end), daemon=True).start()
     for text in sys.stdin:
         request: Answer = json.loads(text)
         if request.get("do") in ("hello", "peers"):  # what follows builds on them
-            _carry_out(desk, line, request)
+            _carry_out(commands, line, request)
         else:
-            pool.submit(_carry_out, desk, line, request)
+            pool.submit(_carry_out, commands, line, request)
     end()
 
 

@@ -24,7 +24,7 @@ from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.inventory import Holding, Inventory
 from fivefold.checkpoint.manifest import Item, Manifest
 from fivefold.checkpoint.pieces import Address
-from fivefold.checkpoint.recovery import Task
+from fivefold.checkpoint.recovery_plan import RebuildTask
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, Unrecoverable
 
@@ -187,14 +187,14 @@ class Agent(Closing):
         return self._ask("finish", {"generation": generation, "url": str(url)}, lambda _: None)
 
     def rebuild(
-        self, manifest: Manifest, task: Task, addresses: Mapping[int, Address]
+        self, manifest: Manifest, task: RebuildTask, addresses: Mapping[int, Address]
     ) -> Future[list[str]]:
         """Make a member's files whole here. Gives the names of those that were made.
 
         Args:
             manifest: of the generation, from any node.
             task: of this node, from the plan of recovery.
-            addresses: by member at the time of the save (`Plan.homes`).
+            addresses: by member at the time of the save (`RecoveryPlan.homes`).
         """
         given = {
             "manifest": manifest.to_json(), "member": task.member, "lost": task.lost,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from fivefold.checkpoint.ahead import DEPTH, Ahead, Reader
 from fivefold.checkpoint.files import Bytes, FileOps, Stream, Written, crash_at, is_temporary
+from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
 from fivefold.checkpoint.pieces import Address, Client, NotHere, PeerError, Request
 from fivefold.checkpoint.rate import Rate
 from fivefold.checkpoint.schemes import Piece, Term, carry_out, clip, scheme_named
-from fivefold.checkpoint.shelf import Shelf
 from fivefold.errors import CheckpointError, Damaged
 
 __all__ = ["Peers", "protect", "rebuild", "repair_manifest"]
@@ -44,14 +44,14 @@ class Peers:
 class _Work:
     """What the functions below share."""
 
-    shelf: Shelf
+    reader: LocalReader
     manifest: Manifest
     peers: Peers
     files: FileOps
 
     @property
     def folder(self) -> Path:
-        return self.shelf.path(self.manifest.name)
+        return self.reader.path(self.manifest.name)
 
     def request(self, member: int, term: Term, length: int) -> Request:
         return Request(
@@ -59,7 +59,7 @@ class _Work:
         )
 
 
-def protect(shelf: Shelf, generation: str, peers: Peers, files: FileOps) -> tuple[Item, ...]:
+def protect(reader: LocalReader, generation: str, peers: Peers, files: FileOps) -> tuple[Item, ...]:
     """Write what this node keeps for the others of its set. Doing it again makes the same bytes.
 
     Returns the files that were written: none with scheme single.
@@ -68,17 +68,17 @@ def protect(shelf: Shelf, generation: str, peers: Peers, files: FileOps) -> tupl
         CheckpointError: there is no such generation here; `PeerError`: a peer is gone or too slow.
         OSError: writing failed, the disk being full for example. Nothing is left behind.
     """
-    manifest = shelf.manifest(generation)
+    manifest = reader.manifest(generation)
     if manifest.me is None:
         raise CheckpointError(
-            f"{shelf.path(generation)} belongs to no node: nothing to protect there"
+            f"{reader.path(generation)} belongs to no node: nothing to protect there"
         )
     scheme = scheme_named(manifest.scheme)
     if scheme.least == 1:
         return ()
     group = manifest.set_of(manifest.me)
     recipe = scheme.recipe(_lengths(manifest, group), group.index(manifest.me))
-    work = _Work(shelf, manifest, peers, files)
+    work = _Work(reader, manifest, peers, files)
     name = redundancy_name(manifest.me)
     _sweep(work, name)
     with files.create(work.folder / name) as stream:
@@ -89,7 +89,7 @@ def protect(shelf: Shelf, generation: str, peers: Peers, files: FileOps) -> tupl
 
 
 def rebuild(
-    shelf: Shelf,
+    reader: LocalReader,
     manifest: Manifest,
     member: int,
     peers: Peers,
@@ -104,7 +104,7 @@ def rebuild(
     and, where there is none, a manifest.
 
     Args:
-        shelf: where the files shall lie.
+        reader: where the files shall lie.
         manifest: of the generation; whose does not matter.
         member: whose data is wanted.
         peers: where the others of its set can be read.
@@ -121,25 +121,25 @@ def rebuild(
         CheckpointError: another save has the directory; `PeerError`: a peer is gone or too slow.
         OSError: writing failed.
     """
-    work = _Work(shelf, manifest, peers, files)
+    work = _Work(reader, manifest, peers, files)
     files.make_dir(work.folder)
-    _refuse_another_save(shelf, manifest)
+    _refuse_another_save(reader, manifest)
     made = _rebuild_payload(work, member, {*lost, member}, bare)
     if not _whole(work, manifest.metadata):
         _fetch(work, manifest.metadata)
         made.append(manifest.metadata.name)
-    if repair_manifest(shelf, manifest, member, files):
+    if repair_manifest(reader, manifest, member, files):
         made.append(MANIFEST)
     return made
 
 
-def repair_manifest(shelf: Shelf, manifest: Manifest, member: int, files: FileOps) -> bool:
+def repair_manifest(reader: LocalReader, manifest: Manifest, member: int, files: FileOps) -> bool:
     """Write the manifest of `member` where the directory has none that can be read."""
     try:
-        shelf.manifest(manifest.name)
+        reader.manifest(manifest.name)
     except (NotHere, Damaged):
         own = replace(manifest, me=member, redundancy=(), state="local")
-        files.write(shelf.path(manifest.name) / MANIFEST, [own.to_json().encode("ascii")])
+        files.write(reader.path(manifest.name) / MANIFEST, [own.to_json().encode("ascii")])
         return True
     return False
 
@@ -246,7 +246,7 @@ def _reader(work: _Work, member: int, stack: ExitStack) -> Reader:
         raise PeerError(f"nobody said where member {member} of {work.manifest.name} is")
     if address == work.peers.own:
         return _limited(
-            rate, lambda t, n, room: work.shelf.answer(work.request(member, t, n), room)
+            rate, lambda t, n, room: work.reader.answer(work.request(member, t, n), room)
         )
     client = stack.enter_context(Client(address, work.peers.key, timeout_s=work.peers.timeout_s))
     patience_s = work.peers.patience_s
@@ -281,14 +281,14 @@ def _whole(work: _Work, item: Item) -> bool:
         return False
 
 
-def _refuse_another_save(shelf: Shelf, manifest: Manifest) -> None:
+def _refuse_another_save(reader: LocalReader, manifest: Manifest) -> None:
     try:
-        there = shelf.manifest(manifest.name)
+        there = reader.manifest(manifest.name)
     except (NotHere, Damaged):
         return
     if not there.same_save(manifest):
         raise CheckpointError(
-            f"{shelf.path(manifest.name)} holds another save of that step (run {there.run}, save "
+            f"{reader.path(manifest.name)} holds another save of that step (run {there.run}, save "
             f"{there.save}); it is left alone: remove it if it is not needed"
         )
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from fivefold.checkpoint.events import tell_flushed
 from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.node import Node
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import Generation
-from fivefold.checkpoint.telling import tell_flushed
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
 from fivefold.trace.current import usage

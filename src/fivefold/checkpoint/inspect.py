@@ -22,9 +22,9 @@ from fivefold.checkpoint.manifest import (
 )
 from fivefold.checkpoint.note import Note, is_note, newest_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
+from fivefold.checkpoint.plain_dcp import Checked, is_plain_dcp, read_contents, verify_plain_dcp
 from fivefold.checkpoint.run import LOCAL, Run, check_run_id
 from fivefold.checkpoint.schemes import SCHEMES
-from fivefold.checkpoint.stock import Checked, is_stock, read_contents, verify_stock
 from fivefold.checkpoint.store import (
     RUN_COPY,
     Generation,
@@ -92,7 +92,7 @@ class Copy:
     def verify(self, *, deep: bool = True) -> Checked:
         """What is wrong with its files. Raises `OSError`."""
         if self.generation is None:
-            return verify_stock(self.place, self.folder, deep=deep)
+            return verify_plain_dcp(self.place, self.folder, deep=deep)
         if not self.generation.ended and self.complete():
             gone = Problem(MANIFEST, "missing", "it is not there, and the other files are")
             return Checked((gone,), 0, 0)
@@ -133,7 +133,7 @@ def copies_at(url: str) -> list[Copy]:
     stores = stores_at(url)
     copies = [Copy(s.place, g.name, g) for s in stores for g in s.generations()]
     if not copies and not stores:
-        if is_stock(place):
+        if is_plain_dcp(place):
             return [Copy(place, "")]
         raise UsageError(
             f"there are no checkpoints in {url}: expected a directory that a run saves to, a node's local "

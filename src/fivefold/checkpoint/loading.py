@@ -17,8 +17,8 @@ from fivefold.checkpoint.node import Node
 from fivefold.checkpoint.note import last_save, noted, read_note
 from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.ranks import Ranks
-from fivefold.checkpoint.recovering import Pieces, Recovery
-from fivefold.checkpoint.recovery import Choice, Passed, Plan
+from fivefold.checkpoint.recovery import Pieces, Recovery
+from fivefold.checkpoint.recovery_plan import Passed, RecoveryChoice, RecoveryPlan
 from fivefold.checkpoint.state import Request, State, saved_in
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import AllLost, CheckpointError, Unrecoverable, UsageError
@@ -109,7 +109,7 @@ def load(
         return Loaded(manifest.step, manifest.epoch, rebuilt, _where(loading, choice.plan))
 
 
-def _where(loading: _Loading, plan: Plan) -> str:
+def _where(loading: _Loading, plan: RecoveryPlan) -> str:
     """Where most of a save was read: nodes have a directory of one name each."""
     name, node = plan.manifest.name, loading.node
     if set(plan.sources.values()) == {PERSISTENT}:
@@ -117,7 +117,7 @@ def _where(loading: _Loading, plan: Plan) -> str:
     return f"{node.store.place.where(name)} on {', '.join(node.members.hosts)}"
 
 
-def _forgotten(loading: _Loading, choice: Choice) -> list[Passed]:
+def _forgotten(loading: _Loading, choice: RecoveryChoice) -> list[Passed]:
     """The save that the run has noted, if it is newer than what was found: nothing else knows of it."""
     if choice.plan is None:
         return []
@@ -189,7 +189,7 @@ def _all_lost(loading: _Loading, last: str, passed: Sequence[Passed]) -> AllLost
     )
 
 
-def _read(loading: _Loading, plan: Plan) -> tuple[Request, dict[str, Any]]:
+def _read(loading: _Loading, plan: RecoveryPlan) -> tuple[Request, dict[str, Any]]:
     """Read a save: tensors of the objects where they lie, and values."""
     ranks, state, manifest = loading.ranks, loading.state, plan.manifest
     with Pieces(loading.node, loading.persistent, plan) as pieces:

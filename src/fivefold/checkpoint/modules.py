@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fivefold.checkpoint.kept import Entry, Path, Saved, check_size
+from fivefold.checkpoint.state_adapter import Path, SavedEntry, StateEntry, check_size
 from fivefold.checkpoint.values import decoded, encoded
 from fivefold.errors import UsageError
 from fivefold.torch_private import is_dtensor
@@ -63,18 +63,18 @@ class KeptModule:
             if not (isinstance(value, Tensor) and value.is_meta)
         }
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[StateEntry]:
         """What there is to save now."""
         rests = {name for name, _ in named_parameters(self._module)}
         for key, value in self._state().items():
             if isinstance(value, Tensor):
-                yield Entry((key,), value.detach(), key in rests)
+                yield StateEntry((key,), value.detach(), key in rests)
             else:
-                yield Entry((key,), encoded(value, f"{self._name}.{key}"))
+                yield StateEntry((key,), encoded(value, f"{self._name}.{key}"))
         if isinstance(self._module, _Counting):
-            yield Entry((_STEPS,), self._module.steps)
+            yield StateEntry((_STEPS,), self._module.steps)
 
-    def missing(self, saved: Mapping[Path, Saved]) -> Iterable[str]:
+    def missing(self, saved: Mapping[Path, SavedEntry]) -> Iterable[str]:
         """Names that it has and the checkpoint has not."""
         return [key for key in self._state() if (key,) not in saved]
 
@@ -86,7 +86,7 @@ class KeptModule:
         """Which of `names` a path belongs to."""
         return str(path[0])
 
-    def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
+    def targets(self, saved: Mapping[Path, SavedEntry]) -> dict[Path, Tensor | None]:
         """Tensors to be filled, None for values."""
         found: dict[Path, Tensor | None] = {}
         for key, value in self._state().items():

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.kept import Entry, Kept, Path, Saved, check_size
 from fivefold.checkpoint.modules import KeptModule
 from fivefold.checkpoint.optimizers import KeptOptimizer
+from fivefold.checkpoint.state_adapter import Path, SavedEntry, StateAdapter, StateEntry, check_size
 from fivefold.checkpoint.values import decoded, encoded, leaves
 from fivefold.errors import UsageError
 from fivefold.torch_private import is_dtensor
 
-__all__ = ["Stateful", "kept"]
+__all__ = ["Stateful", "adapter_of"]
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Stateful(Protocol):
         ...
 
 
-def kept(name: str, thing: object, modules: Mapping[str, nn.Module]) -> Kept:
+def adapter_of(name: str, thing: object, modules: Mapping[str, nn.Module]) -> StateAdapter:
     """How to keep `thing`; `modules` give the parameters of an optimiser their names.
 
     Raises `UsageError` where there is no way.
@@ -56,7 +56,7 @@ def kept(name: str, thing: object, modules: Mapping[str, nn.Module]) -> Kept:
 class _Nameless:
     """What has no parts with names of their own: whatever was saved will do."""
 
-    def missing(self, saved: Mapping[Path, Saved]) -> Iterable[str]:  # noqa: ARG002
+    def missing(self, saved: Mapping[Path, SavedEntry]) -> Iterable[str]:  # noqa: ARG002
         return []
 
     def names(self) -> Iterable[str] | None:
@@ -72,10 +72,10 @@ class _Tensor(_Nameless):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
 
-    def entries(self) -> Iterator[Entry]:
-        yield Entry((), self._tensor)
+    def entries(self) -> Iterator[StateEntry]:
+        yield StateEntry((), self._tensor)
 
-    def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
+    def targets(self, saved: Mapping[Path, SavedEntry]) -> dict[Path, Tensor | None]:
         check_size("the tensor", self._tensor, saved[()])
         return {(): self._tensor}
 
@@ -89,14 +89,14 @@ class _Other(_Nameless):
     def __init__(self, name: str, thing: Stateful) -> None:
         self._name, self._thing = name, thing
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[StateEntry]:
         for path, value in leaves(self._thing.state_dict()):
             if isinstance(value, Tensor):
-                yield Entry(path, value.detach())
+                yield StateEntry(path, value.detach())
             else:
-                yield Entry(path, encoded(value, f"{self._name}.{'.'.join(map(str, path))}"))
+                yield StateEntry(path, encoded(value, f"{self._name}.{'.'.join(map(str, path))}"))
 
-    def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
+    def targets(self, saved: Mapping[Path, SavedEntry]) -> dict[Path, Tensor | None]:
         own = dict(leaves(self._thing.state_dict()))
         found: dict[Path, Tensor | None] = {}
         for path, held in saved.items():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.kept import Entry, Path, Saved, shape_of
 from fivefold.checkpoint.modules import named_parameters
+from fivefold.checkpoint.state_adapter import Path, SavedEntry, StateEntry, shape_of
 from fivefold.checkpoint.values import decoded, encoded
 from fivefold.errors import UsageError
 from fivefold.torch_private import is_dtensor
@@ -47,7 +47,7 @@ class KeptOptimizer:
             for n, group in enumerate(groups)
         ]
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[StateEntry]:
         """What there is to save now."""
         state = cast("dict[Tensor, dict[str, Any]]", self._optimizer.state)
         for number, group in enumerate(self._groups()):
@@ -56,14 +56,14 @@ class KeptOptimizer:
                 for key, value in state.get(parameter, {}).items():
                     path = ("state", name, key)
                     if isinstance(value, Tensor):
-                        yield Entry(path, value.detach(), rests=True)
+                        yield StateEntry(path, value.detach(), rests=True)
                     else:
-                        yield Entry(path, encoded(value, f"{self._name}.{'.'.join(path)}"))
+                        yield StateEntry(path, encoded(value, f"{self._name}.{'.'.join(path)}"))
             for key, value in group.items():
                 told = list(value) if key == "params" else encoded(value, f"{self._name}.{key}")
-                yield Entry(("param_groups", number, key), told)
+                yield StateEntry(("param_groups", number, key), told)
 
-    def missing(self, saved: Mapping[Path, Saved]) -> Iterable[str]:
+    def missing(self, saved: Mapping[Path, SavedEntry]) -> Iterable[str]:
         """Names that it has and the checkpoint has not."""
         groups = {path[1] for path in saved if path[0] == "param_groups"}
         here = range(len(self._optimizer.param_groups))
@@ -80,7 +80,7 @@ class KeptOptimizer:
         """Which of `names` a path belongs to."""
         return f"state.{path[1]}" if path[0] == "state" else None
 
-    def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
+    def targets(self, saved: Mapping[Path, SavedEntry]) -> dict[Path, Tensor | None]:
         """Tensors to be filled, None for values."""
         found: dict[Path, Tensor | None] = {
             path: None for path in saved if path[0] == "param_groups" and path[2] != "params"
@@ -91,7 +91,7 @@ class KeptOptimizer:
                 found[path] = self._target(path, held, parameters[path[1]])
         return found
 
-    def _target(self, path: Path, saved: Saved, parameter: Tensor) -> Tensor | None:
+    def _target(self, path: Path, saved: SavedEntry, parameter: Tensor) -> Tensor | None:
         """A new tensor in the layout of the parameter that it belongs to."""
         if saved.size is None:
             return None

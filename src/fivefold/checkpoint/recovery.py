@@ -1,263 +1,242 @@
-"""Which generation a run goes on from, and what has to be rebuilt for it: planning alone, no files.
+"""Finding the save to go on from, over all nodes and levels, and getting at its files.
 
-inventories of all nodes and of the persistent level
-  -> all saves, newest first                             `candidates`
-  -> is it on the line that the run took?                `Run.holds`; if not, it is stale
-  -> is every file somewhere, or can be rebuilt?         `plan`
-The first that passes is chosen; of every newer one it is said why not.
+every node tells what it has ──► the newest save that is whole or can be rebuilt ──► its bytes are read
+     ▲                                                                                       │
+     └──────────────── a file is damaged: what is there now? ◄───────────────────────────────┘
+missing members are rebuilt ──► files are read here, from other nodes, or from the persistent level
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, BinaryIO
 
-from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory
-from fivefold.checkpoint.manifest import Manifest, Member, parse_generation_name, redundancy_name
-from fivefold.checkpoint.schemes import scheme_named
-from fivefold.checkpoint.store import UNENDED
-from fivefold.errors import Unrecoverable
+from fivefold.checkpoint.agent_client import Protection
+from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory, stocktaking
+from fivefold.checkpoint.manifest import Item, Manifest
+from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.pieces import MOST_BYTES, Client, Request
+from fivefold.checkpoint.ranks import Ranks
+from fivefold.checkpoint.recovery_plan import RecoveryChoice, RecoveryPlan, choose
+from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.store import PersistentStore, check
+from fivefold.closing import Closing
+from fivefold.errors import CheckpointError
 
-__all__ = ["Choice", "Passed", "Plan", "Task", "candidates", "choose", "plan"]
+__all__ = ["Pieces", "Recovery"]
 
-
-@dataclass(frozen=True)
-class Task:
-    """Make the files of a member whole on a node: the arguments of `encoding.rebuild`.
-
-    Where no payload is lost, only the manifest is, and the node cannot serve its files without.
-    """
-
-    member: int
-    node: int
-    lost: tuple[int, ...]
-    """members whose data cannot be read"""
-    bare: tuple[int, ...]
-    """members whose redundancy cannot be read"""
+_LOOK_S = 3600.0
+"""how long a node may take to read what it has of one save"""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How to get at every file of a save."""
+class Recovery:
+    """The search for a save; all methods are collective. `node` has its agent."""
 
-    manifest: Manifest
-    sources: Mapping[str, int]
-    """by name of a file, payload and metadata: the node, or `PERSISTENT`, that has it when tasks are done"""
-    homes: Mapping[int, int]
-    """by member: the node that serves its data or redundancy while members are rebuilt"""
-    tasks: tuple[Task, ...] = ()
-    bare: Mapping[int, int] = field(default_factory=dict[int, int])
-    """by member without redundancy: the node that can make it again when the tasks are done (`protect`)"""
+    def __init__(self, ranks: Ranks, node: Node, persistent: PersistentStore, run: Run) -> None:
+        self._ranks, self._node, self._persistent = ranks, node, persistent
+        self._run = run
+        self._inventories: list[Inventory] = []
+        self._looked: set[str] = set()
+        """saves of which every node has read its files"""
+        self._read: set[str] = set()
+        """files of the persistent level that were read"""
+        self.completed = ""
+        """the newest save of the run that a node knows to be protected or flushed; of `find`"""
 
-    @property
-    def complete(self) -> bool:
-        """Nothing has to be rebuilt."""
-        return not self.tasks
+    def find(self, failed: Mapping[str, str]) -> RecoveryChoice:
+        """The newest save whose files are as they were saved, those of `failed` left out."""
+        if not self._inventories:
+            self._inventories = self._stock()
+            self.completed = self._newest_completed() or self.completed
+        while True:
+            choice = choose(
+                self._inventories,
+                holds=self._run.holds,
+                failed=failed,
+            )
+            if choice.plan is None:
+                return choice
+            manifest = choice.plan.manifest
+            far = [name for name, place in choice.plan.sources.items() if place == PERSISTENT]
+            unread = [name for name in far if f"{manifest.name}/{name}" not in self._read]
+            if manifest.name in self._looked and not unread:
+                return choice
+            self._examine(manifest, unread)
 
+    def rebuild(self, plan: RecoveryPlan) -> int:
+        """Make lost members' files whole; how many there were. Raises `CheckpointError`."""
+        homes = self._node.homes(plan.homes)
 
-@dataclass(frozen=True)
-class Passed:
-    """A save that is newer than the chosen one, and why the run cannot go on from it."""
+        def rebuild_here() -> dict[str, Any]:
+            mine = [task for task in plan.tasks if task.node == self._node.members.me]
+            if self._node.members.leads:
+                for task in mine:
+                    self._node.agent.rebuild(plan.manifest, task, homes).result(_LOOK_S)
+            return {}
 
-    name: str
-    why: str
+        self._ranks.agree(f"rebuilding {plan.manifest.name}", rebuild_here)
+        self._inventories, self._looked = [], set()  # nodes have more than they told
+        return len(plan.tasks)
 
-    def __str__(self) -> str:
-        return f"{self.name}: {self.why}"
+    def protect(self, plan: RecoveryPlan) -> None:
+        """Let nodes that came without it keep again what protects the others, once `rebuild` is done.
 
+        Raises `CheckpointError`: some could not; all that was loaded stays good.
+        """
+        if not plan.bare:
+            return
+        members, store = self._node.members, self._node.store
+        homes = self._node.homes({**plan.homes, **{t.member: t.node for t in plan.tasks}})
 
-@dataclass(frozen=True)
-class Choice:
-    """The newest save that can be loaded, and the newer ones that cannot."""
+        def begin() -> Future[Protection] | None:
+            mine = members.leads and members.me in plan.bare.values()
+            return self._node.agent.protect(plan.manifest.name, homes) if mine else None
 
-    plan: Plan | None
-    """None: there is none"""
-    passed: tuple[Passed, ...]
+        made = self._ranks.agree_later(f"protecting {plan.manifest.name} again", begin)
 
+        def settle() -> dict[str, Any]:
+            if made is not None and made.problem:
+                raise CheckpointError(made.problem)
+            generation = store.find(plan.manifest.name)
+            if made is not None and generation is not None:
+                store.advance(generation, "protected", made.redundancy)
+            return {}
 
-def choose(
-    inventories: Sequence[Inventory],
-    *,
-    holds: Callable[[int, int], bool] = lambda step, epoch: True,  # noqa: ARG005
-    failed: Mapping[str, str] | None = None,
-) -> Choice:
-    """The newest save of the run that is complete or can be rebuilt over all levels together.
+        self._ranks.agree(f"protecting {plan.manifest.name} again", settle)
 
-    Args:
-        inventories: of every node of the present run, those that have nothing included, and of the
-            persistent level.
-        holds: whether the generation (step, epoch) is on the line that the run took (`Run.holds`): what a
-            node brings back from an earlier start never wins.
-        failed: names of generations that were tried already, and what happened.
-    """
-    manifests = [h.manifest for inventory in inventories for h in inventory.holdings]
-    passed: list[Passed] = []
-    for manifest in candidates(manifests):
-        why = (failed or {}).get(manifest.name, "")
-        if not why and not holds(manifest.step, manifest.epoch):
-            why = "a later start of the run went on from before it; it is left alone"
-        if not why:
-            try:
-                chosen = plan(manifest, inventories)
-                unread = _unread(inventories, holds, (manifest.epoch, manifest.step))
-                return Choice(chosen, (*unread, *passed))
-            except Unrecoverable as problem:
-                why = str(problem)
-        passed.append(Passed(manifest.name, why))
-    return Choice(None, (*_unread(inventories, holds, (-1, -1)), *passed))
+    def _newest_completed(self) -> str:
+        known = [
+            holding.manifest
+            for one in self._inventories
+            for holding in one.holdings
+            if holding.manifest.state != "local"
+            and self._run.holds(holding.manifest.step, holding.manifest.epoch)
+        ]
+        newest = max(known, key=lambda manifest: (manifest.epoch, manifest.step), default=None)
+        return "" if newest is None else newest.name
 
+    def _stock(self) -> list[Inventory]:
+        """What every node and the persistent level have, by presence and length."""
+        found = self._told(())
+        manifests = {h.manifest.name: h.manifest for one in found for h in one.holdings}
+        if any(name in manifests for one in found for name in one.broken or {}):
+            found = self._told(tuple(manifests.values()))
+        return found
 
-def _unread(
-    inventories: Sequence[Inventory], holds: Callable[[int, int], bool], after: tuple[int, int]
-) -> Iterator[Passed]:
-    """Saves after (epoch, step) whose manifests are damaged everywhere: their files cannot be told."""
-    known = {holding.manifest.name for one in inventories for holding in one.holdings}
-    told = {
-        n: why for one in inventories for n, why in (one.broken or {}).items() if why != UNENDED
-    }
-    for name in sorted(told.keys() - known, reverse=True):
-        step, epoch = parse_generation_name(name) or (0, 0)
-        if (epoch, step) > after and holds(step, epoch):
-            yield Passed(name, told[name])
+    def _told(self, elsewhere: Sequence[Manifest]) -> list[Inventory]:
+        members = self._node.members
 
+        def tell() -> dict[str, Any]:
+            here: dict[str, Any] = {}
+            if members.leads:
+                looking = self._node.agent.inventory(members.me, deep=False, elsewhere=elsewhere)
+                here["node"] = looking.result(_LOOK_S).to_json()
+            if self._ranks.rank == 0:
+                far = stocktaking(self._persistent, PERSISTENT, deep=False, elsewhere=elsewhere)
+                here["far"] = far.to_json()
+            return here
 
-def candidates(manifests: Iterable[Manifest]) -> list[Manifest]:
-    """Each save once, newest first: a later start of the run counts more than a later step."""
-    saves = {(m.epoch, m.step, m.save): m for m in manifests}
-    return [
-        replace(saves[order], me=None, redundancy=(), state="local")
-        for order in sorted(saves, reverse=True)
-    ]
+        told = self._ranks.agree("looking for checkpoints", tell)
+        return [Inventory.parse(text) for one in told for text in one.values()]
 
+    def _examine(self, manifest: Manifest, unread: Collection[str]) -> None:
+        """Let every node read its files of a save, and all ranks together those of the persistent level."""
+        members, size = self._node.members, self._ranks.size
+        items = [item for item in _all_items(manifest) if item.name in unread]
+        first_look = manifest.name not in self._looked
 
-def plan(manifest: Manifest, inventories: Iterable[Inventory]) -> Plan:
-    """How to load one save. Raises `Unrecoverable` with what is lost."""
-    places = _Places(manifest, inventories)
-    sources: dict[str, int] = {}
-    for item in (manifest.metadata, *(i for m in manifest.members for i in m.items)):
-        if (node := places.of(item.name)) is not None:
-            sources[item.name] = node
-    if manifest.metadata.name not in sources:
-        raise Unrecoverable(f"no node has its {manifest.metadata.name} undamaged")
-    lost = [m for m in manifest.members if any(i.name not in sources for i in m.items)]
-    tasks = places.to_mend(set(sources.values()))
-    for member in lost:
-        task = _task(places, member, [t.node for t in tasks if t.lost])
-        tasks.append(task)
-        sources |= {item.name: task.node for item in member.items}
-    owners = places.owners | {t.member: t.node for t in tasks if t.node in places.unowned()}
-    single = scheme_named(manifest.scheme).least == 1
-    bare = {} if single else {m: owners[m] for m in sorted(places.bare) if m in owners}
-    return Plan(manifest, sources, places.homes, tuple(tasks), bare)
+        def look() -> dict[str, Any]:
+            told: dict[str, Any] = {}
+            if members.leads and first_look:
+                held = self._node.agent.look(manifest, deep=True).result(_LOOK_S)
+                told["held"] = held.to_dict()
+            mine = items[self._ranks.rank :: size]
+            told["bad"] = [p.name for p in check(self._persistent.place, manifest.name, mine)]
+            return told
 
-
-class _Places:
-    """Who has what of one save."""
-
-    def __init__(self, manifest: Manifest, inventories: Iterable[Inventory]) -> None:
-        self.manifest = manifest
-        self.nodes: list[int] = []
-        self._held: dict[int, Holding] = {}
-        # The nodes' own storage before the persistent level, which is slower.
-        for inventory in sorted(inventories, key=lambda i: (i.node == PERSISTENT, i.node)):
-            if inventory.node != PERSISTENT:
-                self.nodes.append(inventory.node)
-            for holding in inventory.holdings:
+        told = self._ranks.agree(f"reading {manifest.name}", look)
+        bad = {name for one in told for name in one["bad"]}
+        if first_look:
+            for number, rank in enumerate(members.leaders):
+                self._replace(number, manifest, Holding.of_dict(told[rank]["held"]))
+        for one in self._inventories:
+            for holding in one.holdings if one.node == PERSISTENT else ():
                 if holding.manifest.same_save(manifest):
-                    self._held[inventory.node] = holding
-        self.owners = {
-            holding.owner: node
-            for node, holding in self._held.items()
-            if holding.owner is not None and node != PERSISTENT
-        }
-        """by member: the node whose storage is its own"""
-        self._data = {m.number: self._with_all(m) for m in manifest.members}
-        self.homes: dict[int, int] = {}
-        self.bare: set[int] = set()
-        for number, node in self._data.items():
-            self._find_redundancy(number, node)
+                    self._replace(PERSISTENT, manifest, replace(holding, good=holding.good - bad))
+        self._looked.add(manifest.name)
+        self._read |= {f"{manifest.name}/{name}" for name in unread}
 
-    @property
-    def lost(self) -> set[int]:
-        """Members whose data no single node can give."""
-        return {number for number, node in self._data.items() if node is None}
-
-    def of(self, name: str) -> int | None:
-        """Who has a file: the member whose it is, if possible."""
-        return next(iter(self._having([name], None)), None)
-
-    def to_mend(self, needed: Collection[int]) -> list[Task]:
-        """For nodes whose files are needed while their manifest cannot be read."""
-        return [
-            Task(owner, node, (), ())
-            for owner, node in sorted(self.owners.items())
-            if not self._held[node].readable and (node in needed or node in self.homes.values())
+    def _replace(self, node: int, manifest: Manifest, held: Holding) -> None:
+        """Know better what a place has of a save."""
+        self._inventories = [
+            replace(
+                one,
+                holdings=tuple(held if h.manifest.same_save(manifest) else h for h in one.holdings),
+            )
+            if one.node == node
+            else one
+            for one in self._inventories
         ]
 
-    def unowned(self) -> list[int]:
-        """Nodes that came without storage of this save."""
-        taken = set(self.owners.values())
-        return [node for node in self.nodes if node not in taken]
 
-    def _with_all(self, member: Member) -> int | None:
-        names = [item.name for item in member.items]
-        nodes = [n for n in self._having(names, member.number) if n != PERSISTENT]
-        return nodes[0] if nodes else None
-
-    def _find_redundancy(self, number: int, node: int | None) -> None:
-        """One node answers for a member: where its data is, else where its redundancy is."""
-        having = [n for n in self._having([redundancy_name(number)], number) if n != PERSISTENT]
-        home = node if node is not None else next(iter(having), None)
-        if home is not None:
-            self.homes[number] = home
-        if home not in having:
-            self.bare.add(number)
-
-    def _having(self, names: Collection[str], member: int | None) -> list[int]:
-        """Nodes with all these files: the member's own first, the persistent level last."""
-        nodes = [node for node, holding in self._held.items() if holding.good.issuperset(names)]
-        own = self.owners.get(member) if member is not None else None
-        return sorted(nodes, key=lambda node: node != own)
+def _all_items(manifest: Manifest) -> list[Item]:
+    return [manifest.metadata, *(item for member in manifest.members for item in member.items)]
 
 
-def _task(places: _Places, member: Member, busy: Sequence[int]) -> Task:
-    manifest = places.manifest
-    group = manifest.set_of(member.number)
-    lost = [number for number in group if number in places.lost]
-    bare = [number for number in group if number in places.bare]
-    try:
-        scheme_named(manifest.scheme).rebuild(
-            [manifest.members[number].length for number in group],
-            [group.index(number) for number in lost],
-            group.index(member.number),
-            [group.index(number) for number in bare],
-        )
-    except Unrecoverable:
-        raise Unrecoverable(_too_much(manifest, group, lost, bare)) from None
-    return Task(member.number, _host(places, member.number, busy), tuple(lost), tuple(bare))
+class Pieces(Closing):
+    """The bytes of a save's files, from wherever they are. For one thread."""
 
+    def __init__(self, node: Node, persistent: PersistentStore, plan: RecoveryPlan) -> None:
+        self._node, self._persistent, self._plan = node, persistent, plan
+        self._files: dict[str, BinaryIO] = {}
+        self._clients: dict[int, Client] = {}
 
-def _host(places: _Places, member: int, busy: Sequence[int]) -> int:
-    """Where to rebuild a member: on its own node, on a node that is new, or where least is rebuilt."""
-    own = places.owners.get(member)
-    if own is not None:
-        return own
-    if not places.nodes:
-        raise Unrecoverable("its files have to be rebuilt, and no node takes part")
-    new = [node for node in places.unowned() if node not in busy]
-    return new[0] if new else min(places.nodes, key=lambda node: (list(busy).count(node), node))
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """Some bytes of a file. Raises `CheckpointError` or `OSError`."""
+        place = self._plan.sources.get(name)
+        if place is None:
+            raise CheckpointError(f"{self._plan.manifest.name} has no file {name!r}")
+        if place in (self._node.members.me, PERSISTENT):
+            file = self._file(name, far=place == PERSISTENT)
+            file.seek(start)
+            data = file.read(length)
+        else:
+            data = self._from_peer(place, name, start, length)
+        if len(data) != length:
+            raise CheckpointError(f"{name} of {self._plan.manifest.name} ends too early")
+        return data
 
+    def whole(self, item: Item) -> bytes:
+        """All bytes of a file."""
+        return self.read(item.name, 0, item.length)
 
-def _too_much(
-    manifest: Manifest, group: Sequence[int], lost: Sequence[int], bare: Sequence[int]
-) -> str:
-    def named(numbers: Sequence[int]) -> str:
-        return ", ".join(f"{number} ({manifest.members[number].host})" for number in numbers)
+    def _file(self, name: str, *, far: bool) -> BinaryIO:
+        if name not in self._files:
+            place = self._persistent.place if far else self._node.store.place
+            self._files[name] = place.open(f"{self._plan.manifest.name}/{name}")
+        return self._files[name]
 
-    scheme = manifest.scheme
-    without = [number for number in bare if number not in lost]
-    also = f"; redundancy is missing at {named(without)}" if without and scheme != "single" else ""
-    return (
-        f"of the set {named(group)} the data of {named(lost)} is lost or damaged{also}: "
-        f"scheme {scheme} cannot rebuild it"
-    )
+    def _from_peer(self, node: int, name: str, start: int, length: int) -> bytes:
+        manifest = self._plan.manifest
+        if node not in self._clients:
+            self._clients[node] = Client(
+                self._node.addresses[node], self._node.key, timeout_s=self._node.timeout_s
+            )
+        room = bytearray(length)
+        view = memoryview(room)
+        for at in range(0, length, MOST_BYTES):
+            count = min(MOST_BYTES, length - at)
+            wanted = Request(manifest.name, manifest.save, "file", 0, name, start + at, count)
+            if len(self._clients[node].read(wanted, view[at : at + count])) < count:
+                return b""
+        return bytes(room)
+
+    def close(self) -> None:
+        """Hang up, and close files."""
+        for file in self._files.values():
+            file.close()
+        for client in self._clients.values():
+            client.close()
+        self._files, self._clients = {}, {}

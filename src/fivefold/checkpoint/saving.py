@@ -28,6 +28,7 @@ import xxhash
 
 from fivefold.checkpoint import dcp
 from fivefold.checkpoint.agent_client import Protection
+from fivefold.checkpoint.events import tell_saved
 from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.manifest import METADATA, Item, Manifest, Member
 from fivefold.checkpoint.members import Members
@@ -36,7 +37,6 @@ from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
 from fivefold.checkpoint.store import Generation, LocalStore
-from fivefold.checkpoint.telling import tell_saved
 from fivefold.checkpoint.values import fingerprint
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, UsageError

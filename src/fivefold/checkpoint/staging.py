@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.kept import Entry
 from fivefold.checkpoint.state import Captured
+from fivefold.checkpoint.state_adapter import StateEntry
 from fivefold.errors import CheckpointError
 from fivefold.torch_private import dtensor, is_dtensor, version_of
 
@@ -51,7 +51,7 @@ class Staging:
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
         """nobody would wait for us before changing parameters"""
-        self._kept: dict[tuple[Any, ...], Tensor] = {}
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
         self._later: list[_Later] = []
         self._copied = threading.Event()
         self._copied.set()
@@ -103,7 +103,7 @@ class Staging:
 
     # ---- one tensor
 
-    def _staged(self, name: str, entry: Entry) -> Entry:
+    def _staged(self, name: str, entry: StateEntry) -> StateEntry:
         if not isinstance(entry.value, Tensor):
             return entry
         whole = entry.value
@@ -120,13 +120,13 @@ class Staging:
 
     def _memory(self, key: tuple[Any, ...], source: Tensor) -> Tensor:
         """Memory on the CPU for a copy of `source`, the same as the last time if it fits."""
-        found = self._kept.get(key)
+        found = self._copies.get(key)
         if found is not None and _fits(found, source):
             return found
         made = torch.empty_like(
             source, device="cpu", pin_memory=source.is_cuda, requires_grad=False
         )
-        self._kept[key] = made
+        self._copies[key] = made
         return made
 
     def _start_on_device(self) -> None:

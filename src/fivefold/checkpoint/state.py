@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fivefold.checkpoint.kept import Entry, Kept, Path, Saved
-from fivefold.checkpoint.objects import kept
+from fivefold.checkpoint.objects import adapter_of
+from fivefold.checkpoint.state_adapter import Path, SavedEntry, StateAdapter, StateEntry
 from fivefold.checkpoint.values import fingerprint
 from fivefold.errors import UsageError
 from fivefold.torch_private import is_dtensor
@@ -40,7 +40,7 @@ _PARAMS = "params"
 class Captured:
     """The state of one moment, by object. Tensors that rest are still the object's own."""
 
-    parts: Mapping[str, Sequence[Entry]]
+    parts: Mapping[str, Sequence[StateEntry]]
     shared: frozenset[str]
     """objects whose state is one over all ranks"""
 
@@ -83,7 +83,7 @@ class Captured:
     def with_params(self, every: Sequence[Mapping[str, list[str]]]) -> Captured:
         """The same with the parameter names that all ranks have told."""
 
-        def of_all(name: str, entry: Entry) -> Entry:
+        def of_all(name: str, entry: StateEntry) -> StateEntry:
             if not _names_params(entry) or name not in self.shared:
                 return entry
             told = [one.get(f"{name}.{entry.path[1]}", []) for one in every]
@@ -116,24 +116,24 @@ def _key(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _is_buffer(entry: Entry) -> bool:
+def _is_buffer(entry: StateEntry) -> bool:
     value = entry.value
     return isinstance(value, torch.Tensor) and not is_dtensor(value) and not entry.rests
 
 
-def _names_params(entry: Entry) -> bool:
+def _names_params(entry: StateEntry) -> bool:
     path = entry.path
     return len(path) == 3 and path[0] == "param_groups" and path[2] == _PARAMS
 
 
-def saved_in(metadata: Metadata) -> dict[Path, Saved]:
+def saved_in(metadata: Metadata) -> dict[Path, SavedEntry]:
     """What a checkpoint holds, in the order in which objects told it: DCP goes by the ranks that wrote.
 
     Keys of one that was not written by us are split at their dots.
     """
     paths = cast("Mapping[str, Path]", metadata.planner_data or {})
     every = metadata.state_dict_metadata
-    found: dict[Path, Saved] = {}
+    found: dict[Path, SavedEntry] = {}
     for key in (
         *(key for key in paths if key in every),
         *(key for key in every if key not in paths),
@@ -142,7 +142,7 @@ def saved_in(metadata: Metadata) -> dict[Path, Saved]:
         path = paths.get(key) or tuple(key.split("."))
         tensor = held if isinstance(held, TensorStorageMetadata) else None
         size = None if tensor is None else tensor.size
-        found[path] = Saved(path, size, None if tensor is None else tensor.properties.dtype)
+        found[path] = SavedEntry(path, size, None if tensor is None else tensor.properties.dtype)
     return found
 
 
@@ -170,9 +170,11 @@ class State:
         modules = {n: thing for n, thing in objects.items() if isinstance(thing, nn.Module)}
         self._rank = rank
         self._progress: dict[str, Any] = {}
-        self._kept: dict[str, Kept] = {n: kept(n, thing, modules) for n, thing in objects.items()}
-        self._kept[_PROGRESS] = kept(_PROGRESS, self._progress, {})
-        self._kept[_RANDOM] = kept(_RANDOM, _Generators(), {})
+        self._adapters: dict[str, StateAdapter] = {
+            n: adapter_of(n, thing, modules) for n, thing in objects.items()
+        }
+        self._adapters[_PROGRESS] = adapter_of(_PROGRESS, self._progress, {})
+        self._adapters[_RANDOM] = adapter_of(_RANDOM, _Generators(), {})
 
     @property
     def step(self) -> int:
@@ -185,15 +187,15 @@ class State:
         Raises `UsageError` for what cannot be stored.
         """
         self._progress["step"] = step
-        shared = frozenset(name for name, one in self._kept.items() if one.shared) | {_PROGRESS}
-        return Captured({n: list(one.entries()) for n, one in self._kept.items()}, shared)
+        shared = frozenset(name for name, one in self._adapters.items() if one.shared) | {_PROGRESS}
+        return Captured({n: list(one.entries()) for n, one in self._adapters.items()}, shared)
 
     # ---- and back
 
-    def missing(self, saved: Mapping[Path, Saved]) -> list[str]:
+    def missing(self, saved: Mapping[Path, SavedEntry]) -> list[str]:
         """What this rank needs and the checkpoint does not have."""
         found: list[str] = []
-        for name, one in self._kept.items():
+        for name, one in self._adapters.items():
             apart = any(path[0] == _PER_RANK and path[2] == name for path in saved)
             if not apart and not _below(saved, (name,)):
                 found.append(f"{name} (all of it)")
@@ -201,17 +203,17 @@ class State:
                 found += [f"{name}.{key}" for key in one.missing(_below(saved, (name,)))]
         return found
 
-    def strange(self, saved: Mapping[Path, Saved]) -> list[str]:
+    def strange(self, saved: Mapping[Path, SavedEntry]) -> list[str]:
         """What the checkpoint has of this rank's objects and this rank does not hold; another may."""
         found: list[str] = []
-        for name, one in self._kept.items():
+        for name, one in self._adapters.items():
             names = one.names()
             if names is not None:
                 there = {one.name_of(path) for path in _below(saved, (name,))} - {None}
                 found += [f"{name}.{key}" for key in sorted(there - set(names), key=str)]
         return found
 
-    def request(self, saved: Mapping[Path, Saved], world: int, saved_world: int) -> Request:
+    def request(self, saved: Mapping[Path, SavedEntry], world: int, saved_world: int) -> Request:
         """What to read so that this rank goes on; `world` ranks there are, and there were.
 
         Raises `UsageError`: an object has another shape, or it differed from rank to rank and there are now
@@ -220,7 +222,7 @@ class State:
         targets: dict[str, Any] = {}
         paths: dict[str, tuple[str, Path]] = {}
         notes: list[str] = []
-        for name, one in self._kept.items():
+        for name, one in self._adapters.items():
             start = self._start(name, saved, world, saved_world)
             if start is None:
                 notes.append(
@@ -230,7 +232,7 @@ class State:
             for path, target in one.targets(_below(saved, start)).items():
                 key = ".".join(map(str, (*start, *path)))
                 targets[key], paths[key] = target, (name, path)
-        others = {str(path[0]) for path in saved} - {*self._kept, _PER_RANK}
+        others = {str(path[0]) for path in saved} - {*self._adapters, _PER_RANK}
         if others:
             notes.append(
                 f"the checkpoint also holds {', '.join(sorted(others))}, which nobody asked for"
@@ -238,7 +240,7 @@ class State:
         return Request(targets, paths, notes)
 
     def _start(
-        self, name: str, saved: Mapping[Path, Saved], world: int, saved_world: int
+        self, name: str, saved: Mapping[Path, SavedEntry], world: int, saved_world: int
     ) -> Path | None:
         if _below(saved, (name,)):
             return (name,)
@@ -261,10 +263,10 @@ class State:
             found[name][path] = value
         # Generators last: giving an object its state may draw from them.
         for name in sorted(found, key=lambda n: n == _RANDOM):
-            self._kept[name].restore(found[name])
+            self._adapters[name].restore(found[name])
 
 
-def _below(saved: Mapping[Path, Saved], start: Path) -> dict[Path, Saved]:
+def _below(saved: Mapping[Path, SavedEntry], start: Path) -> dict[Path, SavedEntry]:
     return {path[len(start) :]: one for path, one in saved.items() if path[: len(start)] == start}
 
 

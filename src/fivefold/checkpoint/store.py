@@ -1,7 +1,7 @@
 """The generations of a run: on a node's own storage, and in the persistent directory.
 
 Local level:        ROOT/RUN/step-00000120-epoch-1/     one directory per generation, on every node
-Persistent level:   DIR/step-00000120-epoch-1/          a stock DCP directory and a manifest; DIR/run.json
+Persistent level:   DIR/step-00000120-epoch-1/          a plain DCP directory and a manifest; DIR/run.json
 """
 
 from __future__ import annotations

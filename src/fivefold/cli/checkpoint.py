@@ -18,7 +18,7 @@ from fivefold.errors import CheckpointError, UsageError, suggest
 if TYPE_CHECKING:
     from fivefold.checkpoint.inspect import Copy
     from fivefold.checkpoint.manifest import Manifest
-    from fivefold.checkpoint.mending import Bench, Mended
+    from fivefold.checkpoint.repair import NodeDirectories, RepairResult
 
 __all__ = ["ACTIONS", "Checkpoint", "Drop", "Fetch", "Flush", "List", "Repair", "Show", "Verify"]
 
@@ -95,7 +95,7 @@ class Show:
     def run(self) -> int:
         """Print it."""
         from fivefold.checkpoint.inspect import described
-        from fivefold.checkpoint.stock import read_contents
+        from fivefold.checkpoint.plain_dcp import read_contents
 
         copy = _one_or_local(self.path)
         for line in described(copy):
@@ -179,9 +179,9 @@ class Repair:
 
     def run(self) -> int:
         """Repair, newest first."""
-        bench = _bench(self.paths)
-        code = _tell([bench.repair(save) for save in _selected(bench, self.only)])
-        for path in bench.without_manifest():
+        directories = _directories(self.paths)
+        code = _tell([directories.repair(save) for save in _selected(directories, self.only)])
+        for path in directories.without_manifest():
             print(f"{path}: left alone, for no manifest of it can be read")
         return code
 
@@ -204,8 +204,8 @@ class Flush:
 
     def run(self) -> int:
         """Copy, and say what was written."""
-        bench = _bench([*self.paths, self.to], persistent=self.to)
-        return _tell([bench.flush(_newest(bench, self.only))])
+        directories = _directories([*self.paths, self.to], persistent=self.to)
+        return _tell([directories.flush(_newest(directories, self.only))])
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,13 @@ class Fetch:
     def run(self) -> int:
         """Copy, and say what was written."""
         self.to.mkdir(parents=True, exist_ok=True)
-        bench = _bench([self.path, str(self.to)], persistent=self.path)
-        save = _newest(bench, self.only)
+        directories = _directories([self.path, str(self.to)], persistent=self.path)
+        save = _newest(directories, self.only)
         if self.member is not None and not 0 <= self.member < len(save.members):
             raise UsageError(
                 f"--member {self.member}: {save.name} has members 0 to {len(save.members) - 1}"
             )
-        return _tell([bench.fetch(save, self.member)])
+        return _tell([directories.fetch(save, self.member)])
 
 
 @dataclass(frozen=True)
@@ -392,10 +392,10 @@ def _not_one(path: str, found: Sequence[Copy]) -> UsageError:
     return UsageError(f"{path} holds {len(found)} checkpoints; name one of them, such as {some}")
 
 
-def _bench(paths: Sequence[str], persistent: str = "") -> Bench:
+def _directories(paths: Sequence[str], persistent: str = "") -> NodeDirectories:
     """The directories side by side. Which one is persistent is seen by what lies there, unless told."""
     from fivefold.checkpoint.inspect import is_persistent
-    from fivefold.checkpoint.mending import Bench
+    from fivefold.checkpoint.repair import NodeDirectories
     from fivefold.checkpoint.store import PersistentStore
 
     _check_paths(paths)
@@ -406,11 +406,11 @@ def _bench(paths: Sequence[str], persistent: str = "") -> Bench:
     if len(far) > 1:
         raise UsageError(f"several persistent directories: {', '.join(far)}; name one")
     near = [Path(path).absolute() for path in paths if path not in far]
-    return Bench(near, PersistentStore(far[0]) if far else None)
+    return NodeDirectories(near, PersistentStore(far[0]) if far else None)
 
 
-def _selected(bench: Bench, only: str) -> list[Manifest]:
-    saves = bench.saves()
+def _selected(directories: NodeDirectories, only: str) -> list[Manifest]:
+    saves = directories.saves()
     names = [save.name for save in saves]
     if only and only not in names:
         raise UsageError(f"there is no checkpoint {only!r}{suggest(only, names)}")
@@ -419,14 +419,14 @@ def _selected(bench: Bench, only: str) -> list[Manifest]:
     return [save for save in saves if only in ("", save.name)]
 
 
-def _newest(bench: Bench, only: str) -> Manifest:
-    return _selected(bench, only)[0]
+def _newest(directories: NodeDirectories, only: str) -> Manifest:
+    return _selected(directories, only)[0]
 
 
-def _tell(mended: Sequence[Mended]) -> int:
-    for one in mended:
+def _tell(results: Sequence[RepairResult]) -> int:
+    for one in results:
         for path in one.made:
             print(f"wrote {path}")
         state = f"not whole: {one.problem}" if one.problem else "whole"
         print(f"{one.name}: {state}")
-    return 1 if any(one.problem for one in mended) else 0
+    return 1 if any(one.problem for one in results) else 0

@@ -21,7 +21,7 @@ from fivefold.checkpoint import agent_client
 from fivefold.checkpoint.agent_client import Agent, AgentGone
 from fivefold.checkpoint.inventory import PERSISTENT, Inventory, stocktaking
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
-from fivefold.checkpoint.recovery import choose
+from fivefold.checkpoint.recovery_plan import choose
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import CheckpointError
 from generations import saved_state

@@ -18,6 +18,7 @@ from typing import Self
 
 import pytest
 
+from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.pieces import (
     MOST_BYTES,
     Client,
@@ -26,7 +27,6 @@ from fivefold.checkpoint.pieces import (
     Request,
     Server,
 )
-from fivefold.checkpoint.shelf import Shelf
 from fivefold.wire import new_key
 from generations import saved_state
 from strangers import crowd, is_hung_up_while_it_dribbles
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
-    with Server("127.0.0.1", KEY, Shelf(folder).answer) as server:
+    with Server("127.0.0.1", KEY, LocalReader(folder).answer) as server:
         yield server
 
 
@@ -153,7 +153,7 @@ def test_a_silent_peer_is_given_up() -> None:
 
 
 def test_a_peer_that_dies_in_the_middle_is_told(folder: Path) -> None:
-    server = Server("127.0.0.1", KEY, Shelf(folder).answer)
+    server = Server("127.0.0.1", KEY, LocalReader(folder).answer)
     with Client(server.address, KEY, timeout_s=5) as client:
         client.read(data(0, 5))
         server.close()
@@ -214,7 +214,7 @@ def test_callers_that_say_nothing_do_not_keep_others_out(server: Server, client:
 
 def test_callers_wait_where_there_are_too_many(folder: Path) -> None:
     with (
-        Server("127.0.0.1", KEY, Shelf(folder).answer, most=1) as server,
+        Server("127.0.0.1", KEY, LocalReader(folder).answer, most=1) as server,
         Client(server.address, KEY) as first,
         Client(server.address, KEY) as second,
         ThreadPoolExecutor(1) as pool,
@@ -230,7 +230,7 @@ def test_callers_wait_where_there_are_too_many(folder: Path) -> None:
 
 def test_closing_ends_all_threads(folder: Path) -> None:
     before = threading.active_count()
-    server = Server("127.0.0.1", KEY, Shelf(folder).answer)
+    server = Server("127.0.0.1", KEY, LocalReader(folder).answer)
     with Client(server.address, KEY) as client:
         client.read(data(0, 5))
         server.close()
@@ -311,9 +311,9 @@ def test_a_crowd_of_silent_callers_keeps_nobody_out(server: Server, client: Clie
 
 
 def test_silent_callers_take_no_place_of_those_who_know_the_key(folder: Path) -> None:
-    shelf = Shelf(folder)
+    reader = LocalReader(folder)
     with (
-        Server("127.0.0.1", KEY, shelf.answer, most=2) as server,
+        Server("127.0.0.1", KEY, reader.answer, most=2) as server,
         crowd(server.address, 5),
         Client(server.address, KEY, timeout_s=5) as client,
     ):

@@ -16,10 +16,10 @@ from fivefold.checkpoint.agent_client import AgentGone, Protection
 from fivefold.checkpoint.encoding import Peers, protect, rebuild
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inventory import stocktaking
+from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
 from fivefold.checkpoint.pieces import Server
-from fivefold.checkpoint.recovery import choose
-from fivefold.checkpoint.shelf import Shelf
+from fivefold.checkpoint.recovery_plan import choose
 from fivefold.checkpoint.store import LocalStore
 from fivefold.errors import CheckpointError, Damaged, Unrecoverable
 from fivefold.wire import new_key
@@ -181,7 +181,7 @@ def test_a_crash_while_rebuilding_is_made_good_by_the_next_attempt(
 def served(folders: list[Path], key: bytes) -> Iterator[list[Server]]:
     with ExitStack() as stack:
         yield [
-            stack.enter_context(Server("127.0.0.1", key, Shelf(folder).answer))
+            stack.enter_context(Server("127.0.0.1", key, LocalReader(folder).answer))
             for folder in folders
         ]
 
@@ -203,19 +203,19 @@ def test_random_saves_survive_a_loss_in_every_set(tmp_path: Path, scheme: str, s
     with served(folders, key) as servers:
         everywhere = {member: server.address for member, server in enumerate(servers)}
         for folder in folders:
-            protect(Shelf(folder), manifest.name, Peers(everywhere, key), files)
+            protect(LocalReader(folder), manifest.name, Peers(everywhere, key), files)
     lost = {draw.choice(group) for group in manifest.sets}
     for member in lost:
         shutil.rmtree(folders[member])
     with served(folders, key) as servers:
         homes = {m: server.address for m, server in enumerate(servers) if m not in lost}
         for member in lost:
-            shelf, peers = Shelf(folders[member]), Peers(homes, key)
-            rebuild(shelf, manifest, member, peers, files, lost=lost)
+            reader, peers = LocalReader(folders[member]), Peers(homes, key)
+            rebuild(reader, manifest, member, peers, files, lost=lost)
             for item in manifest.members[member].items:
-                made = (shelf.path(manifest.name) / item.name).read_bytes()
+                made = (reader.path(manifest.name) / item.name).read_bytes()
                 assert made == state.payload[item.name]
-            assert shelf.manifest(manifest.name).me == member
+            assert reader.manifest(manifest.name).me == member
 
 
 def restarted(stores: list[LocalStore], key: bytes) -> None:
@@ -234,10 +234,12 @@ def restarted(stores: list[LocalStore], key: bytes) -> None:
     with served([store.root for store in stores], key) as servers:
         peers = Peers({m: servers[node].address for m, node in plan.homes.items()}, key)
         for task in plan.tasks:
-            shelf = Shelf(stores[task.node].root)
-            rebuild(shelf, plan.manifest, task.member, peers, files, lost=task.lost, bare=task.bare)
+            reader = LocalReader(stores[task.node].root)
+            rebuild(
+                reader, plan.manifest, task.member, peers, files, lost=task.lost, bare=task.bare
+            )
         for node in plan.bare.values():
-            made = protect(Shelf(stores[node].root), plan.manifest.name, peers, files)
+            made = protect(LocalReader(stores[node].root), plan.manifest.name, peers, files)
             found = stores[node].find(plan.manifest.name)
             assert found is not None
             stores[node].advance(found, "protected", made)
@@ -279,7 +281,7 @@ def test_damage_among_the_sources_never_passes_for_data(tmp_path: Path) -> None:
     with served(folders, key) as servers:
         peers = Peers({member: server.address for member, server in enumerate(servers)}, key)
         for folder in folders:
-            protect(Shelf(folder), state.manifest.name, peers, files)
+            protect(LocalReader(folder), state.manifest.name, peers, files)
         refused = 0
         for attempt in range(60):
             source = folders[draw.randrange(1, 4)] / state.manifest.name
@@ -288,13 +290,13 @@ def test_damage_among_the_sources_never_passes_for_data(tmp_path: Path) -> None:
             damaged = bytearray(before)
             damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
             path.write_bytes(damaged)
-            shelf = Shelf(tmp_path / f"new{attempt}")
+            reader = LocalReader(tmp_path / f"new{attempt}")
             try:
-                rebuild(shelf, state.manifest, 0, peers, files, lost={0})
+                rebuild(reader, state.manifest, 0, peers, files, lost={0})
             except Damaged:
                 refused += 1
             for item in state.manifest.members[0].items:
-                made = shelf.path(state.manifest.name) / item.name
+                made = reader.path(state.manifest.name) / item.name
                 assert not made.exists() or made.read_bytes() == state.payload[item.name]
             path.write_bytes(before)
         assert refused > 20

@@ -15,7 +15,7 @@ from fivefold.data.remote.serving import LoaderServing, identity_of
 from fivefold.data.source import BatchId, Source
 from fivefold.data.tiling import TileCollate, Tiles
 from fivefold.data.windows import Windowed
-from fivefold.helpers import loop, service
+from fivefold.helpers import service, serving_loop
 from fivefold.helpers.encode import encode
 from fivefold.helpers.messages import Kind
 from fivefold.helpers.service import offer
@@ -25,8 +25,10 @@ from served import TIMEOUT_S, Helper, Numbers, OnDisk, Pictures, source_of
 @pytest.fixture(autouse=True)
 def nothing_offered_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_offered", defaultdict(list))
-    monkeypatch.setattr(loop, "_TURN_S", 0.05)  # else tests would wait for the end of helpers
-    monkeypatch.setattr(loop, "_LATE_S", 0.2)
+    monkeypatch.setattr(
+        serving_loop, "_TURN_S", 0.05
+    )  # else tests would wait for the end of helpers
+    monkeypatch.setattr(serving_loop, "_LATE_S", 0.2)
 
 
 @pytest.fixture

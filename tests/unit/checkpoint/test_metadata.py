@@ -127,7 +127,7 @@ def test_every_dtype_of_torch_is_known() -> None:
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(pickle.dumps(made()))
     code = (
-        "import sys\nfrom pathlib import Path\nfrom fivefold.checkpoint import metadata, stock\n"
+        "import sys\nfrom pathlib import Path\nfrom fivefold.checkpoint import metadata, plain_dcp\n"
         "print(len(metadata.contents_of(Path(sys.argv[1]).read_bytes(), 'm').parts))\n"
         "assert 'torch' not in sys.modules"
     )

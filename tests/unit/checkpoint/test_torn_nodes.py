@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fivefold.checkpoint.manifest import MANIFEST, generation_name, redundancy_name
-from fivefold.checkpoint.mending import Bench
+from fivefold.checkpoint.repair import NodeDirectories
 from fivefold.checkpoint.store import LocalStore
 from saves import RUN_ID, bytes_of, manifest_of
 from torn import Operation, Recorded, Tree, materialize, states_after_a_crash
@@ -29,7 +29,7 @@ def nodes_with_saves(root: Path) -> list[Path]:
                 data = bytes_of(step, item.name, item.length)
                 store.place.write(f"{saved.name}/{item.name}", [data])
             store.commit(saved)
-    bench = Bench(nodes)
+    bench = NodeDirectories(nodes)
     for save in bench.saves():
         assert bench.repair(save).problem == ""
     return nodes
@@ -83,7 +83,7 @@ def test_a_node_that_lost_power_is_made_whole_by_the_others(tmp_path: Path) -> N
     for state in states:
         shutil.rmtree(again, ignore_errors=True)
         materialize(state, again)
-        bench = Bench([again, *nodes[1:]])
+        bench = NodeDirectories([again, *nodes[1:]])
         for save in bench.saves():
             mended = bench.repair(save)
             assert mended.problem == ""
@@ -95,6 +95,8 @@ def test_the_save_that_a_node_lost_with_its_manifest_is_known_by_the_others(tmp_
     nodes = nodes_with_saves(tmp_path)
     for path in nodes[0].rglob(MANIFEST):
         path.write_bytes(path.read_bytes()[:50])
-    assert [save.step for save in Bench(nodes).saves()] == [120, 100]
-    assert Bench([nodes[0], nodes[2]]).repair(Bench(nodes).saves()[0]).problem != "", "1 is missing"
-    assert Bench(nodes).repair(Bench(nodes).saves()[0]).problem == ""
+    directories = NodeDirectories(nodes)
+    newest, older = directories.saves()
+    assert [newest.step, older.step] == [120, 100]
+    assert NodeDirectories([nodes[0], nodes[2]]).repair(newest).problem != "", "1 is missing"
+    assert directories.repair(newest).problem == ""

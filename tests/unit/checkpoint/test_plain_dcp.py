@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from fivefold.checkpoint.place import LocalPlace
-from fivefold.checkpoint.stock import is_stock, read_contents, verify_stock
+from fivefold.checkpoint.plain_dcp import is_plain_dcp, read_contents, verify_plain_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,15 +43,15 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def found(folder: Path, deep: bool = True) -> list[str]:
-    checked = verify_stock(LocalPlace(folder), deep=deep)
+    checked = verify_plain_dcp(LocalPlace(folder), deep=deep)
     return [f"{problem.name} {problem.what}" for problem in checked.problems]
 
 
 def test_an_intact_directory(folder: Path) -> None:
-    checked = verify_stock(LocalPlace(folder))
+    checked = verify_plain_dcp(LocalPlace(folder))
     assert checked.problems == () and checked.parts == 8 and checked.unchecked == 0
-    assert verify_stock(LocalPlace(folder.parent), folder.name) == checked
-    assert verify_stock(LocalPlace(folder), deep=False).unchecked == 8
+    assert verify_plain_dcp(LocalPlace(folder.parent), folder.name) == checked
+    assert verify_plain_dcp(LocalPlace(folder), deep=False).unchecked == 8
     entries = {entry.name: entry for entry in read_contents(LocalPlace(folder)).entries}
     assert entries["model.w0"].shape == (50, 3) and entries["model.w0"].dtype == "float32"
     assert entries["step"].dtype == ""
@@ -66,9 +66,9 @@ def test_what_is_missing_or_short_is_found(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"")
     assert found(folder) == [".metadata unreadable"]
     (folder / ".metadata").unlink()
-    assert not is_stock(LocalPlace(folder))
+    assert not is_plain_dcp(LocalPlace(folder))
     with pytest.raises(FileNotFoundError, match="DCP did not write it"):
-        verify_stock(LocalPlace(folder))
+        verify_plain_dcp(LocalPlace(folder))
 
 
 def test_a_flipped_bit_of_the_data_is_found(folder: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_flipped_bit_of_the_data_is_found(folder: Path) -> None:
     loaded = {"model": {"w1": torch.zeros(50, 3)}}
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     assert not torch.equal(loaded["model"]["w1"], weights["w1"])
-    (problem,) = verify_stock(LocalPlace(folder)).problems
+    (problem,) = verify_plain_dcp(LocalPlace(folder)).problems
     assert problem.detail.startswith("model.w1: the checksum of") and problem.what == "digest"
 
 
@@ -115,14 +115,14 @@ def test_parts_without_checksums_are_counted(tmp_path: Path) -> None:
         dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
     finally:
         torch.serialization.set_crc32_options(before)
-    checked = verify_stock(LocalPlace(tmp_path))
+    checked = verify_plain_dcp(LocalPlace(tmp_path))
     assert checked.problems == () and checked.unchecked == checked.parts == 8
 
 
 def test_directories_with_metadata_of_each_rank(tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
-    assert is_stock(LocalPlace(tmp_path)) and found(tmp_path) == []
+    assert is_plain_dcp(LocalPlace(tmp_path)) and found(tmp_path) == []
     (tmp_path / "__0_0.distcp").unlink()
     assert found(tmp_path) == ["__0_0.distcp missing"]
 
@@ -134,7 +134,7 @@ def test_the_same_bytes_are_not_read_again_and_again(folder: Path) -> None:
         info.offset, info.length = 0, (folder / info.relative_path).stat().st_size
         assert index
     (folder / ".metadata").write_bytes(pickle.dumps(stored))
-    checked = verify_stock(LocalPlace(folder))
+    checked = verify_plain_dcp(LocalPlace(folder))
     assert [p.name for p in checked.problems] == [".metadata"]
     assert "are said to share bytes" in str(checked.problems[0])
 
@@ -152,5 +152,5 @@ def test_records_that_grow_when_they_are_read_are_not_read(folder: Path) -> None
     path.write_bytes(path.read_bytes() + data)
     info.offset, info.length = at, len(data)
     (folder / ".metadata").write_bytes(pickle.dumps(stored))
-    checked = verify_stock(LocalPlace(folder))
+    checked = verify_plain_dcp(LocalPlace(folder))
     assert "its table of records is not one of torch.save" in str(checked.problems[0])

@@ -18,22 +18,22 @@ from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.flush import copy_files, finish
 from fivefold.checkpoint.inventory import Holding, look
 from fivefold.checkpoint.lease import Lease
+from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
 from fivefold.checkpoint.pieces import Address, Server
 from fivefold.checkpoint.place import LocalPlace
-from fivefold.checkpoint.recovery import candidates
+from fivefold.checkpoint.recovery_plan import candidates
 from fivefold.checkpoint.run import Run, Start
 from fivefold.checkpoint.schemes import scheme_named
-from fivefold.checkpoint.shelf import Shelf
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore, Store
 from fivefold.errors import CheckpointError, Foreign, UsageError
 from fivefold.wire import new_key
 
-__all__ = ["Bench", "Mended"]
+__all__ = ["NodeDirectories", "RepairResult"]
 
 
 @dataclass(frozen=True)
-class Mended:
+class RepairResult:
     """What came of one save."""
 
     name: str
@@ -50,16 +50,16 @@ class _Repair:
         self.made: list[str] = []
         self.problems: list[str] = []
 
-    def attempt(self, mend: Callable[..., Iterator[str]], *given: Any) -> None:
+    def attempt(self, repair: Callable[..., Iterator[str]], *given: Any) -> None:
         """One part: a failure of one leaves the others their chance."""
         try:
-            for path in mend(*given):
+            for path in repair(*given):
                 self.made.append(path)
         except (CheckpointError, OSError) as problem:
             self.problems.append(str(problem))
 
 
-class Bench:
+class NodeDirectories:
     """Directories of one run, side by side.
 
     Args:
@@ -90,23 +90,25 @@ class Bench:
         stores: list[Store] = [*self.stores, *([self.persistent] if self.persistent else [])]
         return [g.where for store in stores for g in store.generations() if g.name not in known]
 
-    def repair(self, manifest: Manifest) -> Mended:
+    def repair(self, manifest: Manifest) -> RepairResult:
         """Make every copy of a save whole that lies here, and members that lie nowhere, in empty places.
 
         First all data, then what protects it: made from damaged data, it would pass the damage on.
         """
         work = _Repair()
         if not self._whole_on_nodes(manifest):
-            with self._served(manifest) as (shelves, peers):
+            with self._served(manifest) as (readers, peers):
                 for number in peers.addresses:
-                    work.attempt(self._mend_data, manifest, number, shelves[number], peers)
+                    work.attempt(self._repair_data, manifest, number, readers[number], peers)
                 for number in peers.addresses:
-                    work.attempt(self._mend_redundancy, manifest, number, shelves[number], peers)
+                    work.attempt(self._repair_redundancy, manifest, number, readers[number], peers)
         if self._lies_far(manifest):
-            work.attempt(self._mend_persistent, manifest)
-        return Mended(manifest.name, tuple(work.made), "; ".join(dict.fromkeys(work.problems)))
+            work.attempt(self._repair_persistent, manifest)
+        return RepairResult(
+            manifest.name, tuple(work.made), "; ".join(dict.fromkeys(work.problems))
+        )
 
-    def flush(self, manifest: Manifest) -> Mended:
+    def flush(self, manifest: Manifest) -> RepairResult:
         """Copy a save to the persistent directory.
 
         Raises:
@@ -118,9 +120,9 @@ class Bench:
             self._record(manifest)
             copied = list(self._copy(manifest))
             finish(self.persistent, manifest)
-        return Mended(manifest.name, tuple(copied))
+        return RepairResult(manifest.name, tuple(copied))
 
-    def fetch(self, manifest: Manifest, member: int | None) -> Mended:
+    def fetch(self, manifest: Manifest, member: int | None) -> RepairResult:
         """Copy a save, or one member's part of it, from the persistent directory to each local storage here.
 
         Raises:
@@ -136,7 +138,7 @@ class Bench:
             for item in (*items, manifest.metadata):
                 made += self._fetch_item(store, manifest, item)
             store.commit(local)
-        return Mended(manifest.name, tuple(made))
+        return RepairResult(manifest.name, tuple(made))
 
     # --- repairing ----------------------------------------------------------------------------
 
@@ -181,37 +183,37 @@ class Bench:
         return listed and number not in _bare(manifest, self._holdings(manifest))
 
     @contextmanager
-    def _served(self, manifest: Manifest) -> Generator[tuple[dict[int, Shelf], Peers]]:
+    def _served(self, manifest: Manifest) -> Generator[tuple[dict[int, LocalReader], Peers]]:
         """Every directory as a node that others can read from; all by member."""
         key = new_key()
         with ExitStack() as stack:
-            shelves: dict[int, Shelf] = {}
+            readers: dict[int, LocalReader] = {}
             homes: dict[int, Address] = {}
             for number, node in sorted(self._places(manifest).items()):
-                shelves[number] = Shelf(self.stores[node].root, self._files)
-                server = Server("127.0.0.1", key, shelves[number].answer)
+                readers[number] = LocalReader(self.stores[node].root, self._files)
+                server = Server("127.0.0.1", key, readers[number].answer)
                 homes[number] = stack.enter_context(server).address
-            yield shelves, Peers(homes, key, timeout_s=30.0, patience_s=0.5)
+            yield readers, Peers(homes, key, timeout_s=30.0, patience_s=0.5)
 
-    def _mend_data(
-        self, manifest: Manifest, number: int, shelf: Shelf, peers: Peers
+    def _repair_data(
+        self, manifest: Manifest, number: int, reader: LocalReader, peers: Peers
     ) -> Iterator[str]:
         """Payload, metadata and manifest of a member."""
-        yield from self._help_from_persistent(manifest, number, shelf)
-        self._changed(manifest, self._store_of(shelf))
+        yield from self._help_from_persistent(manifest, number, reader)
+        self._changed(manifest, self._store_of(reader))
         holdings = self._holdings(manifest)
         made = rebuild(
-            shelf, manifest, number, replace(peers, own=peers.addresses[number]), self._files,
+            reader, manifest, number, replace(peers, own=peers.addresses[number]), self._files,
             lost=_lost(manifest, holdings), bare=_bare(manifest, holdings),
         )  # fmt: skip
-        self._changed(manifest, self._store_of(shelf))
-        yield from (str(shelf.path(manifest.name) / name) for name in made)
+        self._changed(manifest, self._store_of(reader))
+        yield from (str(reader.path(manifest.name) / name) for name in made)
 
-    def _mend_redundancy(
-        self, manifest: Manifest, number: int, shelf: Shelf, peers: Peers
+    def _repair_redundancy(
+        self, manifest: Manifest, number: int, reader: LocalReader, peers: Peers
     ) -> Iterator[str]:
         """What a member keeps for the others of its set."""
-        store = self._store_of(shelf)
+        store = self._store_of(reader)
         now = store.find(manifest.name)
         if now is None or now.manifest is None or self._keeps_its_part(manifest, number, store):
             return
@@ -221,19 +223,21 @@ class Bench:
                 "whole in these directories"
             )
         own = replace(peers, own=peers.addresses[number])
-        items = protect(shelf, manifest.name, own, self._files)
+        items = protect(reader, manifest.name, own, self._files)
         store.advance(now, "protected", items)
         self._changed(manifest, store)
-        yield from (str(shelf.path(manifest.name) / item.name) for item in items)
+        yield from (str(reader.path(manifest.name) / item.name) for item in items)
 
-    def _store_of(self, shelf: Shelf) -> LocalStore:
-        return next(store for store in self.stores if store.root == shelf.folder)
+    def _store_of(self, reader: LocalReader) -> LocalStore:
+        return next(store for store in self.stores if store.root == reader.folder)
 
-    def _help_from_persistent(self, manifest: Manifest, number: int, shelf: Shelf) -> Iterator[str]:
+    def _help_from_persistent(
+        self, manifest: Manifest, number: int, reader: LocalReader
+    ) -> Iterator[str]:
         """What is not whole on the node is copied from the persistent directory, if it is whole there."""
         if not self._lies_far(manifest):
             return
-        store = self._store_of(shelf)
+        store = self._store_of(reader)
         store.place.make_dir(manifest.name)
         for item in (*manifest.members[number].items, manifest.metadata):
             # What is damaged there as well is left to the redundancy.
@@ -249,7 +253,7 @@ class Bench:
         there = manifest.name in self.persistent.place.list()
         return there and (found is None or found.same_save(manifest))
 
-    def _mend_persistent(self, manifest: Manifest) -> Iterator[str]:
+    def _repair_persistent(self, manifest: Manifest) -> Iterator[str]:
         assert self.persistent is not None
         generation = self.persistent.find(manifest.name)
         assert generation is not None

@@ -21,7 +21,7 @@ from fivefold.checkpoint.place import Place
 from fivefold.checkpoint.store import Problem
 from fivefold.errors import Damaged
 
-__all__ = ["Checked", "is_stock", "read_contents", "verify_stock"]
+__all__ = ["Checked", "is_plain_dcp", "read_contents", "verify_plain_dcp"]
 
 _OF_ONE_RANK = re.compile(r"__[0-9]+\.metadata", re.ASCII)
 
@@ -37,7 +37,7 @@ class Checked:
     """parts without checksums, of which only the length is known to be right"""
 
 
-def is_stock(place: Place, folder: str = "") -> bool:
+def is_plain_dcp(place: Place, folder: str = "") -> bool:
     """Whether DCP has written this directory."""
     return bool(_metadata_names(place, folder))
 
@@ -58,7 +58,7 @@ def read_contents(place: Place, folder: str = "") -> Contents:
     return Contents(tuple(entries.values()), parts)
 
 
-def verify_stock(place: Place, folder: str = "", *, deep: bool = True) -> Checked:
+def verify_plain_dcp(place: Place, folder: str = "", *, deep: bool = True) -> Checked:
     """What is wrong with a DCP directory: its metadata, and the files that the metadata names.
 
     `deep` reads all bytes; else only the files' lengths are looked at. Raises `OSError` where the directory

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fivefold.errors import UsageError
 
-__all__ = ["Entry", "Kept", "Path", "Saved", "check_size", "shape_of"]
+__all__ = ["Path", "SavedEntry", "StateAdapter", "StateEntry", "check_size", "shape_of"]
 
 Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One tensor or value of a checkpoint."""
 
     path: Path
@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedEntry:
     """What a checkpoint holds under one path."""
 
     path: Path
@@ -42,17 +42,17 @@ class Saved:
     dtype: torch.dtype | None
 
 
-class Kept(Protocol):
+class StateAdapter(Protocol):
     """An object under its name in the checkpoint; paths begin behind that name."""
 
     shared: bool
     """whether all ranks hold the same values, or a part each: then they are stored once"""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[StateEntry]:
         """What there is to save now. Tensors are the object's own."""
         ...
 
-    def missing(self, saved: Mapping[Path, Saved]) -> Iterable[str]:
+    def missing(self, saved: Mapping[Path, SavedEntry]) -> Iterable[str]:
         """Names that this object has and the checkpoint has not."""
         ...
 
@@ -64,7 +64,7 @@ class Kept(Protocol):
         """Which of `names` a path belongs to; None if to none in particular."""
         ...
 
-    def targets(self, saved: Mapping[Path, Saved]) -> dict[Path, Tensor | None]:
+    def targets(self, saved: Mapping[Path, SavedEntry]) -> dict[Path, Tensor | None]:
         """What to read: tensors to be filled, None for values."""
         ...
 
@@ -73,7 +73,7 @@ class Kept(Protocol):
         ...
 
 
-def check_size(name: str, tensor: Tensor | None, saved: Saved) -> None:
+def check_size(name: str, tensor: Tensor | None, saved: SavedEntry) -> None:
     """Raise `UsageError` unless a tensor, or a value, has the size that it had when it was saved."""
     here = None if tensor is None else tensor.size()
     if here != saved.size:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.manifest import MANIFEST, Manifest, State
-from fivefold.checkpoint.mending import Bench
 from fivefold.checkpoint.place import LocalPlace
+from fivefold.checkpoint.repair import NodeDirectories
 from fivefold.checkpoint.store import LocalStore, PersistentStore, Store
 from fivefold.errors import CheckpointError, Foreign, InUse, UsageError
 from saves import RUN_ID, bytes_of, manifest_of
@@ -45,9 +45,9 @@ class Disks:
         self.protected = self.bench().repair(self.saved)
         self.bench(far=True).flush(self.saved)
 
-    def bench(self, *, far: bool = False) -> Bench:
+    def bench(self, *, far: bool = False) -> NodeDirectories:
         nodes = [node for node in self.nodes if node.is_dir()]
-        return Bench(nodes, PersistentStore(self.far) if far else None)
+        return NodeDirectories(nodes, PersistentStore(self.far) if far else None)
 
     def folder(self, node: int) -> Path:
         return self.nodes[node] / RUN_ID / NAME
@@ -199,7 +199,9 @@ def test_flushing_completes_what_was_begun(disks: Disks) -> None:
 
 def test_flushing_needs_every_file(disks: Disks, tmp_path: Path) -> None:
     shutil.rmtree(disks.nodes[2])
-    bench = Bench([n for n in disks.nodes if n.is_dir()], PersistentStore(tmp_path / "new"))
+    bench = NodeDirectories(
+        [n for n in disks.nodes if n.is_dir()], PersistentStore(tmp_path / "new")
+    )
     with pytest.raises(CheckpointError, match="is whole in none of these directories"):
         bench.flush(disks.saved)
     assert not (tmp_path / "new" / NAME / MANIFEST).exists()
@@ -212,7 +214,7 @@ def test_a_directory_of_another_run_is_refused(disks: Disks, tmp_path: Path) -> 
     assert record is not None
     store.write_run(replace(record, run="another"))
     with pytest.raises(UsageError, match="of several runs: another, run-1"):
-        Bench(disks.nodes, store)
+        NodeDirectories(disks.nodes, store)
     bench = disks.bench(far=True)
     bench.persistent = store
     with pytest.raises(Foreign, match="is of run another"):
@@ -230,7 +232,7 @@ def test_a_run_that_is_writing_is_not_disturbed(disks: Disks) -> None:
 def test_fetching(member: int | None, names: int, disks: Disks, tmp_path: Path) -> None:
     new = tmp_path / "new"
     new.mkdir()
-    bench = Bench([new], PersistentStore(disks.far))
+    bench = NodeDirectories([new], PersistentStore(disks.far))
     made = bench.fetch(bench.saves()[0], member).made
     assert len(made) == names + 1
     (generation,) = LocalStore(new, RUN_ID).generations()
@@ -244,7 +246,7 @@ def test_damaged_files_are_not_fetched(disks: Disks, tmp_path: Path) -> None:
     flip(disks.far / NAME / "__3_0.distcp", 9)
     new = tmp_path / "new"
     new.mkdir()
-    bench = Bench([new], PersistentStore(disks.far))
+    bench = NodeDirectories([new], PersistentStore(disks.far))
     with pytest.raises(CheckpointError, match="is damaged"):
         bench.fetch(bench.saves()[0], None)
     (generation,) = LocalStore(new, RUN_ID).generations()
@@ -253,13 +255,13 @@ def test_damaged_files_are_not_fetched(disks: Disks, tmp_path: Path) -> None:
 
 def test_directories_may_be_those_of_the_run_itself(disks: Disks) -> None:
     flip(disks.folder(0) / "__0_0.distcp", 3)
-    bench = Bench([node / RUN_ID for node in disks.nodes])
+    bench = NodeDirectories([node / RUN_ID for node in disks.nodes])
     assert bench.repair(bench.saves()[0]).problem == ""
 
 
 def test_a_renamed_run_is_told(disks: Disks) -> None:
     renamed = (disks.nodes[0] / RUN_ID).rename(disks.nodes[0] / "renamed")
     with pytest.raises(UsageError, match="holds run run-1, but is not named so"):
-        Bench([renamed])
+        NodeDirectories([renamed])
     with pytest.raises(UsageError, match="no checkpoints"):
-        Bench([disks.nodes[0]])
+        NodeDirectories([disks.nodes[0]])

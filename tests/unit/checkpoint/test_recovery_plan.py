@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory
 from fivefold.checkpoint.manifest import METADATA, redundancy_name
-from fivefold.checkpoint.recovery import Choice, Plan, Task, candidates, choose, plan
+from fivefold.checkpoint.recovery_plan import (
+    RebuildTask,
+    RecoveryChoice,
+    RecoveryPlan,
+    candidates,
+    choose,
+    plan,
+)
 from fivefold.checkpoint.run import Run, Start
 from fivefold.errors import Unrecoverable
 from generations import SavedState, saved_state
@@ -38,12 +45,12 @@ def world(*nodes: list[Holding], kept: list[Holding] | None = None) -> list[Inve
     return [*inventories, Inventory(PERSISTENT, tuple(kept))] if kept is not None else inventories
 
 
-def chosen(choice: Choice) -> Plan:
+def chosen(choice: RecoveryChoice) -> RecoveryPlan:
     assert choice.plan is not None, choice.passed
     return choice.plan
 
 
-def order(choice: Choice) -> tuple[int, int]:
+def order(choice: RecoveryChoice) -> tuple[int, int]:
     return chosen(choice).manifest.step, chosen(choice).manifest.epoch
 
 
@@ -67,7 +74,7 @@ def test_a_new_node_takes_the_place_of_a_lost_one(scheme: str, gone: int) -> Non
     nodes = everything(state)
     nodes[gone] = []
     found = chosen(choose(world(*nodes)))
-    assert found.tasks == (Task(gone, gone, (gone,), (gone,)),)
+    assert found.tasks == (RebuildTask(gone, gone, (gone,), (gone,)),)
     assert {found.sources[item.name] for item in state.manifest.members[gone].items} == {gone}
     assert found.bare == {gone: gone}
 
@@ -91,7 +98,7 @@ def test_a_damaged_file_is_rebuilt_on_its_own_node() -> None:
     nodes = everything(state)
     nodes[1] = [held(state, 1, without="__2_0.distcp")]
     found = chosen(choose(world(*nodes, [])))
-    assert found.tasks == (Task(1, 1, (1,), ()),)
+    assert found.tasks == (RebuildTask(1, 1, (1,), ()),)
     assert found.homes[1] == 1
 
 
@@ -209,12 +216,12 @@ def test_a_node_without_its_manifest_gets_it_before_it_serves() -> None:
     nodes = everything(state)
     nodes[1] = [replace(held(state, 1), readable=False)]
     found = chosen(choose(world(*nodes)))
-    assert found.tasks == (Task(1, 1, (), ()),) and found.sources["__2_0.distcp"] == 1
+    assert found.tasks == (RebuildTask(1, 1, (), ()),) and found.sources["__2_0.distcp"] == 1
 
 
 def test_nothing_at_all() -> None:
-    assert choose(world([], [])) == Choice(None, ())
-    assert choose([]) == Choice(None, ())
+    assert choose(world([], [])) == RecoveryChoice(None, ())
+    assert choose([]) == RecoveryChoice(None, ())
 
 
 def test_without_nodes_nothing_is_rebuilt() -> None:

@@ -16,13 +16,13 @@ from fivefold.checkpoint.manifest import (
 from fivefold.checkpoint.pieces import NotHere, Request
 from fivefold.errors import CheckpointError, Damaged
 
-__all__ = ["Shelf"]
+__all__ = ["LocalReader"]
 
 _REMEMBERED = 8
 """manifests that are not parsed again for every block"""
 
 
-class Shelf:
+class LocalReader:
     """The directory with the generations of a run on this node; names from outside are checked.
 
     Args:
