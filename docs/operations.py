@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.parallel.tiles import rules  # noqa: F401 - which registers them
-from fivefold.parallel.tiles.rule import registered
+from fivefold.parallel.program.rule import registered
 
 PAGE = Path(__file__).parent / "reference" / "operations.md"
 HEAD = """\
 # Operations in tiles
 
-<!-- Written by `python docs/operations.py`, from the rules in src/fivefold/parallel/tiles/rules. -->
+<!-- Written by `python docs/operations.py`, from the rules in src/fivefold/parallel/tiles. -->
 
 What Fivefold can compute in [tiles](../explanation/tiles.md), by families. Names are those of `torch`,
 `torch.Tensor` and `torch.nn.functional`. A variant that works in place (`add_`, `+=`, `inplace=True`), an

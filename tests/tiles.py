@@ -19,13 +19,13 @@ from fivefold.mesh import Mesh, owned
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.intercept import Share, exact, watched_modules
+from fivefold.parallel.program.costs import Costs, Fuse, Options
+from fivefold.parallel.program.exchange import Lines
+from fivefold.parallel.program.program import Program, planned
+from fivefold.parallel.program.rule import Here, Moment, Piece
+from fivefold.parallel.program.run import execute
+from fivefold.parallel.program.spread import Cut, Grid, Spread
 from fivefold.parallel.randomness import key_of
-from fivefold.parallel.tiles.costs import Costs, Fuse, Options
-from fivefold.parallel.tiles.exchange import Lines
-from fivefold.parallel.tiles.program import Program, planned
-from fivefold.parallel.tiles.rule import Here, Moment, Piece
-from fivefold.parallel.tiles.run import execute
-from fivefold.parallel.tiles.spread import Cut, Grid, Spread
 from fivefold.parallel.trees import call_with, leaves
 from fivefold.plan import Layout
 from ranks import run_ranks

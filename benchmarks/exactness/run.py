@@ -25,7 +25,7 @@ from figures import table
 from page import brief, circumstances, keep
 
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.program.net import RecordedNet
 from fivefold.plan import Layout
 from fivefold.recipes import models
 from ranks import run_ranks
@@ -98,7 +98,7 @@ def _gathered(name: str, layout: Layout) -> int:
     example = torch.empty((small.samples, 3, *small.image), device="meta")
 
     def count(mesh: Mesh) -> int:
-        return len(TiledNet(net_of(name), mesh).plan_for(example, mesh.share).gathered)
+        return len(RecordedNet(net_of(name), mesh).plan_for(example, mesh.share).gathered)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -26,8 +26,8 @@ from torch import nn
 import fivefold as ff
 from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.intercept import Share
-from fivefold.parallel.tiles.net import TiledNet
-from fivefold.parallel.tiles.programs import Programs
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.programs import Programs
 from fivefold.parallel.trees import call_with
 from fivefold.recipes import models
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 def measured(net: nn.Module, rows: int, mesh: Any, guards: Watch, recordings: Watch) -> str:
     """The shares in words."""
-    tiles = TiledNet(net, mesh)
+    tiles = RecordedNet(net, mesh)
     images = torch.randn(rows, 3, 32, 32)
     steps: list[float] = []
     for watch in (guards, recordings):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.parallel.intercept import Share
-from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.program.net import RecordedNet
 from fivefold.parallel.trees import call_with
 from fivefold.recipes import models
 
@@ -60,7 +60,7 @@ def measured(name: str, asked: argparse.Namespace, mesh: Any, device: torch.devi
     torch.manual_seed(0)
     image = torch.randn(1, 3, asked.image, asked.image, device=device)
     plain, own = (models.build(name, 1000).to(device) for _ in range(2))
-    tiles = TiledNet(own, mesh)
+    tiles = RecordedNet(own, mesh)
     share = Share(1, 0, 1, seed=0, step=0, group=None)
     contenders = {
         "plain": _step(plain, lambda: plain(image)),

@@ -16,11 +16,11 @@ from torch import nn
 from fivefold.mesh import owned
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.tape import Tape
-from fivefold.parallel.tiles.costs import Costs, Options
-from fivefold.parallel.tiles.program import planned
-from fivefold.parallel.tiles.rule import Here
-from fivefold.parallel.tiles.spread import Cut, Grid, Spread
-from fivefold.parallel.tiles.table import Totals, totals
+from fivefold.parallel.program.costs import Costs, Options
+from fivefold.parallel.program.program import planned
+from fivefold.parallel.program.rule import Here
+from fivefold.parallel.program.spread import Cut, Grid, Spread
+from fivefold.parallel.program.table import Totals, totals
 from fivefold.parallel.trees import call_with
 from fivefold.recipes.models import build
 

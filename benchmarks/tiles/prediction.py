@@ -18,7 +18,7 @@ from torch import Tensor
 from workload import Workload
 
 from fivefold.mesh import Part, attach, owned
-from fivefold.parallel.tiles.memory import predicted
+from fivefold.parallel.program.memory import predicted
 from fivefold.plan import Layout, Plan
 
 SPLIT = ("1x2", "2x2")

@@ -15,7 +15,7 @@ from fivefold.parallel import buckets, intercept, norms, randomness, rows
 from fivefold.parallel.graph import guards, hooks
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline import gradients
-from fivefold.parallel.tiles import exchange, net, programs, sums
+from fivefold.parallel.program import exchange, net, programs, sums
 
 __all__ = ["MUTANTS"]
 

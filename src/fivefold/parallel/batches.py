@@ -14,7 +14,7 @@ from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.parallel.alike import bits_of
 from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share
-from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.program.net import RecordedNet
 from fivefold.parallel.trees import flatten, leaves, map_tensors, rows_of
 from fivefold.trace import Tag
 
@@ -78,7 +78,7 @@ def _digest(tree: Any) -> int:
 class Batches:
     """Batches of a model on a mesh; `tiles` cuts images, if there are tiles."""
 
-    def __init__(self, mesh: Mesh, tiles: TiledNet | None) -> None:
+    def __init__(self, mesh: Mesh, tiles: RecordedNet | None) -> None:
         self._mesh, self._tiles, self._group = mesh, tiles, mesh.group("data")
         self._joint = mesh.plan.parallel.batch_norm == "global" and self._group.size() > 1
         self._compared = self._group.size() == 1

@@ -38,13 +38,13 @@ from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
+from fivefold.parallel.program.loss import TileLoss, whole_images
+from fivefold.parallel.program.memory import Predicted, predicted
+from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
+from fivefold.parallel.program.table import table
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import check_net, refuse_joint
 from fivefold.parallel.rows import Rows
-from fivefold.parallel.tiles.loss import TileLoss, whole_images
-from fivefold.parallel.tiles.memory import Predicted, predicted
-from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
-from fivefold.parallel.tiles.table import table
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.parallel.wrapped import Wrapped
 from fivefold.plan import AXES
@@ -130,7 +130,7 @@ class ParallelModel(Wrapped):
             self._tiles = self._stages.tiles
             self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device))
         else:
-            self._tiles = TiledNet(net, mesh) if tiled else None
+            self._tiles = RecordedNet(net, mesh) if tiled else None
         self._batches = Batches(mesh, self._tiles)
         self._tile_loss = (
             TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
@@ -249,7 +249,7 @@ class ParallelModel(Wrapped):
 
     def _step_in_tiles(  # noqa: PLR0917 - what step has found out
         self,
-        tiles: TiledNet,
+        tiles: RecordedNet,
         loss: TileLoss,
         inputs: Any,
         targets: Any,

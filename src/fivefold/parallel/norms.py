@@ -24,9 +24,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
+from fivefold.parallel.graph.tape import Node
+from fivefold.torch_private import AnyBatchNorm
 from fivefold.trace import Tag
 
-__all__ = ["global_batch_norm", "global_instance_norm", "laid_out"]
+__all__ = [
+    "batch_norm_names",
+    "global_batch_norm",
+    "global_instance_norm",
+    "laid_out",
+    "uses_batch",
+]
+
+_TORCH_BATCH_NORM = (
+    "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
+    "cudnn_enabled",
+)  # fmt: skip
+_BATCH_NORM = (
+    "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps",
+)  # fmt: skip
 
 
 def laid_out(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -200,3 +216,17 @@ def global_instance_norm(
         change = (buffer - old) * (rows / total) if rows else torch.zeros_like(old)
         buffer.data.copy_(old + comm.all_reduce(change, group, Tag.BATCH_NORM))
     return result
+
+
+def uses_batch(node: Node) -> bool:
+    """Whether a node is a batch norm that uses the statistics of its input."""
+    if isinstance(node.function, AnyBatchNorm):
+        return node.function.training or node.function.running_mean is None
+    return node.name == "batch_norm" and bool(
+        node.bound(batch_norm_names(node)).get("training", False)
+    )
+
+
+def batch_norm_names(node: Node) -> tuple[str, ...]:
+    """The parameters of `torch.batch_norm` or `F.batch_norm`, in order."""
+    return _TORCH_BATCH_NORM if node.function is torch.batch_norm else _BATCH_NORM

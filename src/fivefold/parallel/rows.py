@@ -28,10 +28,10 @@ from fivefold.parallel.graph.fingerprint import reads, results
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import Share, draws_mask, quietly, warn_layout
+from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.net import ALIKE, RecordedNet, check_divided
+from fivefold.parallel.program.program import Compute, Program, exchange_of
 from fivefold.parallel.randomness import key_of
-from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.net import ALIKE, TiledNet, check_divided
-from fivefold.parallel.tiles.program import Compute, Program, exchange_of
 from fivefold.parallel.trees import map_tensors
 from fivefold.torch_private import AnyBatchNorm, pytree
 
@@ -54,7 +54,7 @@ class Rows:
     """Judges the net of a mesh with replicas and no other axis."""
 
     def __init__(self, net: Any, mesh: Mesh) -> None:
-        self.tiles = TiledNet(net, mesh, Costs())
+        self.tiles = RecordedNet(net, mesh, Costs())
         """the net over all replicas, for when samples meet"""
         self._net, self._agreement = net, mesh.agreement
         self._divides = mesh.plan.memory.shard != "none"
@@ -286,7 +286,7 @@ def _alike(whole: Tape, alone: Sequence[Tape]) -> frozenset[int]:
     )
 
 
-def _different(program: Program, alone: Mapping[int, Tape], tiles: TiledNet) -> str:
+def _different(program: Program, alone: Mapping[int, Tape], tiles: RecordedNet) -> str:
     """Where a rank that runs the net as it is does something else than the program; empty if nowhere."""
     found = (_apart(program, tape, tiles, rank) for rank, tape in alone.items())
     return next(filter(None, found), "")
@@ -314,7 +314,7 @@ def _masks(whole: Tape, alone: Sequence[Tape]) -> dict[tuple[str, int], bool | N
     return found
 
 
-def _apart(program: Program, alone: Tape, tiles: TiledNet, rank: int) -> str:
+def _apart(program: Program, alone: Tape, tiles: RecordedNet, rank: int) -> str:
     """Where a recording of one rank's samples is not that of all, but for their number; empty if nowhere."""
 
     def expected(node: Node) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from fivefold.cluster.description import Link
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh.heap import keep_memory
 from fivefold.parallel.pipeline.timing import Timed, timed
-from fivefold.parallel.tiles.costs import Costs
+from fivefold.parallel.program.costs import Costs
 from fivefold.plan import Layout, Plan, Tiles
 from fivefold.tune.talk import measured_between
 

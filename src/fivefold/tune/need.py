@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from fivefold.parallel.pipeline.schedule import Schedule
 from fivefold.parallel.pipeline.simulate import Timeline
-from fivefold.parallel.tiles.recompute import divided
-from fivefold.parallel.tiles.run import returned
+from fivefold.parallel.program.recompute import divided
+from fivefold.parallel.program.run import returned
 from fivefold.tune.candidates import Candidate
 from fivefold.tune.saved import sizes_of
 from fivefold.tune.subject import Staged

@@ -7,7 +7,7 @@ and in-place results with what they are made of:
     saves       v0              v1                    v2 (= v3)        -
 
 In backward, what a step saved goes when its gradient is done; gradients of a value are there from its last
-reader to its maker. See `fivefold.parallel.tiles.memory` for the same by the byte, a thousand times slower.
+reader to its maker. See `fivefold.parallel.program.memory` for the same by the byte, a thousand times slower.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import nn
 from fivefold.parallel.graph.names import is_in_place
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node
-from fivefold.parallel.tiles.program import Compute, Move, Program, exchange_of
-from fivefold.parallel.tiles.rule import Here
+from fivefold.parallel.program.program import Compute, Move, Program, exchange_of
+from fivefold.parallel.program.rule import Here
 
 __all__ = ["VIEWS", "Held", "changed_in_place", "held_bytes", "sizes_of"]
 

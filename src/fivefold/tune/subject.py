@@ -28,11 +28,11 @@ from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, balanced, states_of
 from fivefold.parallel.pipeline.stages import Crossing, Stage, divided, holders
 from fivefold.parallel.pipeline.timing import Timed
-from fivefold.parallel.tiles.costs import Costs, Options
-from fivefold.parallel.tiles.program import Compute, Program, planned
-from fivefold.parallel.tiles.rule import Here
-from fivefold.parallel.tiles.spread import Cut as TileCut
-from fivefold.parallel.tiles.spread import Grid, Spread
+from fivefold.parallel.program.costs import Costs, Options
+from fivefold.parallel.program.program import Compute, Program, planned
+from fivefold.parallel.program.rule import Here
+from fivefold.parallel.program.spread import Cut as TileCut
+from fivefold.parallel.program.spread import Grid, Spread
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from fivefold.tune.measure import Measured

@@ -22,9 +22,9 @@ from fivefold.cluster.description import Device, Link
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.pipeline.timing import Timed
-from fivefold.parallel.tiles.costs import flops_of
-from fivefold.parallel.tiles.program import Compute, Move, Program, exchange_of
-from fivefold.parallel.tiles.rule import Here
+from fivefold.parallel.program.costs import flops_of
+from fivefold.parallel.program.program import Compute, Move, Program, exchange_of
+from fivefold.parallel.program.rule import Here
 from fivefold.tune.saved import VIEWS, Held, held_bytes, sizes_of
 
 __all__ = ["Links", "StageCost", "Work", "roofline"]

@@ -16,7 +16,7 @@ import fivefold as ff
 from fivefold.errors import PlanError
 from fivefold.mesh import Mesh
 from fivefold.parallel.pipeline.memory import predicted_in_stages
-from fivefold.parallel.tiles.memory import Predicted
+from fivefold.parallel.program.memory import Predicted
 from fivefold.plan import Layout, Memory, Pipeline, Plan, Tiles
 from ranks import run_ranks
 

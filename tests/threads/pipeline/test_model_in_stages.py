@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fivefold as ff
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, part_of
-from fivefold.parallel.tiles import costs
-from fivefold.parallel.tiles.net import TiledNet
+from fivefold.parallel.program import costs
+from fivefold.parallel.program.net import RecordedNet
 from fivefold.plan import Layout, Pipeline, Plan
 from ranks import run_ranks
 
@@ -451,7 +451,7 @@ def test_all_ranks_plan_by_the_same_costs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(costs, "_fastest", lambda _run: 10.0 ** -next(numbers))
 
     def check(mesh: Mesh) -> costs.Costs:
-        return TiledNet(copy.deepcopy(NET), mesh).costs
+        return RecordedNet(copy.deepcopy(NET), mesh).costs
 
     found = run_ranks(Layout(data=2, pipe=2, height=2), check)
     assert found == [found[0]] * 8

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.border import border
-from fivefold.parallel.tiles.exchange import Exchange, Lines, Want
-from fivefold.parallel.tiles.program import Compute, Program
-from fivefold.parallel.tiles.windows import Window
+from fivefold.parallel.program.border import border
+from fivefold.parallel.program.exchange import Exchange, Lines, Want
+from fivefold.parallel.program.program import Compute, Program
+from fivefold.parallel.program.windows import Window
 from fivefold.plan import Layout
 from ranks import run_ranks
 from tiles import expect_tiles, grid_of, spread_of

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.parallel.tiles.program import Move, Program
+from fivefold.parallel.program.program import Move, Program
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

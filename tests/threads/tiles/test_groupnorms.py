@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.program.program import Program
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.net import TiledNet
-from fivefold.parallel.tiles.program import Compute
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.program import Compute
 from fivefold.plan import Layout
 from ranks import run_ranks
 from tiles import expect_tiles
@@ -64,7 +64,7 @@ def test_what_stays_in_place_is_exact(layout: Layout, recompute: int) -> None:
 
 def test_only_what_nobody_else_reads_is_changed() -> None:
     def found(mesh: Mesh) -> list[str]:
-        tiles = TiledNet(Block(), mesh)
+        tiles = RecordedNet(Block(), mesh)
         x = torch.empty(2, 3, 8, 8, device="meta")
         program = tiles.plan_for(x, mesh.share)
         return [s.node.name for s in program.steps if isinstance(s, Compute) and s.in_place]

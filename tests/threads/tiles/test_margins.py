@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.parallel.graph.record import record
-from fivefold.parallel.tiles.costs import Costs, Options
-from fivefold.parallel.tiles.program import Program, exchange_of, planned
-from fivefold.parallel.tiles.rule import Here
+from fivefold.parallel.program.costs import Costs, Options
+from fivefold.parallel.program.program import Program, exchange_of, planned
+from fivefold.parallel.program.rule import Here
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from tiles import expect_tiles, grid_of, spread_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel.model import ParallelModel, parallelize
-from fivefold.parallel.tiles.memory import Predicted, predicted
+from fivefold.parallel.program.memory import Predicted, predicted
 from fivefold.plan import Layout, Memory, Plan, Tiles
 from ranks import run_ranks
 

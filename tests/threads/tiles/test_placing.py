@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.net import TiledNet
-from fivefold.parallel.tiles.program import Move, Program
+from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.program import Move, Program
 from fivefold.plan import Layout
 from ranks import run_ranks
 from tiles import expect_tiles
@@ -148,7 +148,7 @@ def test_replicas_of_uneven_size_turn_tiles_into_samples_at_the_same_place() -> 
     """Statistics are joined over all replicas, so one that chose otherwise would wait for ever."""
 
     def check(mesh: Mesh) -> list[tuple[int, ...]]:
-        tiles = TiledNet(classifier().double(), mesh)
+        tiles = RecordedNet(classifier().double(), mesh)
         image = torch.empty(9, 3, 67, 61, dtype=torch.float64)
         program = tiles.plan_for(image, mesh.share)
         return [program.spreads[node.outputs[0]].cut_dims for node in program.tape.nodes]

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.parallel.program.costs import Options
+from fivefold.parallel.program.program import Program
 from fivefold.parallel.randomness import uniform, uniform_box
-from fivefold.parallel.tiles.costs import Options
-from fivefold.parallel.tiles.program import Program
 from fivefold.plan import Layout
 from ranks import run_ranks
 from tiles import _Case, _one_rank, expect_tiles

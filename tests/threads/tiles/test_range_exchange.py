@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fivefold import comm
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.exchange import Exchange, Lines, Want, exchange
-from fivefold.parallel.tiles.spread import Cut, Grid, Range, Spread
+from fivefold.parallel.program.exchange import Exchange, Lines, Want, exchange
+from fivefold.parallel.program.spread import Cut, Grid, Range, Spread
 from fivefold.plan import Layout
 from fivefold.trace import Tag
 from ranks import run_ranks

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh import Mesh
-from fivefold.parallel.tiles.program import Program
-from fivefold.parallel.tiles.sums import all_extreme, all_sum
+from fivefold.parallel.program.program import Program
+from fivefold.parallel.program.sums import all_extreme, all_sum
 from fivefold.plan import Layout
 from ranks import run_ranks
 from tiles import expect_tiles

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fivefold.parallel.tiles.costs import Fuse
-from fivefold.parallel.tiles.program import Program
-from fivefold.parallel.tiles.rules.views import groups
+from fivefold.parallel.program.costs import Fuse
+from fivefold.parallel.program.program import Program
+from fivefold.parallel.tiles.views import groups
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from fivefold.parallel.graph.refs import Value
-from fivefold.parallel.tiles.program import Program
+from fivefold.parallel.program.program import Program
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

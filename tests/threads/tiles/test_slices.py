@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fivefold.parallel.graph.refs import Value
-from fivefold.parallel.tiles.program import Program
-from fivefold.parallel.tiles.rules.slices import Rows
+from fivefold.parallel.program.program import Program
+from fivefold.parallel.tiles.slices import Rows
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fivefold.parallel.tiles.rules.transposed import Spray
+from fivefold.parallel.tiles.transposed import Spray
 from fivefold.plan import Layout
 from tiles import expect_tiles
 

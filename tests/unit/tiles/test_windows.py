@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.parallel.tiles.spread import Cut
-from fivefold.parallel.tiles.windows import Window
+from fivefold.parallel.program.spread import Cut
+from fivefold.parallel.program.windows import Window
 
 
 @st.composite

@@ -11,7 +11,7 @@ from torch import nn
 
 from fivefold.cluster.description import Cluster, Device, Link
 from fivefold.parallel.pipeline.memory import predicted_in_stages
-from fivefold.parallel.tiles.memory import predicted
+from fivefold.parallel.program.memory import predicted
 from fivefold.plan import Layout, Memory, Plan, Provenance
 from fivefold.recipes.models import build
 from fivefold.tune import (

@@ -21,7 +21,7 @@ from torch import nn
 from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.parallel.graph.refs import State, Value, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
-from fivefold.parallel.tiles.costs import Costs
+from fivefold.parallel.program.costs import Costs
 
 __all__ = ["MEASURED", "Cut", "balanced", "changed_by", "named", "states_of", "uses_of"]
 

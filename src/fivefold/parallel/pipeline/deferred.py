@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fivefold.parallel.tiles.program import Compute
+from fivefold.parallel.program.program import Compute
 from fivefold.torch_private import base_of
 
 __all__ = ["Deferred"]

@@ -12,7 +12,7 @@ from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of
 from fivefold.parallel.pipeline.picture import draw
 from fivefold.parallel.pipeline.schedule import Schedule
-from fivefold.parallel.tiles.costs import flops_of
+from fivefold.parallel.program.costs import flops_of
 
 __all__ = ["described"]
 

@@ -4,7 +4,7 @@
 
 The row is the real one: forward and backward of all micro-batches in the order of the schedule, what they
 keep, what is computed again, messages that are expected or have not left, buckets of gradients. See
-`fivefold.parallel.tiles.memory`, which does the same without stages.
+`fivefold.parallel.program.memory`, which does the same without stages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut
 from fivefold.parallel.pipeline.net import PipelinedNet
-from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.loss import TileLoss
-from fivefold.parallel.tiles.memory import Predicted, device_of, made, storage_bytes
-from fivefold.parallel.tiles.net import Outputs, Prepared
-from fivefold.parallel.tiles.weightless import counting, weightless
+from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.loss import TileLoss
+from fivefold.parallel.program.memory import Predicted, device_of, made, storage_bytes
+from fivefold.parallel.program.net import Outputs, Prepared
+from fivefold.parallel.program.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Plan
 from fivefold.torch_private import FakeTensorMode, fake_of
@@ -49,7 +49,7 @@ def predicted_in_stages(
     costs: Costs | None = None,
     cut: Cut | None = None,
 ) -> Predicted:
-    """As `fivefold.parallel.tiles.memory.predicted`, for a layout with a `pipe` axis.
+    """As `fivefold.parallel.program.memory.predicted`, for a layout with a `pipe` axis.
 
     Stages make their gradients anew in every step, so these are part of what the step makes, not of what
     exists before it; `zero_grad` is taken to have let the old ones go, as it does by default.

@@ -52,10 +52,10 @@ from fivefold.parallel.pipeline.statistics import (
 )
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
+from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
+from fivefold.parallel.program.program import Program
 from fivefold.parallel.sharded import joint_norm, local
-from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.net import Outputs, Prepared, TiledNet
-from fivefold.parallel.tiles.program import Program
 from fivefold.parallel.torch_losses import split_loss
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES
@@ -91,7 +91,7 @@ class PipelinedNet:
         self._names = _names(net)
         self._dtypes: dict[tuple[Any, ...], torch.dtype] = {}
         """of the loss, with and without autocast"""
-        self.tiles = TiledNet(net, mesh, costs)
+        self.tiles = RecordedNet(net, mesh, costs)
         self.schedules = Schedules(mesh)
         """by size of the batch"""
         self.schedule = self.schedules.usual

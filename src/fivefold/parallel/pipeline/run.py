@@ -22,9 +22,9 @@ from fivefold.parallel.pipeline.schedule import Action, Op, Row, Schedule
 from fivefold.parallel.pipeline.stages import Crossing, Stage
 from fivefold.parallel.pipeline.statistics import Notes
 from fivefold.parallel.pipeline.wires import Arriving, Wire
+from fivefold.parallel.program.net import Prepared, RecordedNet
+from fivefold.parallel.program.run import carry_out, returned
 from fivefold.parallel.reduce import without_effect
-from fivefold.parallel.tiles.net import Prepared, TiledNet
-from fivefold.parallel.tiles.run import carry_out, returned
 from fivefold.trace import Phase, span
 
 __all__ = ["Feed", "Step"]
@@ -67,7 +67,7 @@ class Step:
 
     schedule: Schedule
     rank: int
-    net: TiledNet
+    net: RecordedNet
     wires: Mapping[tuple[int, bool], Wire]
     """by chain, and whether it leads back"""
     feed: Callable[[int], Feed]

@@ -21,9 +21,9 @@ from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of, uses_of
-from fivefold.parallel.tiles.program import Compute, Program
-from fivefold.parallel.tiles.run import left, returned
-from fivefold.parallel.tiles.spread import Grid
+from fivefold.parallel.program.program import Compute, Program
+from fivefold.parallel.program.run import left, returned
+from fivefold.parallel.program.spread import Grid
 
 __all__ = [
     "Crossing",

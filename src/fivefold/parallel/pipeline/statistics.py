@@ -18,9 +18,9 @@ from fivefold.errors import UsageError
 from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import State
 from fivefold.parallel.graph.tape import Tape
+from fivefold.parallel.norms import uses_batch
 from fivefold.parallel.pipeline.schedules import PAIRED
-from fivefold.parallel.tiles.rule import Statistics
-from fivefold.parallel.tiles.rules.norms import uses_batch
+from fivefold.parallel.program.rule import Statistics
 from fivefold.torch_private import has_own_backward
 from fivefold.trace import Tag
 

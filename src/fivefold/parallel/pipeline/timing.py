@@ -26,10 +26,10 @@ from fivefold.mesh.fake import fake_mesh
 from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.intercept import Share
-from fivefold.parallel.tiles.costs import Costs
-from fivefold.parallel.tiles.net import Prepared, TiledNet
-from fivefold.parallel.tiles.program import Compute, Program
-from fivefold.parallel.tiles.run import carry_out, execute
+from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.net import Prepared, RecordedNet
+from fivefold.parallel.program.program import Compute, Program
+from fivefold.parallel.program.run import carry_out, execute
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import AXES, Memory, Plan
 from fivefold.trace import Tag
@@ -95,7 +95,7 @@ def timed(
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     plain = dataclasses.replace(plan, memory=Memory())
     with fake_mesh(plain, rank, device) as mesh, _unchanged(net):
-        tiles = TiledNet(net, mesh, costs or Costs(), apart=True)
+        tiles = RecordedNet(net, mesh, costs or Costs(), apart=True)
         ready = _prepared(tiles, example, mesh)
         for node in ready.program.tape.nodes:
             if isinstance(node.function, Hooked):  # the user's, who counts their calls perhaps
@@ -115,7 +115,7 @@ def agreed_node_s(net: nn.Module, mesh: Mesh, example: Any, costs: Costs) -> lis
     return comm.all_gather(told, mesh.group(*AXES), Tag.CONTROL).median(dim=0).values.tolist()
 
 
-def _prepared(tiles: TiledNet, example: Any, mesh: Mesh) -> Prepared:
+def _prepared(tiles: RecordedNet, example: Any, mesh: Mesh) -> Prepared:
     """Random numbers for one replica."""
     rows = range(leaves(example)[0].shape[0])
 
@@ -132,7 +132,7 @@ def _prepared(tiles: TiledNet, example: Any, mesh: Mesh) -> Prepared:
     return tiles.prepare(call_with, [map_tensors(part, example)], share)[0]
 
 
-def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, float]]:
+def _run(tiles: RecordedNet, ready: Prepared, kept: bool) -> list[tuple[float, float]]:
     """Seconds of forward and backward of every step."""
     program, state = ready.program, _without_hooks(tiles, ready)
     found = [(0.0, 0.0)] * len(program.steps)
@@ -158,7 +158,7 @@ def _run(tiles: TiledNet, ready: Prepared, kept: bool) -> list[tuple[float, floa
     return found
 
 
-def _at_once(tiles: TiledNet, ready: Prepared) -> tuple[float, float]:
+def _at_once(tiles: RecordedNet, ready: Prepared) -> tuple[float, float]:
     """Seconds of forward and of backward of the whole net, in front of each of which others had the cache."""
     program, state = ready.program, _without_hooks(tiles, ready)
     others = torch.ones(_CACHE_BYTES // 4)
@@ -177,7 +177,7 @@ def _at_once(tiles: TiledNet, ready: Prepared) -> tuple[float, float]:
     return there_s, back_s
 
 
-def _without_hooks(tiles: TiledNet, ready: Prepared) -> dict[str, Tensor]:
+def _without_hooks(tiles: RecordedNet, ready: Prepared) -> dict[str, Tensor]:
     """The net's tensors, in the same memory, but without the hooks that the user has registered on them."""
     return {
         name: tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,116 @@
+"""Activations that are not kept but computed again in backward, without a message.
+
+The program is divided into segments of about equal memory. Of each only what crosses its borders is kept,
+and what it received: strips of neighbours, statistics, sums. Backward runs a segment again from these, which
+communicates nothing, and updates no buffer: nothing of what a net does besides computing is done twice.
+
+    forward    | segment 1 | segment 2 | segment 3 |      keeps v4, v9 and what was received
+    backward                           | 3 again, and its backward
+                           | 2 again, and its backward
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fivefold import comm
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.program.program import Compute, Move, Program
+
+__all__ = ["Recompute", "Segment", "divided", "recomputed", "segments"]
+
+
+Recompute = int | str
+"""none (or 0), auto, all, or the number of segments of the whole net"""
+
+
+def segments(recompute: Recompute, steps: int) -> int:
+    """Into how many segments a run of steps is divided; 0: everything is kept."""
+    if isinstance(recompute, int):
+        return recompute
+    # As many borders are kept as a segment has steps, so that both take about the same memory.
+    return {"none": 0, "all": 1, "auto": max(round(math.sqrt(steps)), 1)}[recompute]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some steps of a program, one after the other."""
+
+    first: int
+    stop: int
+    takes: tuple[int, ...]
+    """values made before that it reads"""
+    gives: tuple[int, ...]
+    """values it makes that are read later"""
+
+
+def divided(
+    program: Program,
+    parts: int,
+    wanted: set[int],
+    sizes: Callable[[int], int],
+    span: range | None = None,
+) -> list[Segment]:
+    """Cut steps of a program, all by default, into `parts` segments whose values take about the same memory.
+
+    `wanted` are values that are read by others in the end, `sizes` gives the bytes of a value.
+    """
+    made = [_made(step) for step in program.steps]
+    span = range(len(made)) if span is None else span
+    whole = sum(sizes(index) for number in span for index in made[number])
+    bounds, total = [span.start], 0
+    for number in span:
+        if total >= whole * len(bounds) / parts and number > bounds[-1] and len(bounds) < parts:
+            bounds.append(number)
+        total += sum(map(sizes, made[number]))
+    bounds.append(span.stop)
+    return [
+        _segment(program, made, wanted, first, stop)
+        for first, stop in itertools.pairwise(bounds)
+        if first < stop
+    ]
+
+
+def _segment(
+    program: Program, made: Sequence[tuple[int, ...]], wanted: set[int], first: int, stop: int
+) -> Segment:
+    own = {index for indices in made[first:stop] for index in indices}
+    takes = {index for step in program.steps[first:stop] for index in _read(step)} - own
+    gives = {i for i in own if i in wanted or program.last_use.get(i, -1) >= stop}
+    return Segment(first, stop, tuple(sorted(takes)), tuple(sorted(gives)))
+
+
+def _made(step: Move | Compute) -> tuple[int, ...]:
+    return (step.target,) if isinstance(step, Move) else step.node.outputs
+
+
+def _read(step: Move | Compute) -> list[int]:
+    refs = (step.source,) if isinstance(step, Move) else step.operands
+    return [ref.index for ref in refs if isinstance(ref, Value)]
+
+
+def recomputed(
+    run: Callable[[Mapping[int, Tensor], bool], Mapping[int, Tensor]],
+    segment: Segment,
+    values: Mapping[int, Tensor],
+) -> dict[int, Tensor]:
+    """What `run` makes in a segment of `values`, of which backward computes again what it needs.
+
+    `run` is told whether it runs again: what it then does besides computing has been done.
+    """
+    log = comm.Log()
+
+    def body(*taken: Tensor) -> tuple[Tensor, ...]:
+        with log.turn() as again:
+            made = run(dict(zip(segment.takes, taken, strict=True)), again)
+            return tuple(made[index] for index in segment.gives)
+
+    taken = [values[index] for index in segment.takes]
+    given = checkpoint(body, *taken, use_reentrant=False, preserve_rng_state=False)
+    return dict(zip(segment.gives, given, strict=True))
