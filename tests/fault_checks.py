@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoint.crash import CRASH_POINTS
+from fivefold.checkpoint.files import CRASH_POINTS
 from nodes import Job, Nodes, refusal
 from template import Template
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.mesh import Mesh, start
-from fivefold.parallel import clip_grad_norm_, parallelize, units
+from fivefold.parallel import clip_grad_norm_, gathering, parallelize
 from fivefold.plan import Layout, Memory, Plan
 from gates import X, Y
 from ranks import run_ranks
@@ -75,7 +75,7 @@ class Dropped(nn.Module):
 def trained(shard: str, ranks: int) -> list[list[float]]:
     """Three steps in the process group that there is; the weights and buffers, whole."""
     torch.manual_seed(3)
-    units.LEAST_BYTES = 1
+    gathering.LEAST_BYTES = 1
     net = nn.Sequential(
         nn.Linear(40, 64, bias=False), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 10)
     )

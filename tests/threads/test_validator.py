@@ -21,7 +21,7 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.offload import BestSoFar, Result, Validator
 from fivefold.offload.snapshot import Packing, Snapshot
-from fivefold.parallel import units
+from fivefold.parallel import gathering
 from fivefold.plan import Layout, Numerics
 from fivefold.train.task import CLASSES, PICTURES
 from ranks import run_ranks
@@ -183,7 +183,7 @@ def test_a_resumed_run_gets_the_results_that_are_due(
     monkeypatch: pytest.MonkeyPatch, layout: Layout, shard: str, delay: int
 ) -> None:
     """From a state between two calls, and from one in the middle of the last call."""
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
     net = classifier()
 
     def check(mesh: Mesh) -> None:
@@ -215,7 +215,7 @@ def test_a_resumed_run_gets_the_results_that_are_due(
 def test_parts_that_a_checkpoint_copies_are_overwritten_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
     monkeypatch.setattr("fivefold.checkpoint.staging.SMALL_BYTES", 1)
 
     def check(mesh: Mesh) -> None:

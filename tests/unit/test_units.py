@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.parallel import units
-from fivefold.parallel.units import units_of
+from fivefold.parallel import gathering
+from fivefold.parallel.gathering import units_of
 from fivefold.recipes import models
 
 
@@ -31,7 +31,7 @@ def test_units_do_not_overlap_and_hold_an_eighth_or_cannot_be_divided(model: str
     assert len(inside) == len(set(inside))
     assert sum(map(size, found)) >= 0.97 * total
     for unit in found:
-        assert size(unit) <= total // units.PARTS or not list(unit.children())
+        assert size(unit) <= total // gathering.PARTS or not list(unit.children())
 
 
 def test_resnet50_is_divided_by_its_stages_and_blocks() -> None:
@@ -43,7 +43,7 @@ def test_resnet50_is_divided_by_its_stages_and_blocks() -> None:
 
 
 def test_modules_of_torch_are_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
     net = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(64, 2))
     assert names(net) == ["0", "1"]
 
@@ -51,7 +51,7 @@ def test_modules_of_torch_are_taken_whole(monkeypatch: pytest.MonkeyPatch) -> No
 def test_lists_are_no_units_and_what_is_shared_stays_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
     net = nn.Module()
     net.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     net.embedding, net.head = nn.Embedding(8, 8), nn.Linear(8, 8)

@@ -29,7 +29,7 @@ class Variable:
 READ = (
     Variable(
         "FIVEFOLD_CRASH_AT",
-        "for tests: where in a save or a recovery this process dies (`fivefold.checkpoint.crash`)",
+        "for tests: where in a save or a recovery this process dies (`fivefold.checkpoint.files`)",
     ),
     Variable(
         "FIVEFOLD_DEBUG",

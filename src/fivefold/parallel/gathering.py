@@ -4,32 +4,33 @@
     "optimizer"      from begin to end of a step            until the end of backward
     "parameters"     while their unit of layers computes    until backward leaves the unit
 
-See `sharded` for the first, `units` for what a unit is.
+See `sharded` for the first, `units_of` for what a unit is.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold import comm
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.order import Order, explained
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.reduce import Reducer, without_effect
 from fivefold.parallel.sharded import Parts, Shards, averages, check_unchanged, held, unviewed
-from fivefold.parallel.units import units_of
 from fivefold.torch_private import version_of
 from fivefold.trace import Tag
 
-__all__ = ["WholeForLayers", "WholeForStep", "check_shard", "gathering_reducer"]
+__all__ = ["WholeForLayers", "WholeForStep", "check_shard", "gathering_reducer", "units_of"]
 
 
 def check_shard(net: nn.Module, mesh: Mesh) -> None:
@@ -264,3 +265,132 @@ def _note(reducer: weakref.ref[WholeForLayers], number: int, _parameter: Tensor)
 
 def _unviewed(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
     return unviewed(outputs)
+
+
+# ---- Which modules of a net gather their parameters together, each for the time that it computes
+#
+# From the net downwards, what holds more than an eighth of all parameters is taken apart, and what is smaller
+# is a unit; so at most about a quarter is whole at a time, the next unit being gathered while one computes.
+#
+#     net 100 ──┬── stem 1                                 small: stays with the net
+#               ├── layer1 9                      unit
+#               ├── layer2 40 ──┬── block 12      unit
+#               │               └── ...
+#               └── head 8                        unit
+
+PARTS = 8
+LEAST_BYTES = 1 << 16
+"""What is smaller is not worth a message of its own"""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""modules that are not called"""
+
+
+def units_of(net: nn.Module) -> list[nn.Module]:
+    """The modules of `net` that gather on their own; what belongs to none of them is the net's."""
+    limit = max(_bytes(net) // PARTS, LEAST_BYTES)
+    owners = Counter(id(p) for m in net.modules() for p in m.parameters(recurse=False))
+    return list(dict.fromkeys(_divided(net, limit, owners)))  # one may stand at two places
+
+
+def _divided(module: nn.Module, limit: int, owners: Counter[int]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _bytes(child) < LEAST_BYTES:
+            continue
+        small = _bytes(child) <= limit or not _divisible(child)
+        if small and not isinstance(child, _LISTS) and _closed(child, owners):
+            yield child
+        elif _divisible(child):
+            yield from _divided(child, limit, owners)
+
+
+def _divisible(module: nn.Module) -> bool:
+    """Whether the children are called as modules; torch's attention, say, takes the weights of its own."""
+    ours = not type(module).__module__.startswith("torch.nn.")
+    return ours or isinstance(module, (nn.Sequential, *_LISTS))
+
+
+def _closed(module: nn.Module, owners: Counter[int]) -> bool:
+    """Whether no parameter in it is used by a module outside as well."""
+    inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    return all(owners[key] == count for key, count in inside.items())
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(map(_size, module.parameters()))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# ---- What nets may not do whose layers gather their parameters one after the other, and how that is told
+#
+# All ranks have to gather the same at the same time. A rank that calls other modules than the others would
+# get parameters mixed from two modules, or end the process within the backend; so ranks tell each other what
+# they are going to gather: some bytes, and on a GPU no wait for it, as the processors tell each other.
+
+T = TypeVar("T")
+
+_INSTEAD = 'memory.shard = "optimizer", which gathers for a whole step, works'
+_END = 0
+
+
+class Order:
+    """The order in which units are called, which has to be that of all ranks of `replicas`. Collective."""
+
+    def __init__(self, replicas: DeviceMesh) -> None:
+        self._group = replicas.get_group("data")
+        self._device = torch.device("cpu")
+        try:
+            self._told(_END)
+        except (comm.CommError, RuntimeError):  # all ranks have a backend for GPUs only
+            self._device = torch.device(replicas.device_type)
+
+    def hook(self, number: int) -> Callable[[nn.Module, Any], None]:
+        """A hook to run before the forward of unit `number`, from 1 on."""
+
+        def check(_module: nn.Module, _inputs: Any) -> None:
+            self._check(number)
+
+        return check
+
+    def to_the_end(self, run: Callable[[], T]) -> T:
+        """What `run` returns, a forward pass; afterwards no rank calls another unit."""
+        made = run()
+        self._check(_END)
+        return made
+
+    def _check(self, number: int) -> None:
+        if bool((self._told(number) != number).any()):
+            raise UsageError(
+                "ranks call different modules, as their samples differ, or in another order, so they cannot "
+                f"gather parameters layer by layer: {_INSTEAD}"
+            )
+
+    def _told(self, number: int) -> Tensor:
+        own = torch.tensor([number], device=self._device)
+        return comm.all_gather(own, self._group, Tag.CONTROL)
+
+
+_EXPLAINED = {
+    "mixed torch.Tensor and DTensor": (
+        "the net computes with parameters of a module without calling it, so they were not gathered"
+    ),
+    "RegisterPostBackwardFunction is a view and is being modified inplace": (
+        "a module changes its input in place as the first thing it does, which layers that gather their "
+        "parameters cannot allow: set inplace=False there"
+    ),
+}
+
+
+@contextmanager
+def explained() -> Generator[None]:
+    """Errors of torch's within the block that have a remedy here say so."""
+    try:
+        yield
+    except RuntimeError as problem:
+        for said, meant in _EXPLAINED.items():
+            if said in str(problem):
+                raise UsageError(f"{meant}; or {_INSTEAD}") from problem
+        raise

@@ -12,17 +12,21 @@ Where the machine does not tell, a row says -1 or nan, and `said` why.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from fivefold.cluster.gpus import gpus, visible
+from fivefold.cluster.nvml import short_address
 from fivefold.trace.counters import Energy, Network, Resident, RunDelay, Throttled
-from fivefold.trace.gpu_use import GpuUse, Used
 from fivefold.trace.windows import Row
 
-__all__ = ["Gpu", "Machine"]
+__all__ = ["Gpu", "GpuUse", "Machine", "Used"]
 
 _OFTEN_NS, _SOMETIMES_NS, _RARELY_NS = 5_000_000, 20_000_000, 500_000_000
 _PAUSE, _LONGEST_NS = 1000, 200_000_000
@@ -166,3 +170,85 @@ def _process() -> tuple[int, int, int, int]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = time.clock_gettime_ns(time.CLOCK_PROCESS_CPUTIME_ID)
     return cpu, used.ru_nivcsw, used.ru_majflt, used.ru_maxrss << 10
+
+
+# ---- Use, memory and energy of this rank's GPU, from NVIDIA's management library (extra `gpu`)
+
+
+@dataclass(frozen=True)
+class Used:
+    """One reading."""
+
+    busy: float
+    """share of the last moments in which a kernel ran, 0 to 1"""
+    memory_bytes: int
+    """in use on the device, by this process where the library tells it apart"""
+    energy_j: float
+    """since the driver was loaded; nan if the device does not count"""
+
+
+class GpuUse:
+    """The GPU that is number `index` of those that this process may use. `said` tells why there is none."""
+
+    def __init__(self, index: int) -> None:
+        self.said = ""
+        self._nvml: Any = None
+        self._device: Any = None
+        found = [gpu for gpu in visible(gpus()) if gpu.vendor == "NVIDIA"]
+        if index >= len(found):
+            self.said = "not available: this process may use no GPU of NVIDIA"
+            return
+        try:
+            import pynvml as library
+        except ImportError:
+            self.said = "not available: install fivefold[gpu]"
+            return
+        nvml: Any = library
+        try:
+            nvml.nvmlInit()
+            self._device = _by_address(nvml, found[index].address)
+        except nvml.NVMLError as problem:
+            self.said = f"not available: {problem}"
+            return
+        self._nvml = nvml
+
+    def read(self) -> Used | None:
+        """At this moment; None where there is nothing to read."""
+        if self._nvml is None:
+            return None
+        nvml, device = self._nvml, self._device
+        try:
+            busy = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+            memory = _of_process(nvml, device)
+            if memory is None:
+                memory = int(nvml.nvmlDeviceGetMemoryInfo(device).used)
+        except nvml.NVMLError:
+            return None
+        energy = float("nan")
+        with contextlib.suppress(nvml.NVMLError):
+            energy = nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3
+        return Used(busy, memory, energy)
+
+    def close(self) -> None:
+        """Let go of the library."""
+        if self._nvml is not None:
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+            self._nvml = None
+
+
+def _by_address(nvml: Any, address: str) -> Any:
+    for number in range(nvml.nvmlDeviceGetCount()):
+        device = nvml.nvmlDeviceGetHandleByIndex(number)
+        told = nvml.nvmlDeviceGetPciInfo(device).busId
+        if short_address(told.decode() if isinstance(told, bytes) else told) == address:
+            return device
+    raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+
+
+def _of_process(nvml: Any, device: Any) -> int | None:
+    """None in containers, where the library knows other process numbers, and where it does not tell."""
+    for process in nvml.nvmlDeviceGetComputeRunningProcesses(device):
+        if process.pid == os.getpid() and process.usedGpuMemory is not None:
+            return int(process.usedGpuMemory)
+    return None

@@ -16,9 +16,15 @@ import socket
 import time
 from dataclasses import dataclass
 
-from fivefold.wire.receiving import received
-
-__all__ = ["KEY_BYTES", "OtherKey", "OtherProtocol", "OtherVersion", "Protocol", "new_key"]
+__all__ = [
+    "KEY_BYTES",
+    "OtherKey",
+    "OtherProtocol",
+    "OtherVersion",
+    "Protocol",
+    "new_key",
+    "received",
+]
 
 KEY_BYTES = 32
 _CODE_BYTES, _NAME_BYTES, _VERSION_BYTES = 32, 13, 3
@@ -89,3 +95,22 @@ class Protocol:
 
     def _code(self, key: bytes, whose: bytes, listener: bytes, caller: bytes) -> bytes:
         return hmac.new(key, self._head() + whose + listener + caller, hashlib.sha256).digest()
+
+
+# ---- Bytes that have to come by a certain time, however slowly they come
+
+
+def received(line: socket.socket, length: int, end: float) -> bytes:
+    """The next `length` bytes of a line; `end` is a time of `time.monotonic`.
+
+    The line is left with a timeout. Raises `OSError` if it ends, or they have not come by then.
+    """
+    room = bytearray(length)
+    left = memoryview(room)
+    while left:
+        line.settimeout(max(end - time.monotonic(), 0.001))
+        count = line.recv_into(left)
+        if count == 0:
+            raise ConnectionError("the connection ended")
+        left = left[count:]
+    return bytes(room)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.parallel import units
+from fivefold.parallel import gathering
 from fivefold.plan import Layout, Pipeline
 from sharding import Dropped, plan_of
 from small_models import batch_of, judged, loss_of, net_of
@@ -15,7 +15,7 @@ from small_models import batch_of, judged, loss_of, net_of
 @pytest.fixture
 def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the smallest nets are units of their own."""
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
 
 
 @pytest.mark.usefixtures("_layer_by_layer")

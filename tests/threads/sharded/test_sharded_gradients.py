@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
-from fivefold.parallel import clip_grad_norm_, parallelize, units
+from fivefold.parallel import clip_grad_norm_, gathering, parallelize
 from fivefold.plan import Layout, Parallel
 from gates import Gate, chosen
 from ranks import run_ranks
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture
 def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the smallest nets are units of their own."""
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
 
 
 @BOTH

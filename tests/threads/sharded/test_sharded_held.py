@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, part_of
-from fivefold.parallel import ParallelModel, parallelize, units
+from fivefold.parallel import ParallelModel, gathering, parallelize
 from fivefold.plan import Layout, Parallel, Pipeline, Plan
 from ranks import run_ranks
 from sharding import BOTH, Dropped, X, Y, on, plan_of, small
@@ -23,7 +23,7 @@ from sharding import BOTH, Dropped, X, Y, on, plan_of, small
 @pytest.fixture
 def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the smallest nets are units of their own."""
-    monkeypatch.setattr(units, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
 
 
 BLOCKS = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16))
@@ -130,7 +130,7 @@ def peak_of(model: ParallelModel) -> int:
 
 
 def test_layers_are_whole_only_while_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(gathering, "LEAST_BYTES", 1 << 10)
     total = bytes_of(list(DEEP.parameters()))
 
     def check(mesh: Mesh) -> int:
@@ -198,7 +198,7 @@ def test_parameters_that_cannot_be_divided_are_named() -> None:
 
 @pytest.mark.usefixtures("_layer_by_layer")
 def test_layers_that_hooks_do_not_see_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "PARTS", 1)
+    monkeypatch.setattr(gathering, "PARTS", 1)
 
     class Direct(nn.Module):
         def __init__(self) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from fivefold.checkpoint.crash import CRASH_POINTS, crash_at
-from fivefold.checkpoint.files import FileOps, Written, is_temporary
+from fivefold.checkpoint.files import CRASH_POINTS, FileOps, Written, crash_at, is_temporary
 from fivefold.errors import UsageError
 from torn import Operation, Recorded
 

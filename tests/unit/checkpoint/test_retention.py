@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
-from fivefold.checkpoint.retention import retain
 from fivefold.checkpoint.run import Run, Start
 from fivefold.checkpoint.store import PersistentStore
+from fivefold.checkpoint.writing import retain
 from fivefold.errors import CheckpointError
 from saves import RUN_ID, manifest_of, save_flushed
 

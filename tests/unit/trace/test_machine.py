@@ -13,8 +13,7 @@ import pytest
 
 from fivefold.trace import machine as machine_module
 from fivefold.trace.counters import Energy, Network, OpenFile, Resident, RunDelay, Throttled
-from fivefold.trace.gpu_use import GpuUse, Used
-from fivefold.trace.machine import Machine
+from fivefold.trace.machine import GpuUse, Machine, Used
 from fivefold.trace.windows import new_row
 
 DEV = """Inter-|   Receive                                                |  Transmit

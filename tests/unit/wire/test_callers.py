@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fivefold.wire import Callers
-from fivefold.wire.receiving import received
+from fivefold.wire.handshake import received
 
 
 def test_of_too_many_the_one_that_has_waited_longest_is_hung_up() -> None:
