@@ -196,21 +196,24 @@ def test_what_is_no_tensor_among_the_outputs() -> None:
 # ---- replicas that stop to be alike
 
 
+@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("layout", [DATA, Layout(data=2, width=2)], ids=str)
-def test_weights_that_one_rank_alone_has_loaded_are_told(layout: Layout) -> None:
+def test_weights_that_one_rank_alone_has_loaded_are_told(layout: Layout, steps: int) -> None:
     kind = Net if layout is DATA else Images
 
     def check(mesh: Mesh) -> None:
         net = made(kind, lambda _n, h: h, dict)
         x, y = (t.double() for t in batches(kind)[0])
         model = parallelize(net, mesh, example=x, loss=nn.MSELoss())
-        model.step(*model.shard(x, y))
+        for _ in range(steps):
+            model.step(*model.shard(x, y))
         if mesh.rank == 0:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
         with pytest.raises(
-            UsageError, match="replicas hold different parameters before step 2: 'first"
+            UsageError,
+            match=f"replicas hold different parameters before step {steps + 1}: 'first",
         ):
             model.step(*model.shard(x, y))
 

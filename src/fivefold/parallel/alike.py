@@ -21,10 +21,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_alike(net: nn.Module, group: dist.ProcessGroup, step: int) -> None:
     """Raise `UsageError` on all ranks of `group` unless they hold the same bits. Collective.
 
-    Compared before the second step, and then rarely; `step` counts from 1. Parameters of which a
+    Compared before the first two steps, and then rarely; `step` counts from 1. Parameters of which a
     rank has a part, or nothing, are left out.
     """
-    if step != 2 and step % _SELDOM:
+    if step > 2 and step % _SELDOM:
         return
     held = [
         (name, parameter) for name, parameter in net.named_parameters()

@@ -325,6 +325,23 @@ def test_the_batch_at_once_takes_any_loss() -> None:
     on_pipe(check, schedule="layer")
 
 
+def test_a_target_without_dims_is_of_all_samples() -> None:
+    plain, target = copy.deepcopy(NET), torch.tensor(0.3, dtype=X.dtype)
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs - target).square().mean()
+
+    loss(plain(X), target).backward()
+
+    def check(mesh: Mesh) -> None:
+        model = started(mesh, loss=loss)
+        model.step(model.shard(X), target)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+    on_pipe(check, schedule="layer")
+
+
 class Counts(nn.BatchNorm2d):
     """A norm that counts its batches as timm's do, in training only."""
 

@@ -29,9 +29,11 @@ class Batch:
 
 
 def some_rows(tree: Any, rows: range) -> Any:
-    """Some samples of a batch, with the notes of which they are."""
+    """Some samples of a batch, with the notes of which they are; a tensor without dims is of all."""
 
     def cut(leaf: Tensor) -> Tensor:
+        if not leaf.dim():
+            return leaf
         part, piece = part_of(leaf), leaf[rows.start : rows.stop]
         if part is None:
             return piece
