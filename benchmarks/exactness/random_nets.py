@@ -42,13 +42,14 @@ def table(what: str, rows: dict[str, Counter[str]]) -> str:
 def main(files: list[str]) -> None:
     """Read the reports, and show them in README.md."""
     reports = [json.loads(Path(file).read_text()) for file in files]
+    commits = sorted({report["commit"] for report in reports})
     by_seed = {
         f"seed {report['seed']}": Counter({o: report["outcomes"][o] for o in OUTCOMES})
         for report in reports
     }
     by_layout, by_tag = added(reports, "by_layout"), added(reports, "by_tag")
     result = {
-        "environment": circumstances(),
+        "environment": {**circumstances(), "commit": ", ".join(commits)},
         "by_seed": {name: dict(found) for name, found in by_seed.items()},
         "by_layout": {name: dict(found) for name, found in by_layout.items()},
         "by_feature": {name: dict(found) for name, found in by_tag.items()},

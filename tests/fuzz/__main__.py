@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -83,11 +84,19 @@ def _campaign(told: argparse.Namespace) -> int:
     )
     campaign = Campaign(wanted, tell=lambda line: print(line, flush=True))
     campaign.run()
-    report = campaign.report()
+    report = {"commit": _commit(), **campaign.report()}
     if told.json:
         Path(told.json).write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
     return 1 if campaign.bad else 0
+
+
+def _commit() -> str:
+    """What is tried: the commit, and whether files differ from it; empty outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def _mutants(told: argparse.Namespace) -> int:
