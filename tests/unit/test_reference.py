@@ -6,8 +6,11 @@ import ast
 import json
 import re
 import runpy
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -212,3 +215,24 @@ def test_sentences_that_troubleshooting_quotes_are_said() -> None:
     for quote in quoted():
         pattern = re.compile(".*?".join(re.escape(part) for part in quote.split("...")), re.DOTALL)
         assert any(pattern.search(text) for text in said), f"nothing in the sources says: {quote}"
+
+
+def test_the_functions_that_a_sample_passes_are_where_the_page_says() -> None:
+    text = (ROOT / "docs" / "explanation" / "one-sample.md").read_text()
+    names = sorted(set(re.findall(r"`(fivefold(?:\.\w+)+)`", text)))
+    assert len(names) > 30
+    for name in names:
+        module = next(n for n in _prefixes(name) if find_spec(n) is not None)
+        thing: object = import_module(module)
+        for part in name.removeprefix(module).strip(".").split(".") if name != module else []:
+            thing = getattr(thing, part)
+        assert getattr(thing, "__module__", module) == module, name
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The modules that a dotted name may lie in, the deepest first."""
+    while name:
+        with suppress(ModuleNotFoundError):
+            find_spec(name)
+            yield name
+        name = name.rpartition(".")[0]
