@@ -31,6 +31,8 @@ _ENOUGH = 5
 """operations in the rings from which a time is told"""
 _WAITED = 0.2
 """share of the time that is exposed, from which the end of an operation is known well"""
+_MOST_RATIO = 2.0
+"""faster than calibrated by more than that, what is measured is not how long a transfer takes"""
 _WHOLE = ("all_gather",)
 """operations whose size is that of the result: ranks times what each gives"""
 
@@ -156,7 +158,9 @@ def _operation(
     curve = curves.get((name, index)) if index in {part[1] for part in parts} else None
     # What nobody waits for may have ended long before anybody looked.
     expected = curve.expected_s(size / count) if curve and blocked > _WAITED * total else None
-    speed = whole / transfer if transfer and whole else None
+    ratio = expected / transfer if expected and transfer else None
+    seen = ratio is None or ratio <= _MOST_RATIO  # else the last to come found all parts there
+    speed = whole / transfer if seen and transfer and whole else None
     return {
         "operation": name, "tag": TAGS[key.tag] if key.tag < len(TAGS) else "untold", "group": key.group,
         "group_size": group.size or None,
@@ -171,7 +175,7 @@ def _operation(
         "transfer_s": transfer, "algorithm_bytes_per_s": speed,
         "bus_bytes_per_s": speed * bus_factor(name, group.size) if speed else None,
         "expected_s": expected,
-        "expected_ratio": expected / transfer if expected and transfer else None,
+        "expected_ratio": ratio if seen else None,
     }  # fmt: skip
 
 

@@ -179,11 +179,12 @@ class Operation(TypedDict):
     transfer_s: float | None
     """median time from the last rank's arrival to the end, or what comes nearest"""
     algorithm_bytes_per_s: float | None
+    """None as well where the last rank to come found all parts there: no transfer was seen"""
     bus_bytes_per_s: float | None
     expected_s: float | None
     """by the calibration at start"""
     expected_ratio: float | None
-    """expected over transfer: 1 is as calibrated, below 0.5 is slow"""
+    """expected over transfer: 1 is as calibrated, below 0.5 is slow; None where no transfer was seen"""
 
 
 class LateOperation(TypedDict):

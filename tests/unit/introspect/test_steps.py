@@ -197,6 +197,20 @@ def test_operations_are_told_by_size(tmp_path: Path) -> None:
     assert (small["count"], small["group"], small["group_size"]) == (160, "data", 4)
 
 
+def test_no_speed_is_told_where_the_last_rank_found_everything_there(tmp_path: Path) -> None:
+    calibration = [{"op": "all_reduce", "group": 0, "size_bytes": 4 << 20, "seconds": 20e-3}]
+    story = Story(ranks=4, steps=20, meta={"calibration": calibration})
+    large, *_ = Analysis(TracedRun.load(story.write(tmp_path))).operations
+    assert large["expected_s"] == pytest.approx(20e-3)
+    assert 0 < (large["transfer_s"] or 0) < 5e-3, "more than twice as fast as calibrated"
+    assert (
+        large["expected_ratio"]
+        is large["algorithm_bytes_per_s"]
+        is large["bus_bytes_per_s"]
+        is None
+    )
+
+
 @given(st.floats(1, 1e9))
 def test_calibrations_are_monotone(size: float) -> None:
     curve = Calibrated("all_reduce", 0, (8, 1024, 1 << 20), (1e-5, 2e-5, 1e-3))
