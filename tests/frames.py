@@ -169,7 +169,7 @@ def _long(dice: random.Random, whole: bytes) -> bytes:
     return sealed(b"{}", payload_bytes=dice.choice([size, 1 << 40, (1 << 64) - 1])) + whole
 
 
-def _in_a_tray(dice: random.Random, whole: bytes) -> bytes:
+def _in_a_buffer(dice: random.Random, whole: bytes) -> bytes:
     buffer = dice.choice([0, 1, 1 << 40, (1 << 63) - 1])
     return sealed(b'{"lease":1}', buffer=buffer, payload_bytes=dice.randrange(1 << 20)) + whole
 
@@ -184,6 +184,6 @@ def _strange_kind(dice: random.Random, whole: bytes) -> bytes:
 
 
 _SPOILERS = [
-    _as_is, _random, _random_after, _flipped, _flipped_head, _cut, _without_a_piece, _long, _in_a_tray,
+    _as_is, _random, _random_after, _flipped, _flipped_head, _cut, _without_a_piece, _long, _in_a_buffer,
     _strange_text, _strange_kind,
 ]  # fmt: skip

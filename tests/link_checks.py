@@ -157,7 +157,7 @@ def check_messages_arrive_in_order(ends: Ends) -> None:
 SIZES = (0, 1, 47, 48, 63, 64, 65, 4096, 65_535, MIB + 1, 64 * MIB)
 
 
-def check_payloads_of_all_sizes_lie_in_their_tray(ends: Ends) -> None:
+def check_payloads_of_all_sizes_lie_in_their_buffer(ends: Ends) -> None:
     for seed, size in enumerate(SIZES):
         buffer = ends.buffer()
         ends.ask(do="make", size=size, seed=seed, lease=seed, buffer=buffer.number)

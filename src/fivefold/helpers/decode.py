@@ -41,7 +41,7 @@ def decode(
         known: types that may be built, from `types_in` of a batch that this process made itself.
 
     Raises:
-        ParcelError: it is no encoded batch, or holds a type that is not known.
+        DecodeError: it is no encoded batch, or holds a type that is not known.
     """
     decoder = Decoder(payload, known or {})
     try:

@@ -5,7 +5,7 @@
     helper 0 ── answer ──────────────┤          └─ disconnect ── dial again
     helper 1 ── answer ──────────────┘
 
-Its owner is called under the lock, in this thread.
+Its handler is called under the lock, in this thread.
 """
 
 from __future__ import annotations

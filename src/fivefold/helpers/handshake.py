@@ -90,7 +90,7 @@ def connect(
 
     Raises:
         Unreachable: nobody answers in time.
-        Stranger: who answers knows another key, speaks another protocol, or is no helper.
+        HandshakeError: who answers knows another key, speaks another protocol, or is no helper.
         UsageError: the address is none.
     """
     place, end = Address.parse(address), time.monotonic() + timeout_s

@@ -262,7 +262,7 @@ recursive.append(recursive)
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "fields"),
     [
         (Opaque(), r"holds test_parcel\.Opaque|holds .*Opaque"),
         ({1, 2}, "holds set, .*in tuples, lists, dicts"),

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C
 # Holds a slot in the middle of writing a buffer, until it is killed.
 WRITER = """
 import sys, time
-from fivefold.helpers.receive_buffers import Borrowed
+from fivefold.helpers.receive_buffers import AttachedPool
 class Stuck:
     def __len__(self):
         print("writing", flush=True)
         time.sleep(60)
-Borrowed.attach(int(sys.argv[1]), 1000, 2).write(int(sys.argv[2]), [Stuck()])
+AttachedPool.attach(int(sys.argv[1]), 1000, 2).write(int(sys.argv[2]), [Stuck()])
 """
 
 
@@ -44,7 +44,7 @@ def taken(pool: BufferPool) -> ReceiveBuffer:
     return buffer
 
 
-def test_a_tray_is_aligned_writable_and_as_large_as_it_was_ordered(pool: BufferPool) -> None:
+def test_a_buffer_is_aligned_writable_and_as_large_as_it_was_ordered(pool: BufferPool) -> None:
     one, other = taken(pool), taken(pool)
     for buffer in (one, other):
         assert (len(buffer.memory), buffer.memory.readonly, buffer.memory.format) == (
@@ -60,7 +60,7 @@ def test_a_tray_is_aligned_writable_and_as_large_as_it_was_ordered(pool: BufferP
     assert pool.free == 0
 
 
-def test_a_tray_is_free_when_the_last_tensor_that_views_it_is_gone(pool: BufferPool) -> None:
+def test_a_buffer_is_free_when_the_last_tensor_that_views_it_is_gone(pool: BufferPool) -> None:
     batch = (torch.arange(20.0).view(4, 5), [np.arange(3), torch.ones(2, dtype=torch.bfloat16)])
     fields, parts = encode(batch)
     buffer = taken(pool)
@@ -97,7 +97,7 @@ def test_a_cycle_of_references_holds_a_tray_until_it_is_collected(pool: BufferPo
     assert pool.free == 2
 
 
-def test_tensors_outlive_the_trays() -> None:
+def test_tensors_outlive_the_buffers() -> None:
     pool = BufferPool(1000, 1)
     buffer = taken(pool)
     buffer.memory[:3] = b"abc"
@@ -124,7 +124,7 @@ def test_a_helper_writes_into_the_tray_it_was_given_and_no_other(pool: BufferPoo
         assert not attached.write(again.number ^ 0xFFF, [b"no such buffer"])
 
 
-def test_a_tray_that_is_being_written_when_given_up_is_free_once_its_writer_is_killed(
+def test_a_buffer_that_is_being_written_when_given_up_is_free_once_its_writer_is_killed(
     pool: BufferPool,
 ) -> None:
     buffer, other = taken(pool), taken(pool)
@@ -146,7 +146,7 @@ def test_a_tray_that_is_being_written_when_given_up_is_free_once_its_writer_is_k
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 100_000])
-def test_what_is_no_trays_is_refused(size_bytes: int) -> None:
+def test_what_is_no_buffers_is_refused(size_bytes: int) -> None:
     with Segment.create("test", size_bytes) as segment:
         for buffer_bytes, count in (
             (1000, 2000),
@@ -166,6 +166,6 @@ def test_what_is_no_trays_is_refused(size_bytes: int) -> None:
         os.close(null)
 
 
-def test_trays_smaller_than_told_are_refused(pool: BufferPool) -> None:
+def test_buffers_smaller_than_told_are_refused(pool: BufferPool) -> None:
     with pytest.raises(ArenaError, match="smaller buffers"):
         AttachedPool.attach(pool.segment.fd, pool.segment.size_bytes - 4096 - 64, 1)
