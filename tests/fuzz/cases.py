@@ -38,6 +38,8 @@ _SOLID = (({"depth": 2}, 3), ({"depth": 2, "width": 2}, 2), ({"data": 2, "depth"
 _NOTABLE = ("affine", "bias", "track_running_stats")
 """options that are on unless a case says otherwise"""
 _COARSE = 1e-2
+_FLAG, _LOOKS = "deterministic", 3
+"""the event that sets a flag of torch; steps in which nets are recorded again"""
 _PAIRED = ("gems", "gems-overlap", "chimera")
 _SCHEDULES = (
     "layer",
@@ -165,7 +167,14 @@ def _steps(rng: random.Random, case: Case) -> list[dict[str, Any]]:
                 step["zero"] = False
                 steps[-1]["update"] = False
         steps.append(step)
-    return steps
+    return _later(steps)
+
+
+def _later(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Flags of torch change after the steps in which nets are recorded again: these see it as well."""
+    flags = [any(e["do"] == _FLAG for e in step.get("events", ())) for step in steps]
+    before = _LOOKS - flags.index(True) if any(flags) else 0
+    return [*({"batch": steps[0]["batch"]} for _ in range(before)), *steps]
 
 
 def _other_batch(rng: random.Random, case: Case) -> int:

@@ -125,6 +125,8 @@ class Global(Block):
 class Flagged(Block):
     """Computes otherwise where torch is set to be deterministic."""
 
+    often = 4.0
+
     def forward(self, x: Tensor) -> Tensor:
         return x * (0.6 if torch.are_deterministic_algorithms_enabled() else 1.2)
 
