@@ -14,7 +14,7 @@ from torch import Tensor
 from fuzz.cases import Case, looseness
 from fuzz.pool import Ended
 
-__all__ = ["BAD", "OUTCOMES", "Outcome", "judged", "sensitivity"]
+__all__ = ["BAD", "OUTCOMES", "Outcome", "judged", "largest", "sensitivity"]
 
 OUTCOMES = ("exact", "refused", "told", "wrong", "traceback", "crash", "hang")
 BAD = ("wrong", "traceback", "crash", "hang")
@@ -188,6 +188,17 @@ def sensitivity(truth: Record) -> float:
             if isinstance(value, Tensor):
                 worst = max(worst, _error(nudged.get(path), value, scales[path]))
     return worst
+
+
+def largest(truth: Record) -> float:
+    """The largest number among weights, and outputs in eval mode."""
+    named = [*(step["weights"] for step in truth["steps"]), *truth["evaluated"]]
+    values = [_wide(v).abs().max() for each in named for v in each.values() if _has_numbers(v)]
+    return max((float(value) for value in values), default=0.0)
+
+
+def _has_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0
 
 
 # ---- differences

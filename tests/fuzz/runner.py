@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from fuzz.cases import Case, coarse, ranks_of
-from fuzz.compare import Outcome, judged, sensitivity
+from fuzz.compare import Outcome, judged, largest, sensitivity
 from fuzz.judge import Judge, Rejected
 from fuzz.pool import Ranks
 
@@ -15,6 +15,9 @@ SHAKY, SHAKY_LOW = 1e-9, 2.0
 """a case whose numbers react more than this to one ulp says nothing about exactness; with regions of low
 precision, more than so many times what these may cause, to a twentieth of that"""
 
+DIVERGED = 1e12
+"""numbers of a net whose training has failed"""
+
 
 def checked(judge: Judge, case: Case) -> dict[str, Any]:
     """The truth about a case. Raises `Rejected` for one that is not valid in one process, or shaky there."""
@@ -22,6 +25,10 @@ def checked(judge: Judge, case: Case) -> dict[str, Any]:
     reaction = sensitivity(truth)
     if not reaction <= (SHAKY_LOW * coarse(case) or SHAKY):
         raise Rejected("Shaky", "one process", f"rounding moves a result by {reaction:.1e}")
+    if (
+        not largest(truth) < DIVERGED
+    ):  # softmax of such numbers is a choice, which any rounding turns
+        raise Rejected("Shaky", "one process", "training diverges")
     if (low := coarse(case)) and (
         moved := sensitivity({**truth, "nudged": judge.by_rows(case)})
     ) > low / 2:
