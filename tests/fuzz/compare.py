@@ -191,14 +191,11 @@ def sensitivity(truth: Record) -> float:
 
 
 def largest(truth: Record) -> float:
-    """The largest number among weights, and outputs in eval mode."""
+    """The largest finite number among weights, and outputs in eval mode: some nets mask with infinity."""
     named = [*(step["weights"] for step in truth["steps"]), *truth["evaluated"]]
-    values = [_wide(v).abs().max() for each in named for v in each.values() if _has_numbers(v)]
-    return max((float(value) for value in values), default=0.0)
-
-
-def _has_numbers(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() > 0
+    tensors = [value for each in named for value in each.values() if isinstance(value, Tensor)]
+    finite = (_wide(tensor)[tensor.isfinite()].abs() for tensor in tensors)
+    return max((float(numbers.max()) for numbers in finite if len(numbers)), default=0.0)
 
 
 # ---- differences

@@ -14,9 +14,8 @@ __all__ = ["Runner", "checked"]
 SHAKY, SHAKY_LOW = 1e-9, 2.0
 """a case whose numbers react more than this to one ulp says nothing about exactness; with regions of low
 precision, more than so many times what these may cause, to a twentieth of that"""
-
 DIVERGED = 1e12
-"""numbers of a net whose training has failed"""
+"""a softmax of such numbers is a choice, which any rounding turns"""
 
 
 def checked(judge: Judge, case: Case) -> dict[str, Any]:
@@ -25,14 +24,13 @@ def checked(judge: Judge, case: Case) -> dict[str, Any]:
     reaction = sensitivity(truth)
     if not reaction <= (SHAKY_LOW * coarse(case) or SHAKY):
         raise Rejected("Shaky", "one process", f"rounding moves a result by {reaction:.1e}")
-    if (
-        not largest(truth) < DIVERGED
-    ):  # softmax of such numbers is a choice, which any rounding turns
+    if largest(truth) > DIVERGED:
         raise Rejected("Shaky", "one process", "training diverges")
-    if (low := coarse(case)) and (
-        moved := sensitivity({**truth, "nudged": judge.by_rows(case)})
-    ) > low / 2:
-        raise Rejected("Shaky", "one process", f"rounding by samples moves a result by {moved:.1e}")
+    if low := coarse(case):
+        moved = sensitivity({**truth, "nudged": judge.by_rows(case)})
+        if not moved <= low / 2:
+            text = f"rounding by samples moves a result by {moved:.1e}"
+            raise Rejected("Shaky", "one process", text)
     if ranks_of(case) == 1 and any(step["uncontrolled"] for step in truth["steps"]):
         raise Rejected("Random", "one process", "numbers that no layout controls follow its masks")
     return truth

@@ -33,7 +33,7 @@ class DecodeError(FivefoldError):
 def decode(
     fields: Mapping[str, Any], payload: memoryview, known: Mapping[str, type] | None = None
 ) -> Any:
-    """The batch of a encoded batch. Its tensors and arrays are views of `payload`, and keep it alive.
+    """The batch that was encoded. Its tensors and arrays are views of `payload`, and keep it alive.
 
     Args:
         fields: those of `Encoded`, and perhaps more.
@@ -41,7 +41,7 @@ def decode(
         known: types that may be built, from `types_in` of a batch that this process made itself.
 
     Raises:
-        DecodeError: it is no encoded batch, or holds a type that is not known.
+        DecodeError: it is no batch, or holds a type that is not known.
     """
     decoder = Decoder(payload, known or {})
     try:

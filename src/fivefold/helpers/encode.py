@@ -65,7 +65,7 @@ class Encoded(NamedTuple):
 
 
 def encode(batch: Any) -> Encoded:
-    """The encoded batch of a batch.
+    """A batch, ready to be sent.
 
     Raises:
         UsageError: it holds something that cannot travel; names the type and the remedy.

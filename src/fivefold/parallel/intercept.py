@@ -29,7 +29,12 @@ from torch.overrides import TorchFunctionMode
 from fivefold.errors import UsageError, warn
 from fivefold.parallel import randomness
 from fivefold.parallel.keys import Keys, Replay
-from fivefold.parallel.norms import global_batch_norm, global_instance_norm, laid_out
+from fivefold.parallel.norms import (
+    batch_norm_names,
+    global_batch_norm,
+    global_instance_norm,
+    laid_out,
+)
 from fivefold.torch_private import in_backward
 
 __all__ = [
@@ -166,26 +171,9 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-_BATCH_NORM = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)
-_TORCH_BATCH_NORM = (
-    "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
-    "cudnn_enabled",
-)  # fmt: skip
-
-
 def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = _TORCH_BATCH_NORM if func is torch.batch_norm else _BATCH_NORM
     a: dict[str, Any] = {"training": False, "momentum": 0.1, "eps": 1e-5}
-    a.update(_named(names, args, kwargs))
+    a.update(_named(batch_norm_names(func), args, kwargs))
     if not a["training"]:
         return _laid_out(func, args, kwargs)
     if share.group is None:

@@ -227,6 +227,6 @@ def uses_batch(node: Node) -> bool:
     )
 
 
-def batch_norm_names(node: Node) -> tuple[str, ...]:
+def batch_norm_names(function: Any) -> tuple[str, ...]:
     """The parameters of `torch.batch_norm` or `F.batch_norm`, in order."""
-    return _TORCH_BATCH_NORM if node.function is torch.batch_norm else _BATCH_NORM
+    return _TORCH_BATCH_NORM if function is torch.batch_norm else _BATCH_NORM

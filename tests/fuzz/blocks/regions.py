@@ -83,9 +83,7 @@ class AutocastTrained(Block):
         """round the gradient of every sample alone, as the most ranks would"""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.by_rows:
-            return self._of(x)
-        return torch.cat([self._of(row) for row in x.split(1)])
+        return torch.cat([self._of(row) for row in x.split(1)]) if self.by_rows else self._of(x)
 
     def _of(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

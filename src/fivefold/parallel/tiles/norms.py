@@ -105,7 +105,7 @@ class BatchNorm(_Norm):
     def lower(self, op: Operation) -> Local:
         """Statistics over owned pixels, everything held normalised."""
         slices, spread = owned_slices(op), op.made[0]
-        names = batch_norm_names(op.node)
+        names = batch_norm_names(op.node.function)
 
         def run(moment: Moment, operands: Sequence[Tensor]) -> Tensor:
             args, kwargs = op.node.arguments(operands)
