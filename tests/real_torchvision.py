@@ -1,7 +1,8 @@
 """The real torchvision, where it can be had, to compare our models with.
 
 Its wheel on PyPI is built for CUDA: beside a CPU build of torch its compiled operators do not load,
-and the import fails on the first that it registers a fake for. Declaring two is enough for models.
+and the import fails on the first that it registers a fake for. Declaring two is enough for models. Beside the
+build that PyPI has they do load, and declaring one twice ends the process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def torchvision_models() -> ModuleType:
         pytest.skip(
             "torchvision is not installed; pip install --no-deps -c constraints.txt torchvision"
         )
-    for name in ("nms", "qnms"):
+    for name in ("nms", "qnms") if torch.version.cuda is None else ():
         if not hasattr(torch.ops.torchvision, name):
             library = torch.library.Library("torchvision", "FRAGMENT")
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
