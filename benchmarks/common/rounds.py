@@ -63,7 +63,9 @@ def undisturbed(
 
 
 def order(running: Sequence[T], number: int) -> list[T]:
-    """Rotated by the number of the round, and backwards in every second one."""
-    first = number % len(running)
+    """Forwards, backwards, and rotated by one after every two rounds: of two as well, each is first in every second
+    round.
+    """
+    first = number // 2 % len(running)
     turned = [*running[first:], *running[:first]]
     return turned if number % 2 == 0 else turned[::-1]

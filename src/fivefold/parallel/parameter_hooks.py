@@ -83,7 +83,7 @@ class ParameterHooks:
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     first = self._first.get(prefix + name, parameter)
-                    if any(_has_hooks(p) for p in (parameter, first)):
+                    if _has_hooks(parameter) or (first is not parameter and _has_hooks(first)):
                         yield prefix + name, parameter
 
     def _taken(self, name: str, parameter: nn.Parameter) -> _Taken | None:
@@ -100,8 +100,9 @@ class ParameterHooks:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    others = (hook for hook in accumulate_hooks(parameter).values() if not _is_ours(hook))
-    return bool(gradient_hooks(parameter)) or any(True for _ in others)
+    if gradient_hooks(parameter):
+        return True
+    return not all(map(_is_ours, accumulate_hooks(parameter).values()))
 
 
 def _taken_off(parameter: nn.Parameter, kind: str) -> tuple[_Hooks, _Hooks] | None:
