@@ -84,11 +84,14 @@ class Steps:
 
     @cached_property
     def computing(self) -> Floats:
-        """Phases without exposed communication; one more at the end: time in no phase."""
+        """Phases without exposed communication; one more at the end: time in no phase. All are the work."""
         inside = np.einsum("rbt,rtp->rbp", self.exposed, self.blocked_in)
         outside = self.wall - self.phase.sum(2)
         both = np.concatenate([self.phase, outside[:, :, None]], axis=2)
-        return np.maximum(both - inside, 0.0)
+        own = np.maximum(both - inside, 0.0)
+        # In which phase a tag blocks is known of the whole run, not of a row: what was cut off at zero is too much.
+        total = own.sum(2)
+        return own * (self.work / np.where(total > 0, total, 1.0))[:, :, None]
 
     @cached_property
     def late(self) -> Floats:

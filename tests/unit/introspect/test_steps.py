@@ -97,6 +97,18 @@ def test_parts_of_a_step_add_up(tmp_path: Path) -> None:
     assert parts["forward"]["seconds"] == pytest.approx(20e-3, rel=0.01), "without what it waits"
 
 
+def test_parts_add_up_where_a_tag_blocks_in_other_phases_than_usual(tmp_path: Path) -> None:
+    def in_no_phase(_rank: int, windows: np.ndarray) -> np.ndarray:
+        windows["phase_ns"][::2] = 0
+        return windows
+
+    story = Story()
+    story.edits.append(in_no_phase)
+    run = TracedRun.load(story.write(tmp_path))
+    rows = breakdown(run, Analysis(run).steps)
+    assert sum(row["share"] for row in rows) == pytest.approx(1, rel=2e-3)
+
+
 @pytest.mark.parametrize("rows", [500, 37, 10, 1])
 def test_rows_of_several_steps_tell_the_same(rows: int, tmp_path: Path) -> None:
     one, several = Story(steps=40), steps_of(Story(steps=40), tmp_path, rows)
