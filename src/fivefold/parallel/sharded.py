@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.trees import map_tensors
-from fivefold.torch_private import base_of, is_dtensor, memory_of, version_of
+from fivefold.torch_private import base_of, is_dtensor, memory_of, own_parameters, version_of
 from fivefold.trace import Tag
 
 if TYPE_CHECKING:
@@ -140,10 +140,15 @@ def unviewed(tree: Any) -> Any:
 
 
 class Parts:
-    """Where the parts of a net's parameters lie between steps: they are written to, and stay the same."""
+    """Where the parts of a net's parameters lie between steps: they are written to, and stay the same.
+
+    The net's `load_state_dict` takes whole tensors as well, which every rank has to load.
+    """
 
     def __init__(self, net: nn.Module, names: Iterable[str] | None = None) -> None:
         self._net, self._names = net, None if names is None else set(names)
+        for module in net.modules():
+            module.register_load_state_dict_pre_hook(_in_parts)
         self._before: dict[str, tuple[int, ...]] = {}
 
     def note(self) -> None:
@@ -168,6 +173,13 @@ class Parts:
             for name, p in named
             if self._names is None or name in self._names
         }
+
+
+def _in_parts(module: nn.Module, loaded: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in own_parameters(module).items():
+        value = loaded.get(prefix + name)
+        if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape:
+            loaded[prefix + name] = placed(value.detach(), parameter)
 
 
 class Shards:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fivefold.errors import UsageError
 from fivefold.parallel.pipeline.net import PipelinedNet
 from fivefold.parallel.refuse import held
-from fivefold.parallel.sharded import placed, whole
+from fivefold.parallel.sharded import whole
 from fivefold.torch_private import is_dtensor
 
 __all__ = ["Wrapped"]
@@ -76,9 +76,7 @@ class Wrapped(nn.Module):
         elsewhere = {name: value for name, value in own.items() if _elsewhere(value)}
         if loaded.keys().isdisjoint(elsewhere):  # this rank's part
             loaded |= elsewhere
-        for name, value in own.items():
-            if name in loaded and isinstance(value, Tensor):
-                loaded[name] = value if value.is_meta else placed(loaded[name], value)
+        loaded |= {name: value for name, value in elsewhere.items() if name in loaded}
         return self.module.load_state_dict(loaded, *args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -52,7 +52,10 @@ def test_state_dicts_have_the_plain_keys_and_go_both_ways(shard: str) -> None:
         assert all(torch.equal(again[name], value) for name, value in net.state_dict().items())
         model.load_state_dict(whole)
         again = model.full_state_dict()
-        return all(torch.equal(again[name], value) for name, value in plain.state_dict().items())
+        assert all(torch.equal(again[name], value) for name, value in plain.state_dict().items())
+        model.module.load_state_dict(net.state_dict())  # as a script does that holds the net itself
+        again = model.full_state_dict()
+        return all(torch.equal(again[name], value) for name, value in net.state_dict().items())
 
     assert all(on(shard, 2, check))
 
