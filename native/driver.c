@@ -19,7 +19,7 @@ enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
 
 static int ranks = 4, rounds = 150;
 static unsigned seed = 1;
-static void *memory, *arenas[FF_MAX_RANKS];
+static void *memory, *narrow, *flooded, *arenas[FF_MAX_RANKS];
 static size_t arena_bytes;
 static void *slots;
 static uint64_t came_ns[FF_MAX_RANKS];
@@ -315,15 +315,60 @@ static void probe(struct rank *own)
           report.other_root, (unsigned long long)report.other_count);
 }
 
+static ff_group *opened(const struct rank *own, void *of, size_t theirs)
+{
+    ff_group *group = ff_group_open(of, own->rank, 1);
+    CHECK(group, "no memory");
+    for (int q = 0; q < ranks; q++)
+        ff_group_peer(group, q, -1, arenas[q], q == own->rank ? arena_bytes : theirs);
+    return group;
+}
+
+/* What others claim to have beyond what is mapped of their arenas is not read, nor written. */
+static void beyond(struct rank *own)
+{
+    static const uint32_t kinds[] = {FF_ALLREDUCE, FF_ALLGATHER, FF_REDUCE_SCATTER, FF_ALLTOALL, FF_BROADCAST};
+    ff_group *group = opened(own, narrow, 64);
+    ff_call call = {.kind = kinds[seed % 5], .dtype = FF_F32, .count = MOST, .in = arenas[own->rank], .timeout_s = 60};
+    call.out = call.kind == FF_ALLREDUCE ? arenas[own->rank] : own->out;
+    ff_report report = {0};
+    int status = ff_run(group, &call, &report);
+    bool reads = call.kind != FF_BROADCAST || own->rank != call.root;
+    CHECK(status == FF_UNREADABLE || status == FF_BROKEN || !reads, "kind %u: status %d", call.kind, status);
+    ff_group_close(group);
+}
+
+/* Messages that nobody receives end the group, once they are too many, and not the process. */
+static void flood(struct rank *own)
+{
+    enum { TIMES = 40 };
+    ff_group *group = opened(own, flooded, arena_bytes);
+    ff_message *sent[TIMES];
+    ff_report report = {0};
+    for (int i = 0; i < TIMES && own->rank == 0; i++)
+        sent[i] = ff_send(group, 1, 1, FF_F32, own->in, MOST * sizeof(float), 60);
+    if (own->rank == 1) {
+        ff_message *never = ff_receive(group, 0, 2, FF_F32, own->out, 4, 60);
+        CHECK(ff_message_wait(group, never, -1, &report) == FF_BROKEN, "status %u", report.status);
+        CHECK(report.other == 1 && report.other_status == FF_NO_MEMORY && report.missing[0] == 1,
+              "other %d: %u, missing %llx", report.other, report.other_status, (unsigned long long)report.missing[0]);
+        ff_message_free(group, never);
+    }
+    for (int i = 0; i < TIMES && own->rank == 0; i++) {
+        ff_message_wait(group, sent[i], -1, &report);
+        ff_message_free(group, sent[i]);
+    }
+    CHECK(own->rank != 0 || report.other_status == FF_NO_MEMORY, "status %u", report.status);
+    ff_group_close(group);
+}
+
 static void *rank_main(void *argument)
 {
     struct rank own = {.rank = (int)(intptr_t)argument};
-    own.group = ff_group_open(memory, own.rank, 1);
+    own.group = opened(&own, memory, arena_bytes);
     own.in = malloc(MOST * sizeof(float) * (size_t)ranks);
     own.out = malloc(MOST * sizeof(float) * (size_t)ranks);
-    CHECK(own.group && own.in && own.out, "no memory");
-    for (int q = 0; q < ranks; q++)
-        ff_group_peer(own.group, q, -1, arenas[q], arena_bytes);
+    CHECK(own.in && own.out, "no memory");
     collectives(&own);
     uneven(&own);
     mismatch(&own);
@@ -336,6 +381,8 @@ static void *rank_main(void *argument)
     messages(&own, false);
     share_slots(&own);
     leave(&own);
+    beyond(&own);
+    flood(&own);
     free(own.in);
     free(own.out);
     return NULL;
@@ -349,8 +396,11 @@ int main(int count, char **words)
     seed = count > 3 ? (unsigned)atoi(words[3]) : seed;
     CHECK(ranks >= 2 && ranks <= 16, "2 to 16 ranks");
     arena_bytes = MOST * sizeof(float) * (size_t)ranks;
-    memory = zeroed(ff_group_bytes(ranks, STAGING, RING));
-    CHECK(ff_group_set_up(memory, ranks, STAGING, RING) == 0, "set up");
+    void **groups[] = {&memory, &narrow, &flooded};
+    for (int i = 0; i < 3; i++) {
+        *groups[i] = zeroed(ff_group_bytes(ranks, STAGING, RING));
+        CHECK(ff_group_set_up(*groups[i], ranks, STAGING, RING) == 0, "set up");
+    }
     slots = zeroed(ff_slots_bytes(SLOTS));
     ff_slots_set_up(slots, SLOTS);
     for (int q = 0; q < ranks; q++)

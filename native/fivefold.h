@@ -39,7 +39,7 @@ enum ff_status {
     FF_TOO_LONG,     /* rank `other` sent `other_count` bytes, more than the buffer holds */
     FF_TOO_SHORT,    /* rank `other` sent `other_count` bytes, fewer than the buffer holds */
     FF_UNSUPPORTED,  /* this dtype has no such reduction */
-    FF_NO_MEMORY,
+    FF_NO_MEMORY,    /* or what `missing` has sent, and nobody receives, takes a quarter of the node's */
     FF_CLOSED,       /* this rank closed the group meanwhile */
     FF_UNREADABLE    /* the memory of `missing`, which could be read before, cannot any more */
 };

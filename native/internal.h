@@ -31,6 +31,19 @@ struct post {
     unsigned char inlined[INLINED];
 };
 
+/* How fields in shared memory are ordered, for ThreadSanitizer and for processors weaker than x86:
+ *
+ *     post: what .. inlined       plain; written before `flag` is stored, read after it was seen
+ *     staging, slot contents      the same
+ *     post.flag, bell.rung        stored, or raised, before `sleepers` is read; who sleeps raises `sleepers` before
+ *     post.sleepers,              reading them once more. All four are sequentially consistent: with less, each
+ *     bell.sleepers               side may miss the other's store, and a rank sleeps though it was woken
+ *     ring.written, ring.taken    release by the one side that writes it, acquire by the other; the bytes between
+ *                                 them belong to the reader, all others to the writer
+ *     shared.broken, bell.left    set once; who sleeps on a flag or a bell is woken by hand, and looks every LOOK_NS
+ *     ff_event                    `seq` is 0 while a row is written; a reader that finds the same `seq` before and
+ *                                 after has read what belongs to it. `end_ns` is stored last
+ */
 struct bell {                               /* rung by others when a rank's messages may go on */
     _Alignas(LINE) _Atomic uint32_t rung;
     _Atomic uint32_t sleepers;
@@ -46,7 +59,7 @@ struct shared {
     uint64_t magic;
     uint32_t abi, ranks;
     uint64_t staging_bytes, ring_bytes;
-    _Atomic uint64_t broken;                /* 0, or who gave up and why: see group.c */
+    _Atomic uint64_t broken;                /* 0, or who gave up and why: see failure.c */
 };
 
 struct peer {
@@ -108,6 +121,7 @@ struct run {
 struct view {
     int rank;
     char *mapped;
+    size_t room;                            /* bytes from `mapped` to the end of what is mapped */
     uint64_t address;
 };
 
@@ -122,7 +136,7 @@ void ff_condition(pthread_cond_t *condition);
 void ff_futex_wake(_Atomic uint32_t *word);
 void ff_futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t ns);
 
-/* group.c */
+/* failure.c */
 bool ff_has_ended(const ff_group *group, int rank);
 int ff_give_up(ff_group *group, ff_report *report, int status);
 bool ff_is_broken(ff_group *group, ff_report *report);
@@ -139,6 +153,7 @@ bool ff_offer(struct run *run, const void *data, size_t bytes);
 struct view ff_view(const ff_group *group, int rank, uint64_t place, uint64_t address);
 int ff_look(struct run *run, uint32_t round, struct view *views);
 bool ff_sees(const struct view *view);
+int ff_unreadable(struct run *run, int rank);
 int ff_read_from(const ff_group *group, const struct view *view, size_t at, void *to, size_t bytes);
 int ff_fetch(struct run *run, const struct view *view, size_t at, const void *staged, void *to, size_t bytes);
 int ff_part(struct run *run);

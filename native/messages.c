@@ -15,6 +15,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const uint64_t LOOK_NS = 50 * 1000 * 1000;
 
@@ -25,6 +26,11 @@ int ff_messages_open(ff_group *group)
         return -1;
     pthread_mutex_init(&all->lock, NULL);
     ff_condition(&all->work);
+#ifdef FF_STRAY_BYTES
+    all->stray_limit = FF_STRAY_BYTES;      /* for tests */
+#else
+    all->stray_limit = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 4;
+#endif
     group->messages = all;
     return 0;
 }

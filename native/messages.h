@@ -47,6 +47,7 @@ struct messages {
     ff_message *offers[FF_MAX_RANKS];   /* to each peer, those that it has not read yet */
     ff_message *receives;               /* in the order in which they were posted */
     struct stray *strays;               /* in the order in which they came */
+    uint64_t stray_bytes, stray_limit;  /* of all of them together */
     struct coming coming[FF_MAX_RANKS];
     uint64_t posted;
     int pending, waiters;

@@ -122,11 +122,12 @@ static int run_now(ff_group *group, const ff_call *call, ff_report *report)
     return status;
 }
 
-/* Others read the row meanwhile: what is in it belongs to `seq` once that is there. */
+/* Others read the row meanwhile: what is in it belongs to `seq` while that is there. */
 static void note_begin(const ff_note *note, uint64_t now_ns)
 {
     ff_event *row = note->row;
-    atomic_store_explicit(&row->end_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&row->seq, 0, memory_order_relaxed);
+    atomic_exchange_explicit(&row->end_ns, 0, memory_order_acq_rel);    /* before it nobody's, after it written */
     row->begin_ns = (int64_t)now_ns;
     row->blocked_ns = row->start_ns = row->cpu_ns = 0;
     row->size_bytes = note->size_bytes;

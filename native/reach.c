@@ -68,10 +68,13 @@ bool ff_offer(struct run *run, const void *data, size_t bytes)
 
 struct view ff_view(const ff_group *group, int rank, uint64_t place, uint64_t address)
 {
-    struct view view = {.rank = rank, .address = address};
-    if (place)
-        view.mapped = group->peers[rank].arena + place - 1;
-    return view;
+    const struct peer *peer = &group->peers[rank];
+    if (!place)
+        return (struct view){.rank = rank, .address = address};
+    if (!peer->arena || place > peer->arena_bytes)
+        return (struct view){.rank = rank, .address = UINT64_MAX};     /* nothing can be read there */
+    return (struct view){.rank = rank, .mapped = peer->arena + place - 1,
+                         .room = peer->arena_bytes - (place - 1)};
 }
 
 bool ff_sees(const struct view *view)
@@ -90,7 +93,7 @@ int ff_look(struct run *run, uint32_t round, struct view *views)
         seen += ff_sees(&views[q]);
     }
     if (ff_sees(&views[group->rank]))
-        views[group->rank].mapped = (char *)run->offered;
+        views[group->rank] = (struct view){.rank = group->rank, .mapped = (char *)run->offered, .room = SIZE_MAX};
     run->place = run->address = 0;
     return seen;
 }
@@ -99,6 +102,8 @@ int ff_look(struct run *run, uint32_t round, struct view *views)
 int ff_read_from(const ff_group *group, const struct view *view, size_t at, void *to, size_t bytes)
 {
     if (view->mapped) {
+        if (at > view->room || bytes > view->room - at)
+            return EFAULT;
         memcpy(to, view->mapped + at, bytes);
         return 0;
     }
@@ -120,11 +125,16 @@ int ff_fetch(struct run *run, const struct view *view, size_t at, const void *st
         memcpy(to, staged, bytes);
     if (!ff_sees(view) || !bytes || !ff_read_from(run->group, view, at, to, bytes))
         return FF_OK;
+    return ff_unreadable(run, view->rank);
+}
+
+/* Give up because what a rank offers cannot be read. */
+int ff_unreadable(struct run *run, int rank)
+{
     if (ff_is_broken(run->group, run->report))
         return FF_BROKEN;       /* its owner gave up, and may have let the tensor go */
-    ff_miss(run->report, view->rank);
-    bool ended = ff_has_ended(run->group, view->rank);
-    return ff_give_up(run->group, run->report, ended ? FF_DIED : FF_UNREADABLE);
+    ff_miss(run->report, rank);
+    return ff_give_up(run->group, run->report, ff_has_ended(run->group, rank) ? FF_DIED : FF_UNREADABLE);
 }
 
 /* The round after tensors were read where they lie: only now may their owners change them. One that gave up before

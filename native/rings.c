@@ -137,8 +137,9 @@ static bool anyone_listens(const struct messages *all, int peer)
 
 static struct stray *new_stray(struct messages *all, int peer, const struct head *head)
 {
-    struct stray *stray = calloc(1, sizeof *stray), **end = &all->strays;
-    if (!stray || !(stray->data = malloc(head->bytes ? head->bytes : 1))) {
+    struct stray *stray = NULL, **end = &all->strays;
+    if (head->bytes > all->stray_limit - all->stray_bytes || !(stray = calloc(1, sizeof *stray)) ||
+        !(stray->data = malloc(head->bytes ? head->bytes : 1))) {
         free(stray);
         return NULL;
     }
@@ -146,6 +147,7 @@ static struct stray *new_stray(struct messages *all, int peer, const struct head
     stray->tag = head->tag;
     stray->dtype = head->dtype;
     stray->bytes = head->bytes;
+    all->stray_bytes += head->bytes;
     while (*end)
         end = &(*end)->next;
     return *end = stray;
@@ -178,6 +180,7 @@ static void hand_over(struct messages *all, struct stray *stray)
     while (*at != stray)
         at = &(*at)->next;
     *at = stray->next;
+    all->stray_bytes -= stray->bytes;
     free(stray->data);
     free(stray);
 }
@@ -211,8 +214,12 @@ static bool begin(ff_group *group, int peer, const char *data, uint64_t taken)
     coming->message = unlink_receiver(all, peer, head.tag);
     if (coming->message)
         told(coming->message, peer, head.dtype, head.bytes);
-    else if (!(coming->stray = new_stray(all, peer, &head)))
+    else if (!(coming->stray = new_stray(all, peer, &head))) {
+        ff_report report = {0};
+        ff_miss(&report, peer);
+        ff_give_up(group, &report, FF_NO_MEMORY);   /* it could only wait for a receiver that may never come */
         return coming->active = false;
+    }
     return true;
 }
 

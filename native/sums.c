@@ -23,6 +23,15 @@ static size_t slice_begin(const struct run *run, size_t bytes, int rank)
     return least((size_t)rank * slice, bytes);
 }
 
+/* FF_OK if so many bytes can be reached of every tensor that is mapped, as `all` have to be. */
+static int within(struct run *run, const struct view *views, size_t bytes, bool all)
+{
+    for (int q = 0; q < run->group->ranks; q++)
+        if (views[q].room < bytes && (all || views[q].mapped))
+            return ff_unreadable(run, q);
+    return FF_OK;
+}
+
 /* All tensors are mapped: rank r adds slice r where it lies and writes the sum to all of them, or to the root's. */
 int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
 {
@@ -31,6 +40,9 @@ int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
     int first = all ? group->rank : run->call->root;
     size_t end = slice_begin(run, bytes, group->rank + 1);
     const void *sources[FF_MAX_RANKS];
+    int status = within(run, views, bytes, true);
+    if (status)
+        return status;
     for (size_t at = slice_begin(run, bytes, group->rank); at < end; at += PIECE_BYTES) {
         size_t piece = least(PIECE_BYTES, end - at);
         char *sum = views[first].mapped + at;
@@ -69,6 +81,8 @@ static int add(struct run *run, const struct view *views, size_t at, size_t byte
 /* Reduce-scatter: rank r adds block r, which has so many bytes. */
 int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views)
 {
-    int status = add(run, views, (size_t)run->group->rank * bytes, bytes, run->call->out);
+    int status = within(run, views, (size_t)run->group->ranks * bytes, false);
+    if (!status)
+        status = add(run, views, (size_t)run->group->rank * bytes, bytes, run->call->out);
     return status ? status : ff_part(run);
 }

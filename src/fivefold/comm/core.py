@@ -194,7 +194,8 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
         _LEFT: f"{who} has left the group (its script ended or failed)",
         _CLOSED: "it closed the group while this was under way",
         _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
-        _NO_MEMORY: "no memory",
+        _NO_MEMORY: "no memory, or a quarter of it is taken by messages of "
+        f"{who} that nobody receives: are they received in another order than they are sent?",
     }.get(status, f"status {status}")
 
 

@@ -89,7 +89,7 @@ class Steps:
         outside = self.wall - self.phase.sum(2)
         both = np.concatenate([self.phase, outside[:, :, None]], axis=2)
         own = np.maximum(both - inside, 0.0)
-        # In which phase a tag blocks is known of the whole run, not of a row: what was cut off at zero is too much.
+        # In which phases a tag blocks is known of the whole run, not of a row.
         total = own.sum(2)
         return own * (self.work / np.where(total > 0, total, 1.0))[:, :, None]
 

@@ -28,7 +28,7 @@ Kind = Literal["phase", "exposed", "other"]
 
 
 class Breakdown(TypedDict):
-    """Where a steady step goes, mean over ranks. Parts add up to the mean rank's step; `Steady.step_s` is the slowest's."""
+    """Where a steady step goes, mean over ranks, to which its parts add up. `Steady.step_s` is of the slowest."""
 
     part: str
     """phase (its computing), or tag (exposed communication), or "other" (in no phase)"""

@@ -1,0 +1,55 @@
+/* How a group comes to an end: who has ended, who gave up, and how the others learn of it. */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <poll.h>
+
+bool ff_has_ended(const ff_group *group, int rank)
+{
+    struct pollfd end = {.fd = group->peers[rank].pidfd, .events = POLLIN};
+    return end.fd >= 0 && poll(&end, 1, 0) == 1;
+}
+
+void ff_miss(ff_report *report, int rank)
+{
+    report->missing[rank / 64] |= UINT64_C(1) << (rank % 64);
+}
+
+static int first_missing(const ff_report *report, int ranks)
+{
+    for (int q = 0; q < ranks; q++)
+        if (report->missing[q / 64] >> (q % 64) & 1)
+            return q;
+    return -1;
+}
+
+/* `broken` is status | who gave up << 8 | whom it missed + 1 << 24. The first to give up is remembered;
+ * without it the others would wait for a rank that no longer takes part. */
+int ff_give_up(ff_group *group, ff_report *report, int status)
+{
+    uint64_t none = 0;
+    uint64_t about = (uint64_t)(first_missing(report, group->ranks) + 1);
+    uint64_t told = (uint64_t)status | (uint64_t)group->rank << 8 | about << 24;
+    atomic_compare_exchange_strong(&group->shared->broken, &none, told);
+    for (int i = 0; i < 2 * group->ranks; i++)
+        ff_futex_wake(&group->posts[i].flag);
+    for (int q = 0; q < group->ranks; q++) {
+        atomic_fetch_add(&group->bells[q].rung, 1);
+        ff_futex_wake(&group->bells[q].rung);
+    }
+    report->status = (uint32_t)status;
+    return status;
+}
+
+bool ff_is_broken(ff_group *group, ff_report *report)
+{
+    uint64_t told = atomic_load_explicit(&group->shared->broken, memory_order_acquire);
+    if (!told)
+        return false;
+    report->status = FF_BROKEN;
+    report->other_status = (uint32_t)(told & 0xff);
+    report->other = (int32_t)(told >> 8 & 0xffff);
+    if (told >> 24)
+        ff_miss(report, (int)(told >> 24) - 1);
+    return true;
+}
