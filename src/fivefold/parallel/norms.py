@@ -221,7 +221,8 @@ def global_instance_norm(
 def uses_batch(node: Node) -> bool:
     """Whether a node is a batch norm that uses the statistics of its input."""
     if isinstance(node.function, AnyBatchNorm):
-        return node.function.training or node.function.running_mean is None
+        module = node.function
+        return module.training or (module.running_mean is None and module.running_var is None)
     return node.name == "batch_norm" and bool(
         node.bound(batch_norm_names(node)).get("training", False)
     )

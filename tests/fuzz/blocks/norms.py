@@ -49,6 +49,7 @@ class BatchNorm(Block):
             {"do": "mode", "below": "norm", "training": False},
             {"do": "set", "below": "norm", "name": "momentum", "value": 0.5},
             {"do": "set", "below": "norm", "name": "eps", "value": 0.1},
+            {"do": "set", "below": "norm", "name": "track_running_stats", "value": False},
         ]
 
 
@@ -99,6 +100,10 @@ class InstanceNorm(Block):
     @classmethod
     def draw(cls, rng: random.Random, shape: Shape, same: bool) -> dict[str, Any]:
         return {"affine": rng.random() < 0.5, "track_running_stats": rng.random() < 0.4}
+
+    @classmethod
+    def events(cls, rng: random.Random, args: dict[str, Any]) -> list[Event]:
+        return [{"do": "set", "below": "norm", "name": "track_running_stats", "value": False}]
 
 
 @register

@@ -83,6 +83,11 @@ def in_evaluation(net: Net, step: int) -> None:
     net.norm.train(step < 2)
 
 
+def untracked(net: Net, step: int) -> None:
+    net.norm.track_running_stats = step == 0  # in evaluation torch uses what it has tracked
+    net.norm.train(step < 2)
+
+
 def hook(net: Net, step: int) -> None:
     if step in {1, 3}:
         net.act.register_forward_hook(lambda _m, _x, y: y * (1.0 + step))
@@ -144,6 +149,7 @@ Change = Callable[[Net, int], None]
 CHANGES: dict[str, tuple[Change | None, Callable[[Net, Tensor], Tensor] | None]] = {
     "factor": (factor, None), "dilation": (dilation, None), "tensor": (tensor, None),
     "module": (module, None), "frozen": (frozen, None), "evaluation": (in_evaluation, None),
+    "untracked": (untracked, None),
     "hook": (hook, None), "global": (of_a_global, by_gain), "assigned": (None, assigned),
     "in place": (None, in_place), "data": (None, by_data), "hooked": (None, hooked),
     "cached": (None, cached), "counted": (None, counted), "region": (None, region),
