@@ -161,7 +161,7 @@ class Subject:
             # Runs cut by estimates that grow with the batch, or by what they measure.
             tape = program.tape if laid.timed else self.tape(1)
             cut = balanced(tape, stages, node_s=laid.timed.node_s() if laid.timed else None)
-            parts = divided(program, cut, here.grid, here.rank)
+            parts = divided(program, cut, {}, here.grid, here.rank)
             spans = tuple(part.span for part in parts)
             takes = tuple(sum(map(_bytes, part.takes)) / shape.rows for part in parts)
             bound = tuple(_bound_bytes(laid.work.held, part) / shape.rows for part in parts)

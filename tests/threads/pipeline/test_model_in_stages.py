@@ -374,6 +374,36 @@ def test_a_stage_that_begins_with_what_is_done_in_training_only() -> None:
     on_pipe(check, cut="1", micro_batches=1)
 
 
+class Limits(nn.Module):
+    """Scales by the least and the largest number so far, which evaluation reads from buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor(9.0))
+        self.register_buffer("high", torch.tensor(-9.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.low = torch.minimum(self.low, x.detach().min())
+            self.high = torch.maximum(self.high, x.detach().max())
+        return (x - self.low) / (self.high - self.low)
+
+
+def test_a_stage_uses_what_it_holds_in_evaluation_too() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Limits(), nn.Conv2d(4, 4, 1))
+    plain = copy.deepcopy(net)
+    plain(X)
+    expected = plain.eval()(X)
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(net), mesh, example=X, loss=nn.MSELoss())
+        assert "sub in '1'" in str(model.stages), "behind what makes the buffers"
+        model.step(*model.shard(X, torch.zeros_like(expected)))
+        torch.testing.assert_close(model.eval()(X), expected)
+
+    on_pipe(check, schedule="layer")
+
+
 class Relative(nn.Module):
     """Distances of pixels, a buffer that is made anew where the size of images has changed."""
 

@@ -197,7 +197,7 @@ class PipelinedNet:
 
     def _stages(self, program: Program) -> list[Stage]:
         if id(program) not in self._divided:
-            found = divided(program, self.cut, self.tiles.grid, self.tiles.here.rank)
+            found = divided(program, self.cut, self.holders, self.tiles.grid, self.tiles.here.rank)
             check_holders(found, self.holders)
             check_hooks(program, found)
             check_writers(found, self._writers)

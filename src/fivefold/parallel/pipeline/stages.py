@@ -69,10 +69,12 @@ class Stage:
         return {index: found.now() for index, found in self.carried}
 
 
-def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
-    """The stages of tile rank `rank`. Raises `UsageError`, see `Cut.bounds`."""
+def divided(
+    program: Program, cut: Cut, held_by: Mapping[str, tuple[int, ...]], grid: Grid, rank: int
+) -> list[Stage]:
+    """The stages of tile rank `rank`; `held_by` as `holders` says. Raises `UsageError`, see `Cut.bounds`."""
     tape = program.tape
-    bounds = cut.bounds(tape)
+    bounds = _moved(cut.bounds(tape), tape, held_by)
     done = {step.node: n for n, step in enumerate(program.steps) if isinstance(step, Compute)}
     # A stage may have nothing to do: in evaluation, say, where its layers pass on what they get.
     steps = [done[tape.nodes[bound - 1]] + 1 if bound else 0 for bound in bounds]
@@ -108,6 +110,24 @@ def divided(program: Program, cut: Cut, grid: Grid, rank: int) -> list[Stage]:
             )
         )
     return found
+
+
+def _moved(bounds: list[int], tape: Tape, held_by: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Bounds of another tape than the one that was cut, moved to where each stage uses what it holds.
+
+    In evaluation, say, a module reads the buffers that it only writes in training, by other calls. Where that
+    cannot be, a bound stays, and `check_holders` tells of it.
+    """
+    uses = [[held_by[name] for name in names if name in held_by] for names in uses_of(tape)]
+    found = [0]
+    for stage, bound in enumerate(bounds[1:-1], start=1):
+        before = [n for n, each in enumerate(uses) if any(max(held) < stage for held in each)]
+        behind = [n for n, each in enumerate(uses) if any(min(held) >= stage for held in each)]
+        least = max((n + 1 for n in before), default=0)
+        most = min(behind, default=len(uses))
+        fits = found[-1] <= least <= most
+        found.append(min(max(bound, least), most) if fits else bound)
+    return [*found, bounds[-1]]
 
 
 def _values(program: Program, grid: Grid, rank: int) -> list[tuple[Crossing, int, int]]:

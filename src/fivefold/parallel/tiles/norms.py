@@ -134,7 +134,9 @@ class BatchNormModule(_Norm):
             x = operands[0]
             if not uses_batch(op.node):  # even where the module tracks nothing any more
                 return laid_out(module, x)
-            keep = module.training and module.track_running_stats and module.running_mean is not None
+            keep = (
+                module.training and module.track_running_stats and module.running_mean is not None
+            )
             at_once = moment.updates and moment.note is None and not op.node.again
             if module.training and at_once and _alone(moment, spread, slices):
                 return laid_out(module, x)
