@@ -12,7 +12,7 @@ the gathered outputs and targets of all ranks, with a warning, and has to give t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,11 +77,14 @@ class SharedLoss:
         total: int,
         *,
         per_sample: int | None = None,
+        lie: Sequence[tuple[int, int] | None] | None = None,
     ) -> Tensor:
         """This rank's share, differentiable; the shares of all ranks add up to the loss.
 
-        `weight` is what `begin` returned; `rows` of the `total` samples are here, with
-        `per_sample` terms each if not all of them are.
+        `weight` is what `begin` returned; `rows` of the `total` samples are here, with `per_sample` terms
+        each if not all of them are. `lie`: which dim of each tensor of the outputs holds the samples, and
+        how many rows of it each has, or None for one that all ranks have alike; by default the leading
+        dim, one.
         """
         if self.split is not None:
             summed = None if weight is None else weight.wait()
@@ -95,7 +98,7 @@ class SharedLoss:
             return self.over_all(*self.own_terms(outputs, targets))
         if self._group.size() == 1:
             return self.alike(outputs, targets)
-        return self._gathered(outputs, targets, rows)
+        return self._gathered(outputs, targets, rows, lie)
 
     def own_terms(
         self, outputs: Any, targets: Any, *, recorded: bool = False
@@ -121,20 +124,35 @@ class SharedLoss:
         comm.all_reduce(denominator, self._group, Tag.LOSS)
         return numerator / denominator.to(numerator.dtype)
 
-    def _gathered(self, outputs: Any, targets: Any, rows: int) -> Tensor:
+    def _gathered(
+        self,
+        outputs: Any,
+        targets: Any,
+        rows: int,
+        lie: Sequence[tuple[int, int] | None] | None,
+    ) -> Tensor:
         self.warn()
         counts = row_counts(rows, self._group, self._device)
 
-        def gather(leaf: Tensor) -> Tensor:
-            if not leaf.dim() or leaf.shape[0] != rows:
+        def gather(leaf: Tensor, dim: int = 0, each: int = 1) -> Tensor:
+            if leaf.dim() <= dim or leaf.shape[dim] != rows * each:
                 raise UsageError(
                     f"an output or target of shape {tuple(leaf.shape)} cannot be gathered for the loss: "
                     f"its leading dim should be the {rows} samples of this rank"
                 )
-            return gather_rows(leaf, counts, self._group, Tag.LOSS)
+            every = [count * each for count in counts]
+            if dim == 0:  # not even a view: a loss may change it in place
+                return gather_rows(leaf, every, self._group, Tag.LOSS)
+            return gather_rows(leaf.movedim(dim, 0), every, self._group, Tag.LOSS).movedim(0, dim)
+
+        places = iter(lie if lie is not None else [(0, 1)] * len(leaves(outputs)))
+
+        def laid(leaf: Tensor) -> Tensor:
+            place = next(places)
+            return leaf if place is None else gather(leaf, *place)
 
         # Computed alike on every rank that has samples, so each contributes its part of one loss.
-        found = self.alike(map_tensors(gather, outputs), map_tensors(gather, targets))
+        found = self.alike(map_tensors(laid, outputs), map_tensors(gather, targets))
         if rows:
             return found / sum(count > 0 for count in counts)
         return found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0.0)

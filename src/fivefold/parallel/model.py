@@ -233,7 +233,8 @@ class ParallelModel(Wrapped):
                     )
                 if self.on_outputs is not None:
                     self.on_outputs(outputs)
-                own = self._loss.share(outputs, targets, weight, share.rows, share.total)
+                lie = None if self._rows is None else self._rows.outputs_lie()
+                own = self._loss.share(outputs, targets, weight, share.rows, share.total, lie=lie)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
                 scaled = _as_it_is if scaler is None else scaler.scale

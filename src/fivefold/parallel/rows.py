@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh
 from fivefold.parallel.graph.fingerprint import reads, results
-from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.graph.refs import Value, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import Share, draws_mask, quietly, warn_layout
 from fivefold.parallel.program.costs import Costs
@@ -142,6 +142,24 @@ class Rows:
             )
         self._program = program
         return program, meeting or (None if norms else _statistics(program))
+
+    def outputs_lie(self) -> list[tuple[int, int] | None] | None:
+        """Of every tensor that the net returns for the latest batch: the dim that holds the samples, and how
+        many rows each has there; None for one that all replicas have alike.
+
+        None if the net cannot be recorded.
+        """
+        program = self._program
+        if program is None:
+            return None
+        tape = program.tape
+        total = tape.shapes[tape.inputs[0]][0]
+        found: list[tuple[int, int] | None] = []
+        for ref in refs_of(tape.outputs):
+            spread = program.spreads[ref.index] if isinstance(ref, Value) else None
+            dims = () if spread is None else spread.cut_dims
+            found.append((dims[0], spread.shape[dims[0]] // total) if spread and dims else None)
+        return found
 
     def note_left(self) -> None:
         """Note of which samples what the net's forward has left is, which has run as it is."""
