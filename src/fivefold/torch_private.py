@@ -265,6 +265,18 @@ def after_backward(call: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable._execution_engine).queue_callback(call)
 
 
+def is_reached(leaf: Tensor) -> bool:
+    """Whether the backward that runs now adds to the gradient of a leaf.
+
+    Raises ValueError if `torch.autograd.grad` asks for it instead.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError as problem:
+        raise ValueError(str(problem)) from problem
+
+
 def sequence_number(node: Any) -> int:
     """Of a node of the graph: later ones have larger ones, in each thread."""
     return node._sequence_nr()

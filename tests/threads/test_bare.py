@@ -166,3 +166,66 @@ def test_models_that_share_layers_train_by_turns(bare: bool) -> None:
     one = train(alone, lambda n: loss(alone[n](x), targets[n]).backward())
     for found in run_ranks(2, check, bare):
         torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-15)
+
+
+SMOOTH = nn.Sequential(
+    nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 6 * 5, 1)
+).double()
+
+
+@pytest.mark.parametrize("rows", [7, 6])
+@pytest.mark.parametrize("plan", REPLICAS, ids=lambda plan: str(plan.layout))
+def test_gradients_of_inputs_are_each_samples_own(rows: int, plan: Plan) -> None:
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(SMOOTH), mesh)
+        for training in (True, False):
+            x = model.train(training).shard(X[:rows]).requires_grad_()
+            (found,) = torch.autograd.grad(model(x).sum(), x)
+            torch.testing.assert_close(found, model.shard(whole), rtol=1e-10, atol=1e-14)
+
+    x = X[:rows].clone().requires_grad_()
+    (whole,) = torch.autograd.grad(SMOOTH(x).sum(), x)
+    run_ranks(plan.layout.size, check, plan=plan)
+
+
+def critic(call: Callable[[Tensor], Tensor], x: Tensor, between: Tensor) -> Tensor:
+    """The loss of a critic with a penalty of its gradient (Gulrajani et al. 2017)."""
+    between = between.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(call(between).sum(), between, create_graph=True)
+    return call(x).mean() + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("rows", [7, 6])
+@pytest.mark.parametrize("plan", REPLICAS, ids=lambda plan: str(plan.layout))
+def test_penalties_of_gradients_are_means_over_samples(rows: int, plan: Plan) -> None:
+    plain, between = copy.deepcopy(SMOOTH), X[:rows].flip(0) * 0.5
+    wanted: list[list[Tensor]] = []
+    for _ in range(2):
+        plain.zero_grad()
+        critic(plain, X[:rows], between).backward()
+        wanted.append([p.grad.clone() for p in plain.parameters() if p.grad is not None])
+
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(SMOOTH), mesh)
+        for step in range(2):
+            model.zero_grad()
+            critic(model, *model.shard(X[:rows], between)).backward()
+            for parameter, one in zip(model.parameters(), wanted[step], strict=True):
+                torch.testing.assert_close(parameter.grad, one, rtol=1e-10, atol=1e-14)
+
+    run_ranks(plan.layout.size, check, plan=plan)
+
+
+@pytest.mark.parametrize("rows", [7, 6])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_parameters_asked_for_are_refused(rows: int, training: bool) -> None:
+    def check(mesh: Mesh) -> None:
+        model = ff.parallelize(copy.deepcopy(NET), mesh).train(training)
+        x, y = model.shard(X[:rows], Y[:rows])
+        loss = F.cross_entropy(model(x), y)
+        with pytest.raises(
+            UsageError, match="would give the gradients of parameters for this rank"
+        ):
+            torch.autograd.grad(loss, [*model.parameters()])
+
+    run_ranks(2, check)

@@ -9,7 +9,6 @@ step(x, y):   weights of all targets  ─────────────┐
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -401,14 +400,28 @@ class ParallelModel(Wrapped):
             self._reducer[0].begin()
         else:
             share = self._share_alone(inputs)
+        weight = self._weight(rows, share.bounds if self.training else None)
+        if self._group.size() > 1:
+            inputs = bare.entered(inputs, weight)
         with exact(self._watched, share) as mode, mode:
             outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
-        return self._averaged(outputs, rows, share.bounds if self.training else None)
+        return self._averaged(outputs, weight)
 
-    def _averaged(self, outputs: Any, rows: int, bounds: Sequence[int] | None = None) -> Any:
-        """Outputs of `rows` samples, ready for a bare `loss.backward()`; `bounds` are those of all shares."""
-        replicas, trains = self._group.size(), any(leaf.requires_grad for leaf in leaves(outputs))
-        if replicas == 1 or not trains:
+    def _weight(self, rows: int, bounds: Sequence[int] | None = None) -> Callable[[], float]:
+        """How much a mean over `rows` samples counts; `bounds` are those of all shares, if known."""
+        replicas = self._group.size()
+
+        @functools.cache
+        def weight() -> float:
+            total = bounds[-1] if bounds else sum(row_counts(rows, self._group, self._mesh.device))
+            return rows * replicas / total
+
+        return weight
+
+    def _averaged(self, outputs: Any, weight: Callable[[], float]) -> Any:
+        """Outputs of some samples, ready for a bare `loss.backward()`."""
+        trains = any(leaf.requires_grad for leaf in leaves(outputs))
+        if self._group.size() == 1 or not trains:
             return outputs
         if self._of_loss is not None:
             return bare.refused(
@@ -419,15 +432,7 @@ class ParallelModel(Wrapped):
                 outputs,
                 "hooks of parameters would see the gradients of this rank, not of the whole batch",
             )
-        if bounds is not None and len({b - a for a, b in itertools.pairwise(bounds)}) == 1:
-            return outputs
-
-        @functools.cache
-        def weight() -> float:
-            counts = row_counts(rows, self._group, self._mesh.device)
-            return rows * replicas / sum(counts)
-
-        return bare.weighed(outputs, weight)
+        return bare.weighed(outputs, weight, [p for p in self.parameters() if p.requires_grad])
 
     @torch.no_grad()
     def evaluate(
