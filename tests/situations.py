@@ -11,13 +11,13 @@ from fivefold.cluster.gpus import visible
 from fivefold.cluster.node import Node, this_node
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.situation import Situation
-from fivefold.launch.torch_facts import Torch
+from fivefold.launch.torch_facts import TorchFacts
 
 __all__ = ["CUDA", "SEES_NONE", "job", "on"]
 
 GIB = 1 << 30
-CUDA = Torch("2.13.0+cu130", "CUDA 13.0", 4)
-SEES_NONE = Torch("2.13.0+cpu")
+CUDA = TorchFacts("2.13.0+cu130", "CUDA 13.0", 4)
+SEES_NONE = TorchFacts("2.13.0+cpu")
 
 
 def on(root: Path, machine: Any = machines.two_sockets) -> Node:

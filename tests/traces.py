@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fivefold.trace.file import TraceFile, name_of
 from fivefold.trace.fold import folded
 from fivefold.trace.phases import Phase, Tag
-from fivefold.trace.schema import DTYPES, EVENT, KINDS, PHASES, TAGS, WINDOW, State
+from fivefold.trace.schema import DTYPES, EVENT, KINDS, PHASES, TAGS, WINDOW, ProcessState
 
 __all__ = ["MS", "Story", "write"]
 
@@ -48,7 +48,7 @@ class Story:
     notes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """of rank 0"""
     stacks: dict[int, dict[str, list[tuple[str, int]]]] = field(default_factory=dict)
-    state: State = State.ENDED
+    state: ProcessState = ProcessState.ENDED
     tiny: int = 0
     """small operations per step besides, before the large one"""
     tiny_blocked_ns: int = 0

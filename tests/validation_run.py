@@ -23,7 +23,7 @@ from fivefold.errors import OffloadWarning
 from fivefold.helpers.dispatcher import Dispatcher
 from fivefold.offload import BestSoFar, EarlyStopping, Plateau, Result
 from fivefold.plan import Layout, Plan
-from fivefold.train import Run, fit, warmup_cosine
+from fivefold.train import RunDirectory, fit, warmup_cosine
 from fivefold.train.progress import Silent
 from fivefold.train.task import CLASSES as CLASSIFIER
 from fivefold.train.validation import validator as validator_of
@@ -216,7 +216,7 @@ def fit_until_stopped(
         model=model, optim=optimizer, schedule=schedule, data=data, validator=checked,
     ) as saves:  # fmt: skip
         saves.load()
-        run = Run.create(out, "run", mesh)
+        run = RunDirectory.create(out, "run", mesh)
         try:
             fit(
                 model, optimizer, schedule, data, tests, mesh=mesh, epochs=3, run=run,

@@ -23,7 +23,7 @@ import report
 import steps
 from figures import environment
 
-from fivefold.bench import Contender, Measurement, Request, measure, start
+from fivefold.bench import Contender, Measurement, MeasureTask, measure, start
 
 HERE = Path(__file__).resolve().parent
 K, M = 1 << 10, 1 << 20
@@ -110,7 +110,7 @@ def turns(
     operation: str, running: Sequence[Contender], sizes: Sequence[int], rounds: int, ranks: int
 ) -> dict[str, list[list[float]]]:
     """By contender: for every size the seconds of each round."""
-    found = measure(Request(operation, ranks=ranks), running, sizes, rounds, silently)
+    found = measure(MeasureTask(operation, ranks=ranks), running, sizes, rounds, silently)
     for name, measurements in found.items():
         check(operation, name, measurements)
     print(f"{operation}: done", flush=True)

@@ -63,9 +63,7 @@ def undisturbed(
 
 
 def order(running: Sequence[T], number: int) -> list[T]:
-    """Forwards, backwards, and rotated by one after every two rounds: of two as well, each is first in every second
-    round.
-    """
+    """Forwards, backwards, and rotated by one after every two rounds: of two, too, each is first as often."""
     first = number // 2 % len(running)
     turned = [*running[first:], *running[:first]]
     return turned if number % 2 == 0 else turned[::-1]

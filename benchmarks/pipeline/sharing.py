@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.sharing import shared
-from fivefold.parallel.pipeline.simulate import StageTimes, Timeline
+from fivefold.parallel.pipeline.simulate import ScheduleTimes, StageTimes
 
 __all__ = ["most_at_once", "on_cores"]
 
 
-def on_cores(schedule: Schedule, alone: StageTimes, busy: StageTimes, cores: int) -> Timeline:
+def on_cores(schedule: Schedule, alone: StageTimes, busy: StageTimes, cores: int) -> ScheduleTimes:
     """Carry out the rows of a schedule on so many cores. Messages take no time."""
 
     def speed(action: Action, computing: int) -> float:
@@ -23,7 +23,7 @@ def on_cores(schedule: Schedule, alone: StageTimes, busy: StageTimes, cores: int
     return shared(schedule, busy, speed)
 
 
-def most_at_once(timeline: Timeline) -> int:
+def most_at_once(timeline: ScheduleTimes) -> int:
     """Ranks that compute at the same time."""
     spans = [span for action, span in timeline.spans.items() if action.op is not Op.REDUCE]
     # What ends makes room for what begins at the same moment.

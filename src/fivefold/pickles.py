@@ -1,9 +1,10 @@
 """Pickles read as data. Nothing that they name is looked up, called or changed.
 
 A pickle is a program: its opcodes fetch functions by name, call them, and set attributes of what they got.
-Here a name stays a `Name`, and a call stays a `Made`: what would have been called, with what, and the state
-that it would have been given. Whoever reads decides what that means. Opcodes that plain values and objects do
-not need, and those of the protocols 0 and 1, are refused. Time and memory grow with the length alone.
+Here a name stays a `Name`, and a call stays a `CallResult`: what would have been called, with what, and the
+state that it would have been given. Whoever reads decides what that means. Opcodes that plain values and
+objects do not need, and those of the protocols 0 and 1, are refused. Time and memory grow with the length
+alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-__all__ = ["Made", "Name", "NoData", "read_pickle"]
+__all__ = ["CallResult", "Name", "NoData", "read_pickle"]
 
 
 class NoData(ValueError):
@@ -32,7 +33,7 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
-class Made:
+class CallResult:
     """What a call would have given."""
 
     __slots__ = ("call", "given", "items", "state")
@@ -48,12 +49,12 @@ class Made:
 def read_pickle(
     data: bytes,
     check: Callable[[Name], None],
-    check_call: Callable[[Made], None] = lambda made: None,  # noqa: ARG005
+    check_call: Callable[[CallResult], None] = lambda made: None,  # noqa: ARG005
 ) -> Any:
-    """The value that a pickle tells: None, bool, int, float, str, bytes, tuple, list, dict, `Name` or `Made`.
+    """The value that a pickle tells: None, bool, int, float, str, bytes, tuple, list, dict, `Name` or a call.
 
     Strings of Python 2, and calls that encode text to bytes, are bytes. The keys of dicts are str, bytes or
-    `Made`, which is equal to itself alone.
+    `CallResult`, which is equal to itself alone.
 
     Args:
         data: the pickle.
@@ -77,7 +78,7 @@ class _Machine:
     """The stack of values on which the opcodes of a pickle work."""
 
     def __init__(
-        self, data: bytes, check: Callable[[Name], None], check_call: Callable[[Made], None]
+        self, data: bytes, check: Callable[[Name], None], check_call: Callable[[CallResult], None]
     ) -> None:
         self._data, self._at = data, 0
         self._check, self._check_call = check, check_call
@@ -225,30 +226,30 @@ class _Machine:
         given, call = self.pop(), self.pop()
         if not isinstance(call, Name) or not isinstance(given, tuple):
             raise NoData(f"it calls a {type(call).__name__} with a {type(given).__name__}")
-        made = Made(call, cast("tuple[Any, ...]", given))
+        made = CallResult(call, cast("tuple[Any, ...]", given))
         self._check_call(made)
         self._stack.append(_bytes(made) if str(call) == _ENCODE else made)
 
     def build(self) -> None:
         state = self.pop()
-        made = self._top(Made)
+        made = self._top(CallResult)
         if made.state is not None:
             raise NoData(f"it sets the state of a {made.call} a second time")
         made.state = state
 
     def _set(self, pairs: list[Any]) -> None:
-        target = self._top((dict, Made))
-        items = target.items if isinstance(target, Made) else cast("dict[Any, Any]", target)
+        target = self._top((dict, CallResult))
+        items = target.items if isinstance(target, CallResult) else cast("dict[Any, Any]", target)
         if len(pairs) % 2:
             raise NoData("it has a key without a value")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             # The hash of a tuple may take for ever: values may stand in it any number of times.
-            if not isinstance(key, str | bytes | Made):
+            if not isinstance(key, str | bytes | CallResult):
                 raise NoData(f"a {type(key).__name__} stands where a key belongs")
             items[key] = value
 
 
-def _bytes(made: Made) -> bytes:
+def _bytes(made: CallResult) -> bytes:
     """How Python 3 writes bytes into a pickle of protocol 2: a call that encodes text."""
     if len(made.given) == 2 and isinstance(made.given[0], str) and made.given[1] == "latin1":
         try:

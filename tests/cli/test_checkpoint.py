@@ -15,7 +15,7 @@ import pytest
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inspect import can_lose, copies_at, rows
 from fivefold.checkpoint.manifest import MANIFEST, State
-from fivefold.checkpoint.note import Costs, Note, write_note
+from fivefold.checkpoint.note import Note, SavingCosts, write_note
 from fivefold.checkpoint.run import LOCAL, Run
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.cli import main
@@ -295,7 +295,7 @@ def test_what_a_run_has_measured_is_listed_and_used(
     places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "costs" not in told(capsys, "list", "far", "node0")
-    costs = Costs(save_s=0.5, flush_s=5.0, every_s=60.0, mtbf_s=3600.0, flush_every=10)
+    costs = SavingCosts(save_s=0.5, flush_s=5.0, every_s=60.0, mtbf_s=3600.0, flush_every=10)
     write_note(PersistentStore("far").place, Note(RUN_ID, 2, 120, ("a",), "single", costs))
     text = told(capsys, "list", "far", "node0")
     assert text.endswith(

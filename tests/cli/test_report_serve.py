@@ -23,7 +23,7 @@ import pytest
 from fivefold.introspect.live import LiveReport, stamp
 from fivefold.introspect.run import TracedRun
 from fivefold.trace.file import TraceFile, name_of
-from fivefold.trace.schema import LIVE, State
+from fivefold.trace.schema import LIVE, ProcessState
 from strangers import crowd, is_hung_up_while_it_dribbles
 from traces import Story
 
@@ -304,7 +304,7 @@ def test_a_report_is_made_again_only_when_the_run_went_on(tmp_path: Path) -> Non
 def test_a_rank_that_was_killed_is_noticed_although_its_file_stays(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as rank:
         meta = {"pid": rank.pid, "host": socket.gethostname()}
-        story = Story(ranks=1, steps=5, state=State.RUNNING, meta=meta)
+        story = Story(ranks=1, steps=5, state=ProcessState.RUNNING, meta=meta)
         run = story.write(tmp_path / "run")
         write_live(run, "pid", rank.pid)
         report = LiveReport(run, every_s=0.0)
@@ -320,12 +320,12 @@ def test_the_end_of_a_run_is_told_although_the_report_rests(
 ) -> None:
     monkeypatch.setattr("fivefold.introspect.live._REST", 1e9)
     meta = {"host": socket.gethostname()}
-    run = Story(ranks=1, steps=5, state=State.RUNNING, meta=meta).write(tmp_path / "run")
+    run = Story(ranks=1, steps=5, state=ProcessState.RUNNING, meta=meta).write(tmp_path / "run")
     write_live(run, "pid", os.getpid())
     report = LiveReport(run, every_s=0.0)
     report.refresh()
     assert report.document["run"]["state"] == "running"
-    write_live(run, "state", State.ENDED)
+    write_live(run, "state", ProcessState.ENDED)
     report.refresh()
     assert report.document["run"]["state"] == "ended"
 

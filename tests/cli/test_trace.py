@@ -15,7 +15,7 @@ import torch
 from commands import CLEAN
 from fivefold.trace import Phase, Tag, helping
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import KINDS, PHASES, TAGS, State
+from fivefold.trace.schema import KINDS, PHASES, TAGS, ProcessState
 from fivefold.trace.trace import Trace
 
 DDP = """
@@ -174,7 +174,7 @@ def test_a_script_is_recorded_as_it_is(folder: Path) -> None:
     found = traces(folder / "logs" / "trace")
     assert [trace.rank for trace in found] == [0, 1]
     for trace in found:
-        assert trace.state == State.ENDED and not trace.problems
+        assert trace.state == ProcessState.ENDED and not trace.problems
         assert trace.windows["steps"].sum() == 4
         assert trace.windows["samples"].sum() == 32
         assert (trace.windows["ready"] >= 0).all()
@@ -230,7 +230,7 @@ def test_a_script_of_one_process_needs_no_torch_distributed(folder: Path) -> Non
     (found,) = traces(folder / "here")
     assert found.windows["steps"].sum() == 8
     assert found.windows["samples"].sum() == 64
-    assert found.state == State.ENDED
+    assert found.state == ProcessState.ENDED
 
 
 def test_a_script_that_finds_its_trace_written_says_so_once(folder: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_script_that_finds_its_trace_written_says_so_once(folder: Path) -> Non
 def test_a_script_that_fails_says_why_in_its_trace(folder: Path) -> None:
     fivefold("run", "--trace", "--log-dir", "logs", "train.py", "fail", cwd=folder, code=1)
     (found,) = traces(folder / "logs" / "trace")
-    assert found.state == State.FAILED
+    assert found.state == ProcessState.FAILED
     failures = [note["text"] for note in found.notes if note["kind"] == "failure"]
     assert failures == ["ValueError: no such thing"]
 

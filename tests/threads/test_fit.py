@@ -16,7 +16,7 @@ from fivefold.data.seeding import permutation
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh import Mesh
 from fivefold.recipes import models
-from fivefold.train import Arithmetic, Run, Summary, fit, warmup_cosine
+from fivefold.train import Arithmetic, RunDirectory, Summary, fit, warmup_cosine
 from fivefold.train.validation import validate
 from ranks import run_ranks
 
@@ -42,7 +42,7 @@ def train(mesh: Mesh, net: nn.Module, out: Path | None = None) -> tuple[Summary,
     tests = ff.loader(data(TEST, 2), mesh, batch_size=2, shuffle=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     schedule = warmup_cosine(optimizer, steps=EPOCHS * len(batches), warmup=1)
-    run = Run.create(out, "small", mesh) if out else None
+    run = RunDirectory.create(out, "small", mesh) if out else None
     summary = fit(
         model, optimizer, schedule, batches, tests, mesh=mesh, epochs=EPOCHS, run=run
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_run_that_diverges_ends_with_an_error(net):
 
 
 def directory(mesh: Mesh, parent: Path) -> str:
-    return Run.create(parent, "small", mesh).path.name
+    return RunDirectory.create(parent, "small", mesh).path.name
 
 
 def test_a_run_gets_the_next_free_number_and_all_ranks_hear_of_it(tmp_path):
@@ -132,7 +132,7 @@ def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
 
     def refused(mesh: Mesh) -> str:
         with pytest.raises(UsageError) as error:
-            Run.create(tmp_path / "file", "small", mesh)
+            RunDirectory.create(tmp_path / "file", "small", mesh)
         return str(error.value)
 
     messages = run_ranks(2, refused)

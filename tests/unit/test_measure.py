@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.train.verify.measure import Snapshot, Values, errors, not_finite
+from fivefold.train.verify.measure import StepResult, Values, errors, not_finite
 from fivefold.train.verify.one_process import neighbour
-from fivefold.train.verify.report import Item, Quantity, Replicas, Report, tolerance
+from fivefold.train.verify.report import Quantity, Replicas, Report, TensorReport, tolerance
 
 
-def snapshot(**values: Values) -> Snapshot:
+def snapshot(**values: Values) -> StepResult:
     empty: dict[str, dict[str, Tensor]] = {
         name: {} for name in ("loss", "outputs", "gradients", "buffers", "weights")
     }
-    return Snapshot(**{**empty, **values})  # type: ignore[arg-type]
+    return StepResult(**{**empty, **values})  # type: ignore[arg-type]
 
 
 def error(quantity: str, got: Values, truth: Values) -> dict[str, float]:
@@ -109,8 +109,10 @@ def test_a_nudge_moves_every_number_to_a_neighbour() -> None:
 
 
 def test_each_tensor_counts_once_with_its_worst_step() -> None:
-    items = [Item("weights", "w", s, e, 0.0, 1.0) for s, e in ((0, 0.1), (1, 0.3), (2, 0.2))]
-    quantity = Quantity.of("weights", [*items, Item("weights", "v", 0, 0.15, 0.0, 1.0)])
+    items = [
+        TensorReport("weights", "w", s, e, 0.0, 1.0) for s, e in ((0, 0.1), (1, 0.3), (2, 0.2))
+    ]
+    quantity = Quantity.of("weights", [*items, TensorReport("weights", "v", 0, 0.15, 0.0, 1.0)])
     assert [(i.name, i.step) for i in quantity.worst] == [("w", 1), ("v", 0)]
     assert quantity.passed
     assert Quantity.of("buffers", []).passed
@@ -118,7 +120,7 @@ def test_each_tensor_counts_once_with_its_worst_step() -> None:
 
 def test_the_verdict_names_the_tensor_that_decides() -> None:
     def report(error: float, apart: float = 0.0) -> Report:
-        item = Item("weights", "fc.weight", 0, error, 0.0, 1e-10)
+        item = TensorReport("weights", "fc.weight", 0, error, 0.0, 1e-10)
         quantities = (Quantity.of("loss", []), Quantity.of("weights", [item]))
         replicas = Replicas(apart, "fc.bias (gradients) of rank 1" if apart else "")
         return Report("net", "data=3", "float64", 8, 3, 0, quantities, replicas)

@@ -17,7 +17,7 @@ import opcodes
 from fivefold.checkpoint.metadata import contents_of, metadata_of
 from fivefold.data.cifar import Cifar10
 from fivefold.errors import Damaged, DataError
-from fivefold.pickles import Made, Name, NoData, read_pickle
+from fivefold.pickles import CallResult, Name, NoData, read_pickle
 
 
 def _fuzz(seed: int, count: int, folder: Path, timeout_s: float) -> None:
@@ -106,7 +106,7 @@ def test_plain_values_are_read(protocol: int) -> None:
 def test_names_and_calls_stay_data() -> None:
     named: list[Name] = []
     made = read_pickle(pickle.dumps(OrderedDict(a=1), 4), named.append)
-    assert isinstance(made, Made)
+    assert isinstance(made, CallResult)
     assert (str(made.call), made.given, made.items) == ("collections.OrderedDict", (), {"a": 1})
     assert named == [Name("collections", "OrderedDict")]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from fivefold.bench.contender import CONTENDERS, Contender, start
-from fivefold.bench.measure import Measurement, Request, Sweep, measure
+from fivefold.bench.measure import Measurement, MeasureTask, Sweep, measure
 from fivefold.bench.work import OPERATIONS
 
 __all__ = [
     "CONTENDERS",
     "OPERATIONS",
     "Contender",
+    "MeasureTask",
     "Measurement",
-    "Request",
     "Sweep",
     "measure",
     "start",

@@ -9,13 +9,13 @@ from typing import Any
 
 from fivefold.bench.contender import Contender
 
-__all__ = ["Measurement", "Request", "Sweep", "measure", "sizes_between"]
+__all__ = ["MeasureTask", "Measurement", "Sweep", "measure", "sizes_between"]
 
 _SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureTask:
     """What is measured."""
 
     operation: str
@@ -59,7 +59,7 @@ class Measurement:
 class Sweep:
     """All that was measured: by contender, then by size."""
 
-    request: Request
+    request: MeasureTask
     results: dict[str, list[Measurement]]
     environment: dict[str, Any]
 
@@ -87,7 +87,7 @@ def sizes_between(least: int, most: int, step: int = 4) -> list[int]:
 
 
 def measure(
-    request: Request,
+    request: MeasureTask,
     contenders: Sequence[Contender],
     sizes: Sequence[int],
     rounds: int,
@@ -122,7 +122,7 @@ def iterations_for(size_bytes: int) -> tuple[int, int]:
     return 2, 6
 
 
-def _one_round(request: Request, contender: Contender, found: Measurement, number: int) -> None:
+def _one_round(request: MeasureTask, contender: Contender, found: Measurement, number: int) -> None:
     warmup, iterations = iterations_for(found.size_bytes)
     answers = contender.ask({
         "operation": request.operation, "dtype": request.dtype, "overlap": request.overlap,

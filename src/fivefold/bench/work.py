@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["OPERATIONS", "Mpi", "Torch", "Work"]
+__all__ = ["OPERATIONS", "CommWay", "Mpi", "Torch"]
 
 OPERATIONS = (
     "allreduce",
@@ -26,7 +26,7 @@ Run = Callable[[], Any]
 Check = Callable[[], bool]
 
 
-class Work(Protocol):
+class CommWay(Protocol):
     """A way to communicate."""
 
     rank: int
@@ -112,7 +112,7 @@ class Torch:
     def prepare(
         self, operation: str, size_bytes: int, dtype: str, *, later: bool
     ) -> tuple[Run, Check]:
-        """See `Work`."""
+        """See `CommWay`."""
         dist, group = self._dist, self._group
         count = max(1, size_bytes // getattr(self._torch, dtype).itemsize)
         whole = count * self.size if operation in ("allgather", "reduce-scatter", "alltoall") else 1
@@ -145,11 +145,11 @@ class Torch:
             dist.send(one, group=group, group_dst=0)
 
     def meet(self) -> None:
-        """See `Work`."""
+        """See `CommWay`."""
         self._dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """See `Work`."""
+        """See `CommWay`."""
         self._mesh.stop()
 
 
@@ -165,7 +165,7 @@ class Mpi:
     def prepare(
         self, operation: str, size_bytes: int, dtype: str, *, later: bool
     ) -> tuple[Run, Check]:
-        """See `Work`."""
+        """See `CommWay`."""
         import numpy as np
 
         if dtype == "bfloat16":
@@ -206,11 +206,11 @@ class Mpi:
             comm.Send(one, 0)
 
     def meet(self) -> None:
-        """See `Work`."""
+        """See `CommWay`."""
         self._comm.Barrier()
 
     def close(self) -> None:
-        """See `Work`: MPI ends with the process."""
+        """See `CommWay`: MPI ends with the process."""
 
 
 class _Waiting:

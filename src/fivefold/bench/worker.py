@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from fivefold.bench.work import Check, Mpi, Run, Torch, Work
+from fivefold.bench.work import Check, CommWay, Mpi, Run, Torch
 
 __all__ = ["main"]
 
@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
     """`CONTENDER SOCKET`; whoever started this process tells rank and size in its environment."""
     contender, address = words
     backend, _, memory = contender.partition("-")
-    work: Work = (
+    work: CommWay = (
         Mpi() if contender in ("openmpi", "mpich") else Torch(backend, in_arena=memory == "arena")
     )
     with socket.socket(socket.AF_UNIX) as line:
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(work: CommWay, request: dict[str, Any]) -> dict[str, Any]:
     try:
         if request["overlap"]:
             return _overlap(work, request)
@@ -46,7 +46,7 @@ def _answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(problem)}
 
 
-def _blocking(work: Work, request: dict[str, Any]) -> dict[str, Any]:
+def _blocking(work: CommWay, request: dict[str, Any]) -> dict[str, Any]:
     run, check = _prepared(work, request)
     right = check()
     for _ in range(request["warmup"]):
@@ -62,7 +62,7 @@ def _blocking(work: Work, request: dict[str, Any]) -> dict[str, Any]:
     return {"times_s": times, "right": right}
 
 
-def _overlap(work: Work, request: dict[str, Any]) -> dict[str, Any]:
+def _overlap(work: CommWay, request: dict[str, Any]) -> dict[str, Any]:
     """OSU's definition: pure, compute and total time of a call that goes on while the caller computes."""
     begin, check = _prepared(work, request)
     right = check()
@@ -81,13 +81,13 @@ def _overlap(work: Work, request: dict[str, Any]) -> dict[str, Any]:
     return {"pure_s": pure_s, "compute_s": compute_s, "total_s": total_s, "right": right}
 
 
-def _prepared(work: Work, request: dict[str, Any]) -> tuple[Run, Check]:
+def _prepared(work: CommWay, request: dict[str, Any]) -> tuple[Run, Check]:
     return work.prepare(
         request["operation"], request["size_bytes"], request["dtype"], later=request["overlap"]
     )
 
 
-def _mean(work: Work, iterations: int, act: Any) -> float:
+def _mean(work: CommWay, iterations: int, act: Any) -> float:
     spent = 0.0
     for _ in range(iterations):
         work.meet()

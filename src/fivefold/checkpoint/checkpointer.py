@@ -27,7 +27,7 @@ from fivefold.checkpoint.compare import Agreed, Comparing, check_given, given
 from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.members import members_of, resolved_scheme
-from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.notices import Notices
 from fivefold.checkpoint.opening import claim, open_run, seen
 from fivefold.checkpoint.ranks import Ranks
@@ -166,7 +166,7 @@ class Checkpointer(Closing):
         store = LocalStore(self._settings.local, self._opened.run.run)
         members = members_of(ranks, self._settings.node, store.root, store.files)
         self._scheme = resolved_scheme(values.scheme, members, values.set_size)
-        self._node = Node(store, members, timeout_s=min(self._settings.timeout_s, 60.0))
+        self._node = RankNode(store, members, timeout_s=min(self._settings.timeout_s, 60.0))
         self._shared = agents_share(ranks, members, self._threads)
 
     def _hook(self, objects: Mapping[str, Any], *, signals: bool) -> None:

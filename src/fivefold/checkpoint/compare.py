@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.checkpoint.ranks import Comparison, Ranks
+from fivefold.checkpoint.ranks import PendingComparison, Ranks
 from fivefold.checkpoint.settings import Settings
 from fivefold.errors import UsageError
 from fivefold.mesh.agreement import Line, differences
@@ -41,7 +41,7 @@ class Comparing:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._pending: Comparison | None = None
+        self._pending: PendingComparison | None = None
         self._calls = 0
         self._every = 1
         """calls from one comparison to the next"""
@@ -68,7 +68,7 @@ class Comparing:
 
     _wish = 1
 
-    def _read(self, pending: Comparison) -> Agreed:
+    def _read(self, pending: PendingComparison) -> Agreed:
         passed_s = (time.monotonic() - self._begun) / max(1, self._calls)
         signal, due, failed, every, most, least = pending.wait()
         self._wish = min(_MOST_CALLS, max(1, math.ceil(_EVERY_S / max(passed_s, 1e-6))))

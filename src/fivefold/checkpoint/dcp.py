@@ -43,7 +43,7 @@ from fivefold.checkpoint.values import from_bytes
 from fivefold.errors import CheckpointError
 from fivefold.torch_private import forget_plans, load_state_dict, save_state_dict
 
-__all__ = ["Planner", "Source", "load", "save"]
+__all__ = ["ByteSource", "Planner", "load", "save"]
 
 PathOf = tuple[str | int, ...]
 _PACKED_BYTES = 256 << 10
@@ -234,7 +234,7 @@ def _reason(problem: BaseException) -> str:
 # ---- reading
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where the bytes of a generation's files come from."""
 
     def read(self, name: str, start: int, length: int) -> bytes:
@@ -245,7 +245,7 @@ class Source(Protocol):
 class _Reader(StorageReader):
     """DCP's reader from wherever the pieces are."""
 
-    def __init__(self, metadata: Metadata, source: Source) -> None:
+    def __init__(self, metadata: Metadata, source: ByteSource) -> None:
         self._metadata, self._source = metadata, source
         self._stored = cast("Mapping[MetadataIndex, Any]", metadata.storage_data)
 
@@ -339,7 +339,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 def load(
     targets: dict[str, Any],
     metadata: Metadata,
-    source: Source,
+    source: ByteSource,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Fill the tensors of `targets` and replace its other members by the values read. Collective.

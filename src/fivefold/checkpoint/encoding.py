@@ -15,9 +15,9 @@ from pathlib import Path
 from fivefold.checkpoint.files import Bytes, FileOps, Stream, Written, crash_at, is_temporary
 from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_name
-from fivefold.checkpoint.pieces import Address, Client, NotHere, PeerError, Request
+from fivefold.checkpoint.pieces import Address, NotHere, PeerError, PieceClient, Stretch
 from fivefold.checkpoint.rate import Rate
-from fivefold.checkpoint.schemes import Piece, Term, carry_out, clip, reads, scheme_named
+from fivefold.checkpoint.schemes import CodedPiece, Term, carry_out, clip, reads, scheme_named
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, Damaged
 
@@ -55,8 +55,8 @@ class _Work:
     def folder(self) -> Path:
         return self.reader.path(self.manifest.name)
 
-    def request(self, member: int, term: Term, length: int) -> Request:
-        return Request(
+    def request(self, member: int, term: Term, length: int) -> Stretch:
+        return Stretch(
             self.manifest.name, self.manifest.save, term.of, member, "", term.start, length
         )
 
@@ -153,7 +153,7 @@ def _rebuild_payload(
     group = manifest.set_of(member)
     place = {number: position for position, number in enumerate(group)}
     made: list[str] = []
-    pieces: list[Piece] | None = None
+    pieces: list[CodedPiece] | None = None
     start = 0
     for item in manifest.members[member].items:
         if not _whole(work, item):
@@ -170,7 +170,7 @@ def _rebuild_payload(
     return made
 
 
-def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[Piece]) -> None:
+def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[CodedPiece]) -> None:
     _sweep(work, item.name)
     with work.files.create(work.folder / item.name) as stream:
         _carry_out(work, group, pieces, stream, "rebuilding")
@@ -188,9 +188,9 @@ def _fetch(work: _Work, item: Item) -> None:
     for address in dict.fromkeys(work.peers.addresses.values()):
         if address == work.peers.own:
             continue
-        request = Request(work.manifest.name, work.manifest.save, "file", 0, item.name)
+        request = Stretch(work.manifest.name, work.manifest.save, "file", 0, item.name)
         with (
-            Client(address, work.peers.key, timeout_s=work.peers.timeout_s) as client,
+            PieceClient(address, work.peers.key, timeout_s=work.peers.timeout_s) as client,
             work.files.create(work.folder / item.name) as stream,
         ):
             try:
@@ -214,7 +214,7 @@ def _is(stream: Stream, item: Item) -> bool:
 
 
 def _carry_out(
-    work: _Work, group: Sequence[int], pieces: Sequence[Piece], stream: Stream, point: str
+    work: _Work, group: Sequence[int], pieces: Sequence[CodedPiece], stream: Stream, point: str
 ) -> None:
     """`schemes.carry_out` over the network; positions in pieces are those in `group`."""
 
@@ -250,7 +250,9 @@ def _reader(work: _Work, member: int, stack: ExitStack) -> Reader:
         return _limited(
             rate, lambda t, n, room: work.reader.answer(work.request(member, t, n), room)
         )
-    client = stack.enter_context(Client(address, work.peers.key, timeout_s=work.peers.timeout_s))
+    client = stack.enter_context(
+        PieceClient(address, work.peers.key, timeout_s=work.peers.timeout_s)
+    )
     patience_s = work.peers.patience_s
     return _limited(
         rate,
@@ -326,7 +328,7 @@ class Ahead(Closing):
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[CodedPiece],
         readers: Mapping[int, Reader],
         block_bytes: int,
         *,

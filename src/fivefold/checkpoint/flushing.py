@@ -16,7 +16,7 @@ from typing import Any
 from fivefold.checkpoint.events import tell_flushed
 from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.manifest import Manifest
-from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import Generation
@@ -48,7 +48,7 @@ class Flusher(Closing):
     def __init__(
         self,
         ranks: Ranks,
-        node: Node,
+        node: RankNode,
         url: str,
         *,
         bytes_per_s: float | None,
@@ -153,7 +153,7 @@ class Flusher(Closing):
 class _Patience:
     """Tells why not to wait for a copy any longer: the run is to end, and the copy stands still."""
 
-    def __init__(self, node: Node, limit_s: float, ending: Callable[[], bool]) -> None:
+    def __init__(self, node: RankNode, limit_s: float, ending: Callable[[], bool]) -> None:
         self._node, self._limit_s, self._ending = node, limit_s, ending
         self._seen = -1
         self._since = time.monotonic()

@@ -13,7 +13,7 @@ from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.inventory import PERSISTENT
 from fivefold.checkpoint.manifest import generation_name
 from fivefold.checkpoint.metadata import metadata_of
-from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.note import last_save, noted, read_note
 from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.ranks import Ranks
@@ -48,7 +48,7 @@ class _Loading:
     """What the functions below share."""
 
     ranks: Ranks
-    node: Node
+    node: RankNode
     persistent: PersistentStore
     state: State
     opened: Opened
@@ -58,7 +58,7 @@ class _Loading:
 
 def load(
     ranks: Ranks,
-    node: Node,
+    node: RankNode,
     persistent: PersistentStore,
     *,
     opened: Opened,
@@ -135,7 +135,7 @@ def _forgotten(loading: _Loading, choice: RecoveryChoice) -> list[Passed]:
     return [Passed(name, f"the run has noted it in {where}, and no manifest of it can be found")]
 
 
-def _any_left(ranks: Ranks, node: Node, persistent: PersistentStore) -> bool:
+def _any_left(ranks: Ranks, node: RankNode, persistent: PersistentStore) -> bool:
     def look() -> dict[str, Any]:
         here = node.members.leads and bool(node.store.generations())
         far = ranks.rank == 0 and bool(persistent.generations())

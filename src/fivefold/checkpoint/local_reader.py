@@ -13,7 +13,7 @@ from fivefold.checkpoint.manifest import (
     parse_generation_name,
     redundancy_name,
 )
-from fivefold.checkpoint.pieces import NotHere, Request
+from fivefold.checkpoint.pieces import NotHere, Stretch
 from fivefold.errors import CheckpointError, Damaged
 
 __all__ = ["LocalReader"]
@@ -58,7 +58,7 @@ class LocalReader:
         self._known[generation] = (mark, manifest)
         return manifest
 
-    def answer(self, request: Request, into: memoryview) -> memoryview:
+    def answer(self, request: Stretch, into: memoryview) -> memoryview:
         """Read into the beginning of `into`, which is long enough. Returns what was filled.
 
         Raises:
@@ -81,7 +81,7 @@ class LocalReader:
             return self._stretch(folder / redundancy_name(request.member), request.start, room)
         return self._data(folder, manifest.members[request.member].items, request.start, room)
 
-    def _check(self, request: Request) -> Manifest:
+    def _check(self, request: Stretch) -> Manifest:
         try:
             manifest = self.manifest(request.generation)
         except Damaged as problem:  # it may be repaired while the other node waits

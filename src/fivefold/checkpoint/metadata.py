@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from fivefold.errors import Damaged
-from fivefold.pickles import Made, Name, NoData, read_pickle
+from fivefold.pickles import CallResult, Name, NoData, read_pickle
 
-__all__ = ["Contents", "Entry", "Part", "contents_of", "metadata_of"]
+__all__ = ["Contents", "Entry", "Location", "contents_of", "metadata_of"]
 
 _METADATA = "torch.distributed.checkpoint.metadata."
 _TOP = _METADATA + "Metadata"
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Part:
+class Location:
     """Where a tensor, one of its chunks, or a value lies."""
 
     name: str
@@ -77,7 +77,7 @@ class Contents:
     """What a DCP directory consists of."""
 
     entries: tuple[Entry, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Location, ...]
 
 
 def contents_of(data: bytes, where: Path | str) -> Contents:
@@ -120,7 +120,7 @@ def _is_dtype(name: Name) -> bool:
     return name.module == "torch" and _DTYPES.fullmatch(name.name) is not None
 
 
-def _check_call(made: Made) -> None:
+def _check_call(made: CallResult) -> None:
     if str(made.call) in _GETATTR:
         owner, asked = made.given if len(made.given) == 2 else (None, None)
         if str(owner) != _FORMAT or asked not in _FORMATS:
@@ -141,7 +141,7 @@ def _contents(metadata: object) -> Contents:
 
 
 def _entry(name: str, about: object) -> Entry:
-    if isinstance(about, Made) and str(about.call) == _BYTES:
+    if isinstance(about, CallResult) and str(about.call) == _BYTES:
         return Entry(name)
     fields = _fields(about, _TENSOR)
     state = _is(_made(fields["properties"], _PROPERTIES).state, tuple)
@@ -171,12 +171,12 @@ class _Parts:
     def __init__(self) -> None:
         self._file = _Once(_file)
 
-    def __call__(self, index: object, info: object) -> Part:
+    def __call__(self, index: object, info: object) -> Location:
         fields = _fields(info, _STORED)
         file, start = self._file(fields["relative_path"]), _count(fields["offset"])
         name = _is(_fields(index, _INDEX)["fqn"], str)
         transformed = bool(fields.get("transform_descriptors"))
-        return Part(name, file, start, _count(fields["length"]), transformed)
+        return Location(name, file, start, _count(fields["length"]), transformed)
 
 
 def _file(name: object) -> str:
@@ -207,9 +207,9 @@ def _count(value: object) -> int:
     return cast(int, value)
 
 
-def _made(value: object, call: str) -> Made:
-    if not isinstance(value, Made) or str(value.call) != call:
-        found = value.call if isinstance(value, Made) else type(value).__name__
+def _made(value: object, call: str) -> CallResult:
+    if not isinstance(value, CallResult) or str(value.call) != call:
+        found = value.call if isinstance(value, CallResult) else type(value).__name__
         raise NoData(f"{found} stands where {call} belongs")
     return value
 
@@ -219,7 +219,7 @@ def _fields(value: object, call: str) -> dict[str, Any]:
 
 
 def _dict(value: object) -> dict[Any, Any]:
-    if isinstance(value, Made) and str(value.call) == _ORDERED:
+    if isinstance(value, CallResult) and str(value.call) == _ORDERED:
         return value.items
     return cast("dict[Any, Any]", _is(value, dict))
 

@@ -20,13 +20,13 @@ from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
 from fivefold.wire import new_key
 
-__all__ = ["Node", "own_address"]
+__all__ = ["RankNode", "own_address"]
 
 _FIGURES_S = 5.0
 """how long the agent may take to tell what it has done"""
 
 
-class Node(Closing):
+class RankNode(Closing):
     """This rank's node. Every rank has one; the agent belongs to the first rank of the node.
 
     Args:

@@ -18,8 +18,8 @@ from fivefold.checkpoint.sealed import seal, unseal
 from fivefold.errors import CheckpointError, Damaged
 
 __all__ = [
-    "Costs",
     "Note",
+    "SavingCosts",
     "is_note",
     "last_save",
     "newest_note",
@@ -34,7 +34,7 @@ _NAME = re.compile(r"saved-epoch-([0-9]+)\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Costs:
+class SavingCosts:
     """By how much saving lengthens training, as measured while training, and what follows from it."""
 
     save_s: float = 0.0
@@ -58,7 +58,7 @@ class Note:
     step: int
     hosts: tuple[str, ...]
     scheme: str
-    costs: Costs = Costs()
+    costs: SavingCosts = SavingCosts()
 
     def __str__(self) -> str:
         return f"step {self.step} of start {self.epoch}, on {', '.join(self.hosts)} with scheme {self.scheme}"
@@ -74,7 +74,7 @@ class Note:
         try:
             told = fields.object("costs")
             numbers = {n: told.number(n) for n in ("save_s", "flush_s", "every_s", "mtbf_s")}
-            costs = Costs(**numbers, flush_every=told.count("flush_every"))
+            costs = SavingCosts(**numbers, flush_every=told.count("flush_every"))
             hosts = tuple(map(str, fields.array("hosts")))
             return Note(
                 fields.text("run"), fields.count("epoch"), fields.count("step"), hosts,

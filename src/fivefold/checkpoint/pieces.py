@@ -29,11 +29,11 @@ from fivefold.wire import Listener, OtherKey, OtherProtocol, Protocol
 __all__ = [
     "MOST_BYTES",
     "Address",
-    "Client",
     "NotHere",
     "PeerError",
-    "Request",
+    "PieceClient",
     "Server",
+    "Stretch",
 ]
 
 Address = tuple[str, int]
@@ -61,7 +61,7 @@ class NotHere(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Request:
+class Stretch:
     """A stretch of bytes of a generation."""
 
     generation: str
@@ -81,15 +81,15 @@ class Request:
         return json.dumps(asdict(self)).encode("ascii")
 
     @staticmethod
-    def parse(text: bytes) -> Request:
+    def parse(text: bytes) -> Stretch:
         """Raises `ValueError` on anything but a request."""
         values: object = json.loads(text.decode("ascii"))
         if not isinstance(values, dict):
             raise ValueError("a request is an object")  # noqa: TRY004 - what a peer sent, not a caller's type
         given = cast(dict[str, Any], values)
-        if set(given) != {field.name for field in fields(Request)}:
+        if set(given) != {field.name for field in fields(Stretch)}:
             raise ValueError(f"a request has other fields than {sorted(given)}")
-        request = Request(**given)
+        request = Stretch(**given)
         texts = (request.generation, request.save, request.of, request.name)
         numbers = (request.member, request.start, request.length)
         if not all(type(text) is str for text in texts) or not all(
@@ -121,7 +121,7 @@ class Server(Closing):
         self,
         host: str,
         key: bytes,
-        answer: Callable[[Request, memoryview], memoryview],
+        answer: Callable[[Stretch, memoryview], memoryview],
         *,
         idle_s: float = 600.0,
         most: int = 1024,
@@ -176,7 +176,7 @@ class Server(Closing):
         (length,) = _REQUEST.unpack(_received(line, _REQUEST.size))
         if length > _REQUEST_BYTES:
             raise ValueError("no request is that long")
-        request = Request.parse(_received(line, length))
+        request = Stretch.parse(_received(line, length))
         if len(room) < request.length:
             room = memoryview(bytearray(request.length))
         try:
@@ -191,7 +191,7 @@ class Server(Closing):
         return room
 
 
-class Client(Closing):
+class PieceClient(Closing):
     """A connection to one server, made when it is first needed. For one thread at a time.
 
     Args:
@@ -221,7 +221,7 @@ class Client(Closing):
             line.close()
 
     def read(
-        self, request: Request, into: memoryview | None = None, *, patience_s: float = 0.0
+        self, request: Stretch, into: memoryview | None = None, *, patience_s: float = 0.0
     ) -> memoryview:
         """The bytes that are asked for; fewer where they end.
 
@@ -243,7 +243,7 @@ class Client(Closing):
                     raise
                 time.sleep(_RETRY_S)
 
-    def blocks(self, request: Request, block_bytes: int = MOST_BYTES) -> Iterator[memoryview]:
+    def blocks(self, request: Stretch, block_bytes: int = MOST_BYTES) -> Iterator[memoryview]:
         """All bytes from `request.start` to their end; each block is valid until the next."""
         room, start = memoryview(bytearray(block_bytes)), request.start
         while True:
@@ -254,7 +254,7 @@ class Client(Closing):
                 return
             start += len(block)
 
-    def _read(self, request: Request, into: memoryview | None) -> memoryview:
+    def _read(self, request: Stretch, into: memoryview | None) -> memoryview:
         try:
             line = self._line = self._line or self._connect()
             text = request.to_json()

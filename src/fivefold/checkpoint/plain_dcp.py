@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import BinaryIO
 
 from fivefold.checkpoint.manifest import METADATA
-from fivefold.checkpoint.metadata import Contents, Part, contents_of
+from fivefold.checkpoint.metadata import Contents, Location, contents_of
 from fivefold.checkpoint.place import Place
 from fivefold.checkpoint.store import Problem
 from fivefold.errors import Damaged
@@ -68,7 +68,7 @@ def verify_plain_dcp(place: Place, folder: str = "", *, deep: bool = True) -> Ch
         contents = read_contents(place, folder)
     except Damaged as problem:
         return Checked((Problem(METADATA, "unreadable", str(problem)),), 0, 0)
-    files: dict[str, list[Part]] = {}
+    files: dict[str, list[Location]] = {}
     for part in contents.parts:
         files.setdefault(part.file, []).append(part)
     problems: list[Problem] = []
@@ -85,7 +85,7 @@ def _in(folder: str, name: str) -> str:
 
 
 def _verify_file(
-    place: Place, folder: str, name: str, parts: Sequence[Part], deep: bool
+    place: Place, folder: str, name: str, parts: Sequence[Location], deep: bool
 ) -> tuple[list[Problem], int]:
     needed = max(part.start + part.length for part in parts)
     try:
@@ -108,7 +108,7 @@ def _verify_file(
     return wrong, sum(state is None for _, state in states)
 
 
-def _overlapping(parts: Sequence[Part]) -> str:
+def _overlapping(parts: Sequence[Location]) -> str:
     """Two parts with the same bytes, which DCP never writes: reading them could take any time."""
     ordered = sorted(parts, key=lambda part: part.start)
     for part, following in pairwise(ordered):
@@ -117,7 +117,7 @@ def _overlapping(parts: Sequence[Part]) -> str:
     return ""
 
 
-def _state(file: BinaryIO, part: Part) -> str | None:
+def _state(file: BinaryIO, part: Location) -> str | None:
     """What is wrong with a part; empty if nothing is, None if that cannot be told."""
     if part.transformed:
         return None

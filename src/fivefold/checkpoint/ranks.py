@@ -20,7 +20,7 @@ from fivefold.comm.collectives import named
 from fivefold.errors import CheckpointError, UsageError
 from fivefold.trace import Tag
 
-__all__ = ["Comparison", "Ranks"]
+__all__ = ["PendingComparison", "Ranks"]
 
 
 _ROUND_S = 2.0
@@ -133,17 +133,17 @@ class Ranks:
             for row, length in zip(every, lengths.flatten(), strict=True)
         ]
 
-    def start_comparison(self, numbers: Sequence[int]) -> Comparison:
+    def start_comparison(self, numbers: Sequence[int]) -> PendingComparison:
         """Begin to find the largest of each number over all ranks. Collective, in the same order."""
         values = torch.tensor(list(numbers), dtype=torch.int64)
         if self.group is None or self.size == 1:
-            return Comparison(values, None, None)
+            return PendingComparison(values, None, None)
         with named("all_reduce", self.group, Tag.CONTROL):
             work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return Comparison(values, work, self.group)
+        return PendingComparison(values, work, self.group)
 
 
-class Comparison:
+class PendingComparison:
     """A comparison under way."""
 
     def __init__(

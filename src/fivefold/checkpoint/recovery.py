@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from fivefold.checkpoint.agent_client import Protection
 from fivefold.checkpoint.inventory import PERSISTENT, Holding, Inventory, stocktaking
 from fivefold.checkpoint.manifest import Item, Manifest
-from fivefold.checkpoint.node import Node
-from fivefold.checkpoint.pieces import MOST_BYTES, Client, Request
+from fivefold.checkpoint.node import RankNode
+from fivefold.checkpoint.pieces import MOST_BYTES, PieceClient, Stretch
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.recovery_plan import RecoveryChoice, RecoveryPlan, choose
 from fivefold.checkpoint.run import Run
@@ -34,7 +34,7 @@ _LOOK_S = 3600.0
 class Recovery:
     """The search for a save; all methods are collective. `node` has its agent."""
 
-    def __init__(self, ranks: Ranks, node: Node, persistent: PersistentStore, run: Run) -> None:
+    def __init__(self, ranks: Ranks, node: RankNode, persistent: PersistentStore, run: Run) -> None:
         self._ranks, self._node, self._persistent = ranks, node, persistent
         self._run = run
         self._inventories: list[Inventory] = []
@@ -188,10 +188,10 @@ def _all_items(manifest: Manifest) -> list[Item]:
 class Pieces(Closing):
     """The bytes of a save's files, from wherever they are. For one thread."""
 
-    def __init__(self, node: Node, persistent: PersistentStore, plan: RecoveryPlan) -> None:
+    def __init__(self, node: RankNode, persistent: PersistentStore, plan: RecoveryPlan) -> None:
         self._node, self._persistent, self._plan = node, persistent, plan
         self._files: dict[str, BinaryIO] = {}
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, PieceClient] = {}
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Some bytes of a file. Raises `CheckpointError` or `OSError`."""
@@ -221,14 +221,14 @@ class Pieces(Closing):
     def _from_peer(self, node: int, name: str, start: int, length: int) -> bytes:
         manifest = self._plan.manifest
         if node not in self._clients:
-            self._clients[node] = Client(
+            self._clients[node] = PieceClient(
                 self._node.addresses[node], self._node.key, timeout_s=self._node.timeout_s
             )
         room = bytearray(length)
         view = memoryview(room)
         for at in range(0, length, MOST_BYTES):
             count = min(MOST_BYTES, length - at)
-            wanted = Request(manifest.name, manifest.save, "file", 0, name, start + at, count)
+            wanted = Stretch(manifest.name, manifest.save, "file", 0, name, start + at, count)
             if len(self._clients[node].read(wanted, view[at : at + count])) < count:
                 return b""
         return bytes(room)

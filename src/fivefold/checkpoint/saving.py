@@ -66,7 +66,7 @@ class Setting:
     settled: Callable[[Manifest], None]
     """called on every rank with a save that is protected"""
     used_cpu_s: Callable[[], float]
-    """what `Node.used_cpu_s` tells"""
+    """what `RankNode.used_cpu_s` tells"""
     ended: Callable[[Manifest], None]
     """called on every rank with a save that is there, protected or not"""
 

@@ -31,7 +31,7 @@ from fivefold.errors import Unrecoverable, UsageError, suggest
 __all__ = [
     "BLOCK_BYTES",
     "SCHEMES",
-    "Piece",
+    "CodedPiece",
     "Scheme",
     "Term",
     "carry_out",
@@ -59,7 +59,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CodedPiece:
     """`length` bytes that are the exclusive or of [start, start + length) of every term."""
 
     length: int
@@ -83,7 +83,7 @@ class Scheme(Protocol):
         """How many members of a set of `members` may be lost, whichever they are."""
         ...
 
-    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+    def recipe(self, lengths: Sequence[int], member: int) -> list[CodedPiece]:
         """What `member` keeps: consecutive pieces of its redundancy file. `lengths` of data in bytes."""
         ...
 
@@ -93,7 +93,7 @@ class Scheme(Protocol):
         lost: Collection[int],
         wanted: int,
         bare: Collection[int] | None = None,
-    ) -> list[Piece]:
+    ) -> list[CodedPiece]:
         """The data of `wanted`, one of the lost, as consecutive pieces.
 
         Args:
@@ -120,7 +120,7 @@ class _Named:
 
 
 class _Single(_Named):
-    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+    def recipe(self, lengths: Sequence[int], member: int) -> list[CodedPiece]:
         del lengths, member
         return []
 
@@ -130,7 +130,7 @@ class _Single(_Named):
         lost: Collection[int],
         wanted: int,
         bare: Collection[int] | None = None,
-    ) -> list[Piece]:
+    ) -> list[CodedPiece]:
         del lost, bare
         if lengths[wanted] == 0:
             return []
@@ -140,9 +140,9 @@ class _Single(_Named):
 
 
 class _Partner(_Named):
-    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+    def recipe(self, lengths: Sequence[int], member: int) -> list[CodedPiece]:
         left = (member - 1) % len(lengths)
-        return _pieces([Piece(lengths[left], (Term(left, "data", 0),))])
+        return _pieces([CodedPiece(lengths[left], (Term(left, "data", 0),))])
 
     def rebuild(
         self,
@@ -150,20 +150,20 @@ class _Partner(_Named):
         lost: Collection[int],
         wanted: int,
         bare: Collection[int] | None = None,
-    ) -> list[Piece]:
+    ) -> list[CodedPiece]:
         right = (wanted + 1) % len(lengths)
         if lengths[wanted] and right in (lost if bare is None else bare):
             raise Unrecoverable(f"{_nth(wanted)} is lost, and so is its copy at {_nth(right)}")
-        return _pieces([Piece(lengths[wanted], (Term(right, "redundancy", 0),))])
+        return _pieces([CodedPiece(lengths[wanted], (Term(right, "redundancy", 0),))])
 
 
 class _Xor(_Named):
-    def recipe(self, lengths: Sequence[int], member: int) -> list[Piece]:
+    def recipe(self, lengths: Sequence[int], member: int) -> list[CodedPiece]:
         terms = _others(lengths, member, without=member)
         segment = _segment_bytes(lengths)
         # Where all others have ended there are only zeros, which need no place.
         longest = max((lengths[term.member] - term.start for term in terms), default=0)
-        return _pieces([Piece(min(segment, longest), terms)])
+        return _pieces([CodedPiece(min(segment, longest), terms)])
 
     def rebuild(
         self,
@@ -171,10 +171,10 @@ class _Xor(_Named):
         lost: Collection[int],
         wanted: int,
         bare: Collection[int] | None = None,
-    ) -> list[Piece]:
+    ) -> list[CodedPiece]:
         bare = lost if bare is None else bare
         segment = _segment_bytes(lengths)
-        pieces: list[Piece] = []
+        pieces: list[CodedPiece] = []
         for number in range(len(lengths) - 1):
             keeper = number if number < wanted else number + 1
             length = min(segment, lengths[wanted] - number * segment)
@@ -187,7 +187,7 @@ class _Xor(_Named):
                     f"{_nth(wanted)} is lost, and so is what {_nth(min(missing, default=keeper))} "
                     f"has for it: xor rebuilds one lost member of a set"
                 )
-            pieces.append(Piece(length, terms))
+            pieces.append(CodedPiece(length, terms))
         return pieces
 
 
@@ -211,7 +211,7 @@ def _others(lengths: Sequence[int], keeper: int, without: int) -> tuple[Term, ..
     return tuple(term for term in terms if term.start < lengths[term.member])
 
 
-def _pieces(pieces: list[Piece]) -> list[Piece]:
+def _pieces(pieces: list[CodedPiece]) -> list[CodedPiece]:
     return [piece for piece in pieces if piece.length > 0]
 
 
@@ -233,19 +233,21 @@ def scheme_named(name: str) -> Scheme:
 # --- arithmetic on bytes --------------------------------------------------------------------------
 
 
-def clip(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+def clip(pieces: Sequence[CodedPiece], start: int, stop: int) -> list[CodedPiece]:
     """Bytes [start, stop) of what the pieces make one after the other."""
-    clipped: list[Piece] = []
+    clipped: list[CodedPiece] = []
     at = 0
     for piece in pieces:
         first, last = max(start - at, 0), min(stop - at, piece.length)
         if first < last:
-            clipped.append(Piece(last - first, _later(piece.terms, first)))
+            clipped.append(CodedPiece(last - first, _later(piece.terms, first)))
         at += piece.length
     return clipped
 
 
-def reads(pieces: Sequence[Piece], block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[Term, int]]:
+def reads(
+    pieces: Sequence[CodedPiece], block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[Term, int]]:
     """What `carry_out` will read, in its order: so that it can be fetched ahead."""
     for piece in pieces:
         for offset in range(0, piece.length, block_bytes):
@@ -255,7 +257,7 @@ def reads(pieces: Sequence[Piece], block_bytes: int = BLOCK_BYTES) -> Iterator[t
 
 
 def carry_out(
-    pieces: Sequence[Piece],
+    pieces: Sequence[CodedPiece],
     read: Callable[[Term, int], Bytes],
     write: Callable[[Bytes], object],
     block_bytes: int = BLOCK_BYTES,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fivefold.checkpoint.flushing import Flusher
 from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.manifest import Manifest
-from fivefold.checkpoint.node import Node
-from fivefold.checkpoint.note import Costs, Note, write_note
+from fivefold.checkpoint.node import RankNode
+from fivefold.checkpoint.note import Note, SavingCosts, write_note
 from fivefold.checkpoint.opening import Opened, record
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
@@ -62,7 +62,7 @@ class Writing(Closing):
     def __init__(
         self,
         channels: Channels,
-        node: Node,
+        node: RankNode,
         persistent: PersistentStore,
         *,
         opened: Opened,
@@ -183,7 +183,7 @@ class Writing(Closing):
         if self._channels.saves.rank != 0:
             return
         rhythm, plan = self._rhythm, self._settings.plan
-        costs = Costs(
+        costs = SavingCosts(
             save_s=rhythm.cost_s if rhythm.known else 0.0,
             flush_s=rhythm.flush_s,
             every_s=0.0 if plan.every_steps else rhythm.interval_s,

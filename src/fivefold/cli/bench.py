@@ -15,7 +15,7 @@ from fivefold.cli import parse_options
 from fivefold.errors import UsageError, suggest
 
 if TYPE_CHECKING:
-    from fivefold.bench import Request, Sweep
+    from fivefold.bench import MeasureTask, Sweep
 
 __all__ = ["Bench"]
 
@@ -83,10 +83,10 @@ class Bench:
             plot(sweep, self.plot)
         return 0 if all(m.right for found in sweep.results.values() for m in found) else 1
 
-    def _request(self) -> Request:
-        from fivefold.bench import Request
+    def _request(self) -> MeasureTask:
+        from fivefold.bench import MeasureTask
 
-        return Request(self.operation, self.dtype, self.processes, self.overlap)
+        return MeasureTask(self.operation, self.dtype, self.processes, self.overlap)
 
     def _names(self) -> list[str]:
         from fivefold.bench import CONTENDERS

@@ -12,7 +12,7 @@ from fivefold.launch.engine import Engine
 from fivefold.launch.expectation import expectation
 from fivefold.launch.explain import describe
 from fivefold.launch.helpers import Helper, Helpers, narrowed, remote_shell
-from fivefold.launch.job import Job, Start
+from fivefold.launch.job import Job, ProcessStart
 from fivefold.launch.placement import place
 from fivefold.launch.port import reserved_port
 from fivefold.launch.torch_facts import Probe
@@ -42,7 +42,7 @@ def show(job: Job, engine: Engine, *, report: bool, plan: Plan | None = None) ->
 
 
 def script(
-    starts: list[Start], environ: Mapping[str, str], job: Job, plan: Plan | None = None
+    starts: list[ProcessStart], environ: Mapping[str, str], job: Job, plan: Plan | None = None
 ) -> str:
     """A script for a POSIX shell that starts the same processes from this environment, and waits for them.
 

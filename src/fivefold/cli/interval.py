@@ -13,7 +13,7 @@ from fivefold.errors import UsageError
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.interval import Interval as Found
-    from fivefold.checkpoint.note import Costs
+    from fivefold.checkpoint.note import SavingCosts
 
 __all__ = ["Interval"]
 
@@ -75,7 +75,7 @@ class Interval:
         return 0
 
 
-def _measured(path: str) -> Costs:
+def _measured(path: str) -> SavingCosts:
     from fivefold.checkpoint.note import newest_note
     from fivefold.checkpoint.place import place_at
 

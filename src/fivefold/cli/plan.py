@@ -18,7 +18,7 @@ from fivefold.errors import UsageError, suggest
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fivefold.tune import Found, Question, Subject
+    from fivefold.tune import Question, SearchResult, Subject
 
 __all__ = ["Plan"]
 
@@ -122,7 +122,7 @@ class Plan:
                 f"{cluster.devices_per_node} = {cluster.devices}: use as many or fewer"
             )
 
-    def _found(self, question: Question) -> tuple[Found, Question]:
+    def _found(self, question: Question) -> tuple[SearchResult, Question]:
         """What the search comes to, and the question with the figures that it went by."""
         from rich.console import Console
         from rich.progress import Progress
@@ -174,7 +174,7 @@ def _memory(text: str) -> int:
         raise UsageError(f"--memory: {problem}") from None
 
 
-def _show(found: Found, question: Question, console: Console) -> None:
+def _show(found: SearchResult, question: Question, console: Console) -> None:
     from rich import box
     from rich.table import Table
 

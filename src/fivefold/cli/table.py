@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.train.verify.report import Item, Quantity, Report
+from fivefold.train.verify.report import Quantity, Report, TensorReport
 
 __all__ = ["show"]
 
@@ -61,7 +61,7 @@ def _cells(quantity: Quantity) -> tuple[str, ...]:
     return (quantity.name, *map(figure, (first.error, first.tolerance, first.own)), where)
 
 
-def _line(item: Item) -> str:
+def _line(item: TensorReport) -> str:
     return (
         f"  {item.name} ({item.quantity}): error {figure(item.error)} in step {item.step + 1}, tolerance "
         f"{figure(item.tolerance)}"

@@ -35,14 +35,14 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from fivefold.errors import UsageError, suggest
 
-__all__ = ["Cluster", "Device", "Link", "bytes_of"]
+__all__ = ["Cluster", "Device", "LinkCost", "bytes_of"]
 
 _T = TypeVar("_T")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """What a message costs: its latency, and its bytes. Letters: alpha and beta of Hockney's model."""
 
     latency_s: float
@@ -98,9 +98,9 @@ class Cluster:
     nodes: int
     devices_per_node: int
     device: Device
-    within: Link
+    within: LinkCost
     """between devices of one node"""
-    between: Link
+    between: LinkCost
     """between devices of two nodes"""
     here: bool = False
     """whether it is this machine and its figures were measured"""
@@ -112,7 +112,7 @@ class Cluster:
         """Of all nodes."""
         return self.nodes * self.devices_per_node
 
-    def link(self, ranks: int, stride: int = 1) -> Link:
+    def link(self, ranks: int, stride: int = 1) -> LinkCost:
         """The slowest link within groups of `ranks` ranks that lie `stride` apart."""
         span, node = ranks * stride, self.devices_per_node
         return self.within if ranks == 1 or (span <= node and node % span == 0) else self.between
@@ -151,8 +151,8 @@ class Cluster:
             device["memory_bytes"] = _memory(device.pop("memory"), source)
         made = {
             "device": _made(Device, device, "[device]", source),
-            "within": _made(Link, _section(data, "within", source), "[within]", source),
-            "between": _made(Link, _section(data, "between", source), "[between]", source),
+            "within": _made(LinkCost, _section(data, "within", source), "[within]", source),
+            "between": _made(LinkCost, _section(data, "between", source), "[between]", source),
         }
         return _made(cls, {**data, **made}, "the top level", source)
 

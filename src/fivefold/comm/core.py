@@ -15,7 +15,7 @@ from fivefold.arena import Segment
 from fivefold.arena.native import DTYPES, KINDS, REDUCTIONS, Call, Report, core
 from fivefold.comm.tensors import MARKS
 
-__all__ = ["Core", "Transfer", "explain"]
+__all__ = ["AskedMessage", "Core", "explain"]
 
 STAGING_BYTES = 256 << 10
 """per rank, twice: small enough to stay in a core's own cache"""
@@ -128,7 +128,7 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class AskedMessage:
     """A message, for its error."""
 
     peer: int
@@ -151,12 +151,12 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def explain(group: Core, report: Report, asked: Call | Transfer) -> RuntimeError:
+def explain(group: Core, report: Report, asked: Call | AskedMessage) -> RuntimeError:
     """The error of a failed operation: who, what, which, why, and what to do, in one line."""
     from torch.distributed import DistBackendError
 
     what = KINDS[report.kind]
-    if isinstance(asked, Transfer):
+    if isinstance(asked, AskedMessage):
         other = "anyone" if asked.peer < 0 else f"rank {asked.peer}"
         what = f"message with {other}, tag {asked.tag}"
     where = f"number {report.sequence} of group {group.name or '?'}"
@@ -166,7 +166,7 @@ def explain(group: Core, report: Report, asked: Call | Transfer) -> RuntimeError
     )
 
 
-def _reason(group: Core, report: Report, asked: Call | Transfer) -> str:
+def _reason(group: Core, report: Report, asked: Call | AskedMessage) -> str:
     status = int(report.status)
     if status == _MISMATCH:
         return _mismatch(report, asked) if isinstance(asked, Call) else _otherwise(report, asked)
@@ -199,7 +199,7 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
     }.get(status, f"status {status}")
 
 
-def _otherwise(report: Report, asked: Transfer) -> str:
+def _otherwise(report: Report, asked: AskedMessage) -> str:
     sent = next((d for d, mark in MARKS.items() if mark == report.other_dtype), "another dtype")
     return (
         f"rank {report.other} sent {report.other_count} bytes of {sent}, and the tensor that receives them "

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from fivefold.comm.tracing import begin, met, trace_folder
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError
-from fivefold.launch.environment import ALONE, Place, locate
+from fivefold.launch.environment import ALONE, RankPlace, locate
 from fivefold.torch_private import loader_iterator_class, norm_functions
 from fivefold.trace.current import current, usage
 from fivefold.trace.phases import Phase, Tag
@@ -111,7 +111,7 @@ def _begin_with(group: Any) -> None:
     rank, size = int(group.rank()), int(group.size())
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
     local_rank = int(os.environ.get("LOCAL_RANK") or rank % local_size)
-    place = Place(rank, size, local_rank, local_size, _launcher())
+    place = RankPlace(rank, size, local_rank, local_size, _launcher())
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     begin(folder, place, group, device, backend=str(c10d.get_backend(group)))
 
@@ -137,7 +137,7 @@ def _trace() -> Trace | None:
     return trace
 
 
-def _alone() -> Place | None:
+def _alone() -> RankPlace | None:
     """Our place if we are on our own; ranks of a job begin theirs when they meet."""
     try:
         place = locate()

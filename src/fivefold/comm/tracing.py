@@ -23,7 +23,7 @@ from fivefold.arena import node_name
 from fivefold.comm.calibrate import calibration, links
 from fivefold.comm.clocks import clock_offset
 from fivefold.comm.hang import attend
-from fivefold.launch.environment import Place
+from fivefold.launch.environment import RankPlace
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
 from fivefold.torch_private import device_types
@@ -47,7 +47,7 @@ def trace_folder() -> Path | None:
 
 
 def begin(
-    folder: Path, place: Place, group: dist.ProcessGroup | None, device: torch.device, *,
+    folder: Path, place: RankPlace, group: dist.ProcessGroup | None, device: torch.device, *,
     rows: Mapping[str, int] | None = None, hang_s: float = 30.0, **facts: Any,
 ) -> Trace | None:  # fmt: skip
     """Begin the trace of this rank. Collective over `group`, all ranks; None where the rank is alone.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.arena.native import KINDS, Call, Report, core
-from fivefold.comm.core import Core, Transfer, explain
+from fivefold.comm.core import AskedMessage, Core, explain
 from fivefold.comm.events import event
 from fivefold.comm.tensors import MARKS
 from fivefold.comm.unwaited import unwaited
@@ -282,7 +282,7 @@ class _Message:
     """Between two ranks of a group of the core."""
 
     def __init__(
-        self, group: Core, handle: int, transfer: Transfer, size_bytes: int, what: str
+        self, group: Core, handle: int, transfer: AskedMessage, size_bytes: int, what: str
     ) -> None:
         if not handle:
             raise MemoryError("no memory for a message")
@@ -319,7 +319,7 @@ class MessageWork(_Pending):
         size_bytes = tensor.numel() * tensor.element_size()
         mark, what = MARKS[tensor.dtype], "send" if sends else "receive"
         handle = start(group.pointer, peer, tag, mark, tensor.data_ptr(), size_bytes, timeout_s)
-        transfer = Transfer(peer, tag, tensor.dtype)
+        transfer = AskedMessage(peer, tag, tensor.dtype)
         self._message = _Message(group, handle, transfer, size_bytes, what)
         super().__init__(
             self._message, completer=completer, results=[tensor], kept=tensor, after=after

@@ -13,7 +13,7 @@ import torch
 
 from fivefold.data.images import ImageArrays, Transform
 from fivefold.errors import DataError
-from fivefold.pickles import Made, Name, NoData, read_pickle
+from fivefold.pickles import CallResult, Name, NoData, read_pickle
 
 __all__ = ["Cifar10"]
 
@@ -101,10 +101,10 @@ def _images(told: object) -> np.ndarray | None:
 
     numpy gets the bytes alone. The shape, dtype and state that the file tells are compared, never passed on.
     """
-    if not isinstance(told, Made) or str(told.call) not in _NEW:
+    if not isinstance(told, CallResult) or str(told.call) not in _NEW:
         return None
     match told.state:
-        case (int(), (int() as count, 3072), Made() as dtype, False, bytes() as content):
+        case (int(), (int() as count, 3072), CallResult() as dtype, False, bytes() as content):
             kind = dtype.given[:1] if str(dtype.call) == "numpy.dtype" else ()
             if kind in ((b"u1",), ("u1",)) and len(content) == count * 3072:
                 return np.frombuffer(content, np.uint8).reshape(count, 3, 32, 32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fivefold.data.source import Made, Source
-from fivefold.data.tiling import Tiles
+from fivefold.data.tiling import TiledSamples
 from fivefold.data.workers import Key, Workers
 from fivefold.errors import OffloadWarning, warn
 from fivefold.launch.role import is_helper
@@ -31,7 +31,7 @@ class Producer(Protocol):
 def producer_of(
     source: Source,
     mesh: Mesh,
-    tiles: Tiles | None,
+    tiles: TiledSamples | None,
     *,
     workers: int,
     prefetch: int,
@@ -68,7 +68,7 @@ def _offer(source: Source) -> None:
     offer("loader", LoaderServing(source))
 
 
-def _offloaded(source: Source, mesh: Mesh, tiles: Tiles | None) -> Producer | None:
+def _offloaded(source: Source, mesh: Mesh, tiles: TiledSamples | None) -> Producer | None:
     """Helpers as the producer, if the plan wants it. Imported when needed: it brings sockets and memory."""
     from fivefold.data.remote.offloaded import Offloaded
     from fivefold.helpers.dispatcher import Dispatcher

@@ -31,7 +31,7 @@ from fivefold.data.source import (
     Skipped,
     Source,
 )
-from fivefold.data.tiling import TileCollate, Tiles, noted, tiles_of
+from fivefold.data.tiling import TileCollate, TiledSamples, noted, tiles_of
 from fivefold.data.workers import Key
 from fivefold.errors import DataError, DataWarning, FivefoldError, UsageError, warn
 from fivefold.launch.role import is_helper
@@ -74,7 +74,7 @@ class Loader(Closing):
         mesh: Mesh,
         producer: Producer | None,
         *,
-        tiles: Tiles | None = None,
+        tiles: TiledSamples | None = None,
         later: Later | None = None,
         finish: Finish | None = None,
     ) -> None:

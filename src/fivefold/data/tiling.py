@@ -18,10 +18,10 @@ from fivefold.mesh import Mesh, Part, attach, owned
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.torch_private import pytree
 
-__all__ = ["TileCollate", "Tiles", "noted", "tiles_of"]
+__all__ = ["TileCollate", "TiledSamples", "noted", "tiles_of"]
 
 
-def tiles_of(dataset: Any, mesh: Mesh) -> Tiles | None:
+def tiles_of(dataset: Any, mesh: Mesh) -> TiledSamples | None:
     """This rank's tiles of a data set's samples; None without tile axes, or if it offers no windows.
 
     Raises `UsageError` for a transform that does not work on windows.
@@ -38,10 +38,10 @@ def tiles_of(dataset: Any, mesh: Mesh) -> Tiles | None:
         return None
     for name in ("transform", "target_transform"):
         check_transform(getattr(windows, name, None))
-    return Tiles(windows, axes)
+    return TiledSamples(windows, axes)
 
 
-class Tiles:
+class TiledSamples:
     """Samples (sample, boxes), the images of which are cut to the tile of one rank.
 
     `axes` maps a tile axis to (number of tiles along it, which of them).

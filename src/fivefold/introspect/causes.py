@@ -315,7 +315,7 @@ _WAITING = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """File, line and function, and the call there."""
 
     text: str
@@ -328,18 +328,18 @@ class Place:
         return _WAITING.search(self.text.partition("(")[2]) is not None
 
 
-def place_of(run: TracedRun, rank: int, phase: str) -> Place | None:
+def place_of(run: TracedRun, rank: int, phase: str) -> CodePlace | None:
     """Where `rank` was seen in `phase` clearly more often than the median of the others; None: nowhere."""
     found = {trace.rank: _shares(trace, phase) for trace in run.ranks}
     own = found.pop(rank, {})
     total = max(1, _sightings(run, rank, phase))
-    best: Place | None = None
+    best: CodePlace | None = None
     surplus = _MORE
     for text, share in own.items():
         usual = float(np.median([o.get(text, 0.0) for o in found.values()])) if found else 0.0
         by_chance = 2 * np.sqrt(usual * total + 1) / total
         if share - usual > max(surplus, by_chance):
-            best, surplus = Place(text, share), share - usual
+            best, surplus = CodePlace(text, share), share - usual
     return best
 
 

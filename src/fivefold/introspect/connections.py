@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.wire import Callers
 
-__all__ = ["Connections", "keep_callers_faults_quiet"]
+__all__ = ["ServerConnections", "keep_callers_faults_quiet"]
 
 _GREETING_S = 10.0
 """from the connection to the token"""
@@ -16,7 +16,7 @@ _MOST, _OF_ONE = 64, 32
 """of those who have not shown it: a browser opens six"""
 
 
-class Connections:
+class ServerConnections:
     """Those of one server, in its thread. `protocol` is what uvicorn's `http` takes."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from fivefold.introspect.document import document
 from fivefold.introspect.exports import prometheus
 from fivefold.introspect.run import TracedRun, trace_files
 from fivefold.trace.file import TraceFile
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 
 __all__ = ["LiveReport", "stamp"]
 
@@ -39,7 +39,7 @@ def stamp(path: Path) -> tuple[Any, ...]:
     A rank that was killed says nothing: while one claims to run, the stamp changes every few seconds too.
     """
     found = list(_said(path))
-    running = any(state == State.RUNNING for _, state, _ in found)
+    running = any(state == ProcessState.RUNNING for _, state, _ in found)
     return (*found, int(time.monotonic() / _LOOK_S) if running else 0)
 
 
@@ -115,7 +115,7 @@ class LiveReport:
         if not self._running or begin < self._look_s:
             return False
         try:
-            over = all(state != State.RUNNING for _, state, _ in _said(self.path))
+            over = all(state != ProcessState.RUNNING for _, state, _ in _said(self.path))
         except FivefoldError:  # files were moved away; the next attempt tells
             over = False
         self._look_s = time.monotonic() + max(self.every_s, _REST * (time.monotonic() - begin))

@@ -19,7 +19,7 @@ from fivefold.errors import UsageError
 from fivefold.introspect.merging import merged
 from fivefold.trace.file import SUFFIX, TraceError
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 
 __all__ = ["FULL", "TracedRun", "listed", "state_of", "trace_files"]
 
@@ -154,8 +154,8 @@ def _smaller(trace: RankTrace) -> RankTrace:
 
 def state_of(trace: RankTrace) -> RankState:
     """What became of a rank. One that says it runs was killed when its process is gone, or long silent."""
-    if trace.state != State.RUNNING:
-        return "ended" if trace.state == State.ENDED else "failed"
+    if trace.state != ProcessState.RUNNING:
+        return "ended" if trace.state == ProcessState.ENDED else "failed"
     if trace.meta.get("host") == socket.gethostname():
         return "running" if trace.has_writer else "killed"
     return "running" if silent_s(trace) < _SILENT_S else "killed"

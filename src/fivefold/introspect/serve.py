@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UsageError
-from fivefold.introspect.connections import Connections, keep_callers_faults_quiet
+from fivefold.introspect.connections import ServerConnections, keep_callers_faults_quiet
 from fivefold.introspect.live import LiveReport
 from fivefold.introspect.page import html, policy
 
@@ -67,7 +67,7 @@ def serve(
         raise UsageError(_MISSING) from None
     report = LiveReport(path)
     token = secrets.token_hex(16)
-    connections = Connections()
+    connections = ServerConnections()
     with listening(host, port) as listener:
         port = int(listener.getsockname()[1])
         app = application(

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fivefold.launch.engine import Engine, choose, engines
-    from fivefold.launch.environment import Place, launched, locate
+    from fivefold.launch.environment import RankPlace, launched, locate
     from fivefold.launch.job import Job, Outcome, RankFailure, Stopped
-    from fivefold.launch.meet import Meeting, meeting
+    from fivefold.launch.meet import Rendezvous, meeting
     from fivefold.launch.relaunch import launch_self
 
 __all__ = [
     "Engine",
     "Job",
-    "Meeting",
     "Outcome",
-    "Place",
     "RankFailure",
+    "RankPlace",
+    "Rendezvous",
     "Stopped",
     "choose",
     "engines",
@@ -35,9 +35,9 @@ __all__ = [
 _HOME = {
     "Engine": "engine",
     "Job": "job",
-    "Meeting": "meet",
+    "Rendezvous": "meet",
     "Outcome": "job",
-    "Place": "environment",
+    "RankPlace": "environment",
     "RankFailure": "job",
     "Stopped": "job",
     "choose": "engine",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fivefold.errors import UsageError, suggest
-from fivefold.launch.job import Job, Outcome, Start
+from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.local import LocalEngine
 from fivefold.launch.mpirun import MpirunEngine
 from fivefold.launch.torchrun import TorchrunEngine
@@ -28,7 +28,7 @@ class Engine(Protocol):
         """Why this engine cannot be used here and what to do about it; None if it can."""
         ...
 
-    def starts(self, job: Job, port: int) -> list[Start]:
+    def starts(self, job: Job, port: int) -> list[ProcessStart]:
         """What `run` starts, if the ranks meet at `port`: one process per rank, or one that starts them all.
 
         The named pipe on which ranks of torchrun and mpirun report is left out; they run without it.

@@ -23,13 +23,21 @@ from pathlib import Path
 from fivefold.errors import UsageError
 from fivefold.launch import slurm
 
-__all__ = ["FAMILIES", "Family", "Place", "allocated_nodes", "launched", "locate", "without_places"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "RankPlace",
+    "allocated_nodes",
+    "launched",
+    "locate",
+    "without_places",
+]
 
 Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The place of this process in its job, whatever launched it.
 
     `launcher` is one of alone, torchrun (Fivefold's own engines included), openmpi, mpich, pals, flux,
@@ -44,7 +52,7 @@ class Place:
     job: str | None = None
 
 
-ALONE = Place(0, 1, 0, 1, "alone")
+ALONE = RankPlace(0, 1, 0, 1, "alone")
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ FAMILIES = (
 _UNKNOWN = ("PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "MPI_RANKID")
 
 
-def locate(environ: Environ = os.environ) -> Place:
+def locate(environ: Environ = os.environ) -> RankPlace:
     """Rank, world size, local rank and local size of this process, and what launched it.
 
     Raises `UsageError` when the variables contradict each other, when they are incomplete, or when
@@ -151,14 +159,14 @@ def allocated_nodes(environ: Environ = os.environ) -> int:
         return 1
 
 
-def _find(environ: Environ) -> Place | None:
+def _find(environ: Environ) -> RankPlace | None:
     for family in FAMILIES:
         if environ.get(family.needs) and _first(environ, family.rank):
             if callable(family.local_size):
                 local_size = family.local_size(environ)
             else:
                 local_size = _number(environ, family.local_size)
-            return Place(
+            return RankPlace(
                 rank=_number(environ, family.rank),
                 world_size=_number(environ, family.world_size),
                 local_rank=_number(environ, family.local_rank),
@@ -167,7 +175,7 @@ def _find(environ: Environ) -> Place | None:
                 job=_first(environ, family.job) or None,
             )
     if slurm.in_step(environ):
-        return Place(
+        return RankPlace(
             rank=_number(environ, "SLURM_PROCID"),
             world_size=_number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS"),
             local_rank=_number(environ, "SLURM_LOCALID"),
@@ -178,7 +186,7 @@ def _find(environ: Environ) -> Place | None:
     return None
 
 
-def _check(place: Place, environ: Environ) -> None:
+def _check(place: RankPlace, environ: Environ) -> None:
     p = place
     if not 0 <= p.rank < p.world_size:
         raise UsageError(
@@ -198,7 +206,7 @@ def _check(place: Place, environ: Environ) -> None:
         )
 
 
-def _refuse_stale_ranks(place: Place, environ: Environ) -> None:
+def _refuse_stale_ranks(place: RankPlace, environ: Environ) -> None:
     """RANK=0 left over in a shell from which mpirun then starts four processes: all would be rank 0."""
     if environ.get("TORCHELASTIC_RUN_ID"):
         return  # torchrun inside an MPI or Slurm job, one agent per node: sizes differ rightly

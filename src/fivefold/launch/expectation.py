@@ -9,13 +9,17 @@ from fivefold.launch.environment import allocated_nodes, locate
 from fivefold.launch.explain import told_by_plan, where_they_meet
 from fivefold.launch.rank_facts import expected, look
 from fivefold.launch.situation import Situation
-from fivefold.launch.torch_facts import Torch
+from fivefold.launch.torch_facts import TorchFacts
 
 __all__ = ["expectation", "own_share"]
 
 
 def expectation(
-    processes: int, engine: str, environ: Mapping[str, str], torch: Torch, port: int | None = None
+    processes: int,
+    engine: str,
+    environ: Mapping[str, str],
+    torch: TorchFacts,
+    port: int | None = None,
 ) -> Situation:
     """The situation of `processes` ranks that an engine of `fivefold run` would start here."""
     node = this_node(environ=environ)
@@ -35,7 +39,7 @@ def expectation(
     )
 
 
-def own_share(environ: Mapping[str, str], torch: Torch) -> Situation:
+def own_share(environ: Mapping[str, str], torch: TorchFacts) -> Situation:
     """What this process got, which some launcher started as one of its ranks; of others nothing is known."""
     where = locate(environ)
     backend, workers = told_by_plan(environ)

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from fivefold.cluster.node import this_node
 from fivefold.errors import FivefoldError, UsageError
-from fivefold.launch.environment import Place, allocated_nodes, locate
+from fivefold.launch.environment import RankPlace, allocated_nodes, locate
 from fivefold.launch.meet import meeting
 from fivefold.launch.placement import Placement, place, text_of_findings, text_of_placement
 from fivefold.launch.rank_facts import RankFacts, gather, look, tell
 from fivefold.launch.situation import Situation
-from fivefold.launch.torch_facts import Probe, Torch
+from fivefold.launch.torch_facts import Probe, TorchFacts
 
 __all__ = ["REPORT", "describe", "main", "save", "told_by_plan", "where_they_meet", "wrapped"]
 
@@ -68,12 +68,12 @@ def _fail(message: str) -> int:
     return UsageError.exit_code
 
 
-def _refuse_used(folder: Path, where: Place) -> None:
+def _refuse_used(folder: Path, where: RankPlace) -> None:
     if where.rank == 0 and (folder / REPORT).exists():
         raise UsageError(f"{folder} holds the {REPORT} of another run; choose another --log-dir")
 
 
-def _tell(where: Place, log_dir: Path) -> None:
+def _tell(where: RankPlace, log_dir: Path) -> None:
     try:
         facts, folder = look(where), log_dir / "placement"
         if where.rank == 0:
@@ -84,7 +84,7 @@ def _tell(where: Place, log_dir: Path) -> None:
         sys.stderr.write(f"warning: rank {where.rank} cannot tell where it runs: {problem}\n")
 
 
-def _report(where: Place, facts: RankFacts, folder: Path) -> None:
+def _report(where: RankPlace, facts: RankFacts, folder: Path) -> None:
     with Probe() as probe:
         tell(folder, facts)
         ranks = gather(folder, where.world_size, _GATHER_S)
@@ -94,7 +94,7 @@ def _report(where: Place, facts: RankFacts, folder: Path) -> None:
     sys.stderr.flush()
 
 
-def _situation(where: Place, ranks: tuple[RankFacts, ...], torch: Torch) -> Situation:
+def _situation(where: RankPlace, ranks: tuple[RankFacts, ...], torch: TorchFacts) -> Situation:
     hosts = len({one.host for one in ranks})
     engine = os.environ.get("FIVEFOLD_ENGINE") or where.launcher
     backend, workers = told_by_plan(os.environ)
@@ -122,7 +122,7 @@ def told_by_plan(environ: Mapping[str, str]) -> tuple[str, int]:
     return plan.comm.backend, plan.loader.workers
 
 
-def where_they_meet(where: Place, environ: Mapping[str, str]) -> str:
+def where_they_meet(where: RankPlace, environ: Mapping[str, str]) -> str:
     """Where ranks find each other, in words or as address:port."""
     try:
         found = meeting(where, environ)

@@ -19,9 +19,9 @@ from fivefold.launch.variables import check_variables
 __all__ = [
     "Job",
     "Outcome",
+    "ProcessStart",
     "RankFailure",
     "Resumable",
-    "Start",
     "Stopped",
     "default_log_dir",
     "ended",
@@ -91,7 +91,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Start:
+class ProcessStart:
     """A process that an engine starts: its command, and its whole environment."""
 
     command: Sequence[str]

@@ -11,7 +11,7 @@ from fivefold.errors import UsageError
 from fivefold.launch.attend import attend
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
-from fivefold.launch.job import Job, Outcome, Start, log_path
+from fivefold.launch.job import Job, Outcome, ProcessStart, log_path
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
 from fivefold.launch.watch import Watch
@@ -28,7 +28,7 @@ class LocalEngine:
         """None: this engine needs nothing but Linux."""
         return None if sys.platform == "linux" else "it needs Linux"
 
-    def starts(self, job: Job, port: int) -> list[Start]:
+    def starts(self, job: Job, port: int) -> list[ProcessStart]:
         """One process per rank; see `Engine.starts`."""
         shared = job.rank_environment(self.name) | {
             "WORLD_SIZE": str(job.processes),
@@ -37,7 +37,7 @@ class LocalEngine:
             "MASTER_PORT": str(port),
         }
         return [
-            Start(job.command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            ProcessStart(job.command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(job.processes)
         ]
 
@@ -54,7 +54,7 @@ class LocalEngine:
         return Outcome(job.processes, time.monotonic() - began)
 
 
-def _start(job: Job, rank: int, start: Start, watch: Watch) -> None:
+def _start(job: Job, rank: int, start: ProcessStart, watch: Watch) -> None:
     log = watch.keep(log_path(job.log_dir, rank).open("ab", buffering=0))
     piped = job.output == "prefix"
     # With "first", rank 0 draws on the terminal itself; all else goes to the log files directly.

@@ -21,10 +21,10 @@ from typing import Literal
 from fivefold.cluster.processes import process_stat
 from fivefold.errors import UsageError
 from fivefold.launch import slurm
-from fivefold.launch.environment import FAMILIES, Place
+from fivefold.launch.environment import FAMILIES, RankPlace
 from fivefold.launch.private import private_folder
 
-__all__ = ["Meeting", "meeting"]
+__all__ = ["Rendezvous", "meeting"]
 
 Environ = Mapping[str, str]
 
@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where ranks meet. Every rank of a job computes an equal one.
 
     alone  nothing else is set.
@@ -52,17 +52,17 @@ class Meeting:
     path: Path | None = None
 
 
-def meeting(place: Place, environ: Environ = os.environ) -> Meeting:
+def meeting(place: RankPlace, environ: Environ = os.environ) -> Rendezvous:
     """Decide how the ranks of `place` meet.
 
     Raises `UsageError` if MASTER_ADDR and MASTER_PORT are needed, incomplete or malformed, or if the folder
     for the file cannot be trusted. Creates that folder, nothing else.
     """
     if place.world_size == 1:
-        return Meeting("alone")
+        return Rendezvous("alone")
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if address and port:
-        return Meeting("env", address=address, port=_checked_port(port))
+        return Rendezvous("env", address=address, port=_checked_port(port))
     if address or port:
         given, missing = (
             ("MASTER_ADDR", "MASTER_PORT") if address else ("MASTER_PORT", "MASTER_ADDR")
@@ -73,11 +73,11 @@ def meeting(place: Place, environ: Environ = os.environ) -> Meeting:
     if place.local_size == place.world_size:
         folder = Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}-meet"
         private_folder(folder, "where ranks meet", "or set TMPDIR to a folder of your own")
-        return Meeting("file", path=folder / f"meet-{_job_key(place, environ)}")
+        return Rendezvous("file", path=folder / f"meet-{_job_key(place, environ)}")
     if place.launcher == "srun" and (host := slurm.first_node(environ)):
-        return Meeting("env", address=host, port=slurm.meeting_port(environ))
+        return Rendezvous("env", address=host, port=slurm.meeting_port(environ))
     if find_spec("mpi4py") is not None:
-        return Meeting("mpi")
+        return Rendezvous("mpi")
     raise UsageError(
         f"{place.world_size} ranks on several nodes, and {place.launcher} does not say where to meet; "
         f"{_REMEDY}, or install mpi4py for the MPI that started them"
@@ -90,7 +90,7 @@ def _checked_port(text: str) -> int:
     return int(text)
 
 
-def _job_key(place: Place, environ: Environ) -> str:
+def _job_key(place: RankPlace, environ: Environ) -> str:
     """The same in all ranks of the job on this node, different for any two jobs, past ones included."""
     launcher = _launching_process(place, environ)
     if place.job is None and launcher is None:
@@ -103,7 +103,7 @@ def _job_key(place: Place, environ: Environ) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _launching_process(place: Place, environ: Environ) -> str | None:
+def _launching_process(place: RankPlace, environ: Environ) -> str | None:
     """Pid and start time of the process that started the ranks: the nearest ancestor that is no rank.
 
     Between it and us there may be shells and wrappers. They carry the rank's variable and the launcher

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fivefold.errors import UsageError
-from fivefold.launch.job import Job, Outcome, Start
+from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
 
@@ -43,7 +43,7 @@ class MpirunEngine:
             return str(problem)
         return None
 
-    def starts(self, job: Job, port: int) -> list[Start]:
+    def starts(self, job: Job, port: int) -> list[ProcessStart]:
         """One mpirun; see `Engine.starts`."""
         return [self._start(job, _command(job), port)]
 
@@ -60,10 +60,12 @@ class MpirunEngine:
             )
         return Outcome(job.processes, time.monotonic() - began)
 
-    def _start(self, job: Job, mpirun: Sequence[str], port: int, fifo: Path | None = None) -> Start:
+    def _start(
+        self, job: Job, mpirun: Sequence[str], port: int, fifo: Path | None = None
+    ) -> ProcessStart:
         environ = job.rank_environment(self.name)
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return Start([*mpirun, *shim_command(job, fifo)], environ)
+        return ProcessStart([*mpirun, *shim_command(job, fifo)], environ)
 
 
 def find_mpirun(environ: Mapping[str, str] = os.environ) -> Path:

@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from fivefold.cluster.network import interface_for
 from fivefold.cluster.node import Node
 from fivefold.cluster.reading import spans
-from fivefold.launch.advice import Finding, advise
+from fivefold.launch.advice import LaunchFinding, advise
 from fivefold.launch.advice.finding import gib
 from fivefold.launch.node_text import speed
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.situation import Situation
-from fivefold.launch.torch_facts import Torch
+from fivefold.launch.torch_facts import TorchFacts
 
 __all__ = ["Choice", "Placement", "place", "text_of_findings", "text_of_placement"]
 
@@ -50,10 +50,10 @@ class Placement:
     """where the ranks meet"""
     fivefold: str
     python: str
-    torch: Torch
+    torch: TorchFacts
     node: Node
     """that of rank 0"""
-    findings: tuple[Finding, ...]
+    findings: tuple[LaunchFinding, ...]
     helpers: str = ""
     """how many, and where; empty without any"""
 
@@ -146,7 +146,7 @@ def text_of_placement(report: Placement) -> list[str]:
     return [f"placement, {known}:", *(f"  {name:<10}{value}" for name, value in rows)]
 
 
-def text_of_findings(findings: tuple[Finding, ...]) -> list[str]:
+def text_of_findings(findings: tuple[LaunchFinding, ...]) -> list[str]:
     """What the rules found, with the remedies; the last line counts them."""
     lines: list[str] = []
     for one in findings:

@@ -16,7 +16,7 @@ from fivefold.cluster.gpus import Gpu, gpus, visible
 from fivefold.cluster.network import resolve
 from fivefold.cluster.node import Node
 from fivefold.cluster.processors import processors
-from fivefold.launch.environment import Place
+from fivefold.launch.environment import RankPlace
 
 __all__ = ["RankFacts", "expected", "gather", "look", "tell"]
 
@@ -49,7 +49,7 @@ class RankFacts:
 
 
 def look(
-    place: Place, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
+    place: RankPlace, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> RankFacts:
     """What this process was given."""
     mask, host = cores.affinity(root), socket.gethostname()

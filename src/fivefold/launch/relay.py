@@ -23,7 +23,7 @@ from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.attend import attend
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
-from fivefold.launch.job import Job, Start, ended, tail
+from fivefold.launch.job import Job, ProcessStart, ended, tail
 from fivefold.launch.watch import Watch
 
 __all__ = ["FRAME_BYTES", "run_through", "send", "shim_command"]
@@ -49,7 +49,7 @@ def shim_command(job: Job, fifo: Path | None = None) -> list[str]:
     return [sys.executable, *shim, *job.command]
 
 
-def run_through(job: Job, engine: str, name: str, start: Callable[[Path], Start]) -> None:
+def run_through(job: Job, engine: str, name: str, start: Callable[[Path], ProcessStart]) -> None:
     """Run what `start` makes of the path of the pipe, and supervise it as `Watch` does.
 
     `name` is what people call the engine's launcher.
@@ -80,7 +80,7 @@ def run_through(job: Job, engine: str, name: str, start: Callable[[Path], Start]
         )
 
 
-def _start(start: Start, log: int) -> subprocess.Popen[bytes]:
+def _start(start: ProcessStart, log: int) -> subprocess.Popen[bytes]:
     # mpirun reads its input at once, on behalf of rank 0: a terminal is not its to read from.
     quiet = sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
     try:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from fivefold.launch.environment import Place, locate
+from fivefold.launch.environment import RankPlace, locate
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.job import Resumable, log_path
 from fivefold.launch.output import Display, LogLines
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if code == Resumable.exit_code and options.fifo is not None else code
 
 
-def _reporter(place: Place, path: Path | None) -> Report:
+def _reporter(place: RankPlace, path: Path | None) -> Report:
     with contextlib.suppress(OSError):
         if path is not None:
             fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails at once if nobody reads
@@ -76,7 +76,7 @@ def _reporter(place: Place, path: Path | None) -> Report:
     return show
 
 
-def _run(command: list[str], place: Place, log: IO[bytes], report: Report) -> int:
+def _run(command: list[str], place: RankPlace, log: IO[bytes], report: Report) -> int:
     rank = subprocess.Popen(
         command,
         env=os.environ | _ranks(place),
@@ -104,7 +104,7 @@ def _run(command: list[str], place: Place, log: IO[bytes], report: Report) -> in
     return code
 
 
-def _ranks(place: Place) -> dict[str, str]:
+def _ranks(place: RankPlace) -> dict[str, str]:
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fivefold.cluster.gpus import Gpu
 from fivefold.cluster.node import Node
 from fivefold.launch.rank_facts import RankFacts
-from fivefold.launch.torch_facts import Torch
+from fivefold.launch.torch_facts import TorchFacts
 
 __all__ = ["Situation", "cores_of"]
 
@@ -27,7 +27,7 @@ class Situation:
     engine: str
     observed: bool
     """whether the ranks have been started"""
-    torch: Torch = field(default_factory=Torch)
+    torch: TorchFacts = field(default_factory=TorchFacts)
     backend: str = "auto"
     """that the plan asks for"""
     workers: int = 0

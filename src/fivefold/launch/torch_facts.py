@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fivefold.closing import Closing
 from fivefold.launch.guard import dies_with_parent
 
-__all__ = ["Probe", "Torch"]
+__all__ = ["Probe", "TorchFacts"]
 
 LIMIT_S = 60.0
 
@@ -30,7 +30,7 @@ print(json.dumps({"version": torch.__version__, "gpus_of": kind, "devices": part
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchFacts:
     """What is known of PyTorch."""
 
     version: str = ""
@@ -63,13 +63,13 @@ class Probe(Closing):
             preexec_fn=dies_with_parent(),  # noqa: PLW1509 - no threads yet
         )
 
-    def answer(self) -> Torch:
+    def answer(self) -> TorchFacts:
         """Wait for the answer, or for the end of the time that there is. Never raises for what torch does."""
         try:
             code = self._process.wait(max(0.0, self._began + self._limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._end()
-            return Torch(problem=f"it was not imported within {self._limit_s:g} s")
+            return TorchFacts(problem=f"it was not imported within {self._limit_s:g} s")
         seconds = time.monotonic() - self._began
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines() or [""]
@@ -86,15 +86,15 @@ class Probe(Closing):
             self._process.wait()
 
 
-def _understood(line: str, code: int, seconds: float) -> Torch:
+def _understood(line: str, code: int, seconds: float) -> TorchFacts:
     if code < 0:
-        return Torch(
+        return TorchFacts(
             problem=f"importing it ended with {signal.Signals(-code).name}", seconds=seconds
         )
     if code > 0:
-        return Torch(problem=line or f"importing it ended with code {code}", seconds=seconds)
+        return TorchFacts(problem=line or f"importing it ended with code {code}", seconds=seconds)
     try:
         told = json.loads(line)
-        return Torch(str(told["version"]), str(told["gpus_of"]), int(told["devices"]), seconds)
+        return TorchFacts(str(told["version"]), str(told["gpus_of"]), int(told["devices"]), seconds)
     except (ValueError, KeyError, TypeError):
-        return Torch(problem=f"it answered {line[:80]!r}", seconds=seconds)
+        return TorchFacts(problem=f"it answered {line[:80]!r}", seconds=seconds)

@@ -7,7 +7,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from fivefold.launch.job import Job, Outcome, Start
+from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
 
@@ -23,7 +23,7 @@ class TorchrunEngine:
         """A reason if torch is not installed."""
         return None if find_spec("torch") else "torch is not installed; pip install torch"
 
-    def starts(self, job: Job, port: int) -> list[Start]:
+    def starts(self, job: Job, port: int) -> list[ProcessStart]:
         """One torchrun; see `Engine.starts`."""
         return [self._start(job, port)]
 
@@ -34,7 +34,7 @@ class TorchrunEngine:
             run_through(job, self.name, self.name, lambda fifo: self._start(job, port, fifo))
         return Outcome(job.processes, time.monotonic() - began)
 
-    def _start(self, job: Job, port: int, fifo: Path | None = None) -> Start:
+    def _start(self, job: Job, port: int, fifo: Path | None = None) -> ProcessStart:
         options = [
             f"--nproc-per-node={job.processes}",
             "--max-restarts=0",
@@ -43,4 +43,4 @@ class TorchrunEngine:
             "--no-python",
         ]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--"]
-        return Start([*torchrun, *shim_command(job, fifo)], job.rank_environment(self.name))
+        return ProcessStart([*torchrun, *shim_command(job, fifo)], job.rank_environment(self.name))

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fivefold.comm.tracing import begin
-from fivefold.launch.environment import Place, locate
+from fivefold.launch.environment import RankPlace, locate
 from fivefold.mesh.mesh import Mesh
 from fivefold.plan import AXES, Plan
 from fivefold.trace import active
@@ -19,7 +19,7 @@ from fivefold.trace.trace import Trace
 __all__ = ["record"]
 
 
-def record(mesh: Mesh, folder: Path, place: Place | None = None) -> Trace | None:
+def record(mesh: Mesh, folder: Path, place: RankPlace | None = None) -> Trace | None:
     """Begin to record this rank into `folder`; a trace that is active already goes on. Collective.
 
     None when there is a trace, or none can be written, which is said.
@@ -41,11 +41,11 @@ def record(mesh: Mesh, folder: Path, place: Place | None = None) -> Trace | None
     return begin(folder, place, everyone, mesh.device, rows=rows, hang_s=hang_s, **facts)
 
 
-def _place(mesh: Mesh) -> Place:
+def _place(mesh: Mesh) -> RankPlace:
     """Where torch.distributed was running before."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
     local_rank = int(os.environ.get("LOCAL_RANK", mesh.rank % local_size))
-    return Place(mesh.rank, mesh.size, local_rank, local_size, "running")
+    return RankPlace(mesh.rank, mesh.size, local_rank, local_size, "running")
 
 
 def _told(plan: Plan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fivefold.comm import BACKEND, register
 from fivefold.comm.tracing import trace_folder
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError, LaunchError, PlanError
-from fivefold.launch.environment import Place, locate
+from fivefold.launch.environment import RankPlace, locate
 from fivefold.launch.meet import meeting
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
@@ -118,14 +118,14 @@ def _fitted(plan: Plan, processes: int) -> Plan:
     )
 
 
-def _adopted_place() -> Place:
+def _adopted_place() -> RankPlace:
     rank, size = dist.get_rank(), dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
-    return Place(rank, size, local_rank, local_size, "running")
+    return RankPlace(rank, size, local_rank, local_size, "running")
 
 
-def _device(place: Place, asked: str | torch.device | None) -> torch.device:
+def _device(place: RankPlace, asked: str | torch.device | None) -> torch.device:
     if asked is not None:
         return torch.device(asked)
     if not torch.cuda.is_available():
@@ -137,7 +137,7 @@ def _device(place: Place, asked: str | torch.device | None) -> torch.device:
 
 
 def _backend(
-    place: Place, plan: Plan, device: torch.device, store: dist.Store, timeout: timedelta
+    place: RankPlace, plan: Plan, device: torch.device, store: dist.Store, timeout: timedelta
 ) -> str:
     if plan.comm.backend != "auto":
         return plan.comm.backend
@@ -161,7 +161,7 @@ def nobody_else_has(thing: str, store: dist.Store, ranks: int, timeout: timedelt
     return not store.check(["shared"])
 
 
-def _join(place: Place, plan: Plan, device: torch.device) -> None:
+def _join(place: RankPlace, plan: Plan, device: torch.device) -> None:
     register()
     timeout = timedelta(seconds=plan.comm.timeout_s)
     try:
@@ -187,7 +187,7 @@ _met: dist.Store | None = None
 _meetings = itertools.count()
 
 
-def _store(place: Place, timeout: timedelta) -> dist.Store:
+def _store(place: RankPlace, timeout: timedelta) -> dist.Store:
     """What the ranks exchange addresses through; every start sees a store of its own."""
     global _met  # noqa: PLW0603 - one job, one place to meet
     if place.world_size == 1:

@@ -21,8 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fivefold.errors import UsageError
-from fivefold.launch.environment import Place
-from fivefold.launch.meet import Meeting
+from fivefold.launch.environment import RankPlace
+from fivefold.launch.meet import Rendezvous
 from fivefold.torch_private import without_warnings_of_sockets
 
 __all__ = ["open_store"]
@@ -35,7 +35,7 @@ _NAME_MPI = (
 )
 
 
-def open_store(where: Meeting, place: Place, timeout: timedelta) -> dist.Store:
+def open_store(where: Rendezvous, place: RankPlace, timeout: timedelta) -> dist.Store:
     """The store at `where`; rank 0 holds it open. Collective.
 
     Raises `OSError` or `RuntimeError` if it cannot be opened, or ranks do not come in `timeout`,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.offload.snapshot import Snapshot
-from fivefold.offload.validator_client import Work
+from fivefold.offload.validator_client import ValidationRun
 from fivefold.parallel import ParallelModel
 
 __all__ = ["Result", "Stand", "UnderWay"]
@@ -63,7 +63,7 @@ class UnderWay:
     step: int
     test_epoch: int
     snapshot: Snapshot | None
-    work: Work | None = None
+    work: ValidationRun | None = None
     """on the first rank, where helpers evaluate"""
     total: list[float] | None = None
     """where the ranks have evaluated already"""

@@ -33,7 +33,12 @@ from fivefold.offload.evaluation import Evaluator, Score
 from fivefold.offload.results import Result, Stand, UnderWay
 from fivefold.offload.slices import Slices, Sums, added
 from fivefold.offload.snapshot import Packing, Snapshot, divided
-from fivefold.offload.validator_client import Turn, ValidatorClient, Work, arithmetic_fields
+from fivefold.offload.validator_client import (
+    Turn,
+    ValidationRun,
+    ValidatorClient,
+    arithmetic_fields,
+)
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.arithmetic import Arithmetic
 from fivefold.plan import AXES, Numerics
@@ -265,7 +270,9 @@ class Validator(Closing):
             assert one.snapshot is not None
             slices = Slices(len(self.tests))
             told = arithmetic_fields(self._numerics.precision, self._numerics.memory_format)
-            one.work = Work(next(self._versions), one.test_epoch, one.snapshot, slices, told)
+            one.work = ValidationRun(
+                next(self._versions), one.test_epoch, one.snapshot, slices, told
+            )
             self._leasing.begin(one.work)
 
     def _together(self, one: UnderWay, between: Callable[[], None] | None = None) -> list[float]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fivefold.helpers.link import Link
     from fivefold.offload.snapshot import Snapshot
 
-__all__ = ["SERVICE", "Turn", "ValidatorClient", "Work"]
+__all__ = ["SERVICE", "Turn", "ValidationRun", "ValidatorClient"]
 
 SERVICE = "validator"
 SLICE_S = 0.1
@@ -45,7 +45,7 @@ FAILURES = 3
 
 
 @dataclass
-class Work:
+class ValidationRun:
     """One validation under way."""
 
     version: int
@@ -86,8 +86,8 @@ class ValidatorClient:
         self.number = dispatcher.number(SERVICE)
         self._dispatcher, self._identity, self._joins = dispatcher, identity, joins
         self._news = threading.Condition()
-        self._works: list[Work] = []
-        self._leases: dict[int, tuple[Work, int]] = {}
+        self._works: list[ValidationRun] = []
+        self._leases: dict[int, tuple[ValidationRun, int]] = {}
         """lease -> what it is about, and the helper"""
         self._ready: set[int] = set()
         self._failed: Counter[int] = Counter()
@@ -99,13 +99,13 @@ class ValidatorClient:
 
     # ---- for whoever trains
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: ValidationRun) -> None:
         """Lease the batches of `work` from now on."""
         with self._news:
             self._works.append(work)
         self._dispatcher.feed()
 
-    def next_turn(self, work: Work, share: int) -> Turn:
+    def next_turn(self, work: ValidationRun, share: int) -> Turn:
         """Wait a while for the sums of `work`; what to do next.
 
         `share`: batches that the ranks evaluate together in a turn.
@@ -130,7 +130,7 @@ class ValidatorClient:
             self._dispatcher.feed()
             self._dispatcher.tell()
 
-    def add(self, work: Work, batches: list[int], sums: Sums) -> None:
+    def add(self, work: ValidationRun, batches: list[int], sums: Sums) -> None:
         """What the ranks have evaluated."""
         with self._news:
             work.slices.add(batches, sums)
@@ -150,7 +150,7 @@ class ValidatorClient:
         self.drop()
         self._dispatcher.leave(self)
 
-    def _taken(self, work: Work, share: int) -> list[int]:
+    def _taken(self, work: ValidationRun, share: int) -> list[int]:
         """Batches for the ranks: of all that is free if nobody helps, or if they join in."""
         slices, most = work.slices, share * self._batches()
         helping = self._ready - slices.late()
@@ -166,7 +166,7 @@ class ValidatorClient:
     def _patience_s(self) -> float:
         return max(PATIENCE_S, LATE * self._longest_s) if self._longest_s else UNMEASURED_S
 
-    def _patient_until(self, work: Work) -> float:
+    def _patient_until(self, work: ValidationRun) -> float:
         since = work.slices.oldest_s()
         return (time.monotonic() if since is None else since) + self._patience_s()
 
@@ -216,7 +216,7 @@ class ValidatorClient:
                 return self._lease(work, helper, link)
         return None
 
-    def _lease(self, work: Work, helper: int, link: Link) -> int:
+    def _lease(self, work: ValidationRun, helper: int, link: Link) -> int:
         lease = self._dispatcher.lease()
         batches = work.slices.grant(lease, helper, self._batches(), time.monotonic())
         assert batches is not None, "asked under the lock"
@@ -226,7 +226,7 @@ class ValidatorClient:
         link.send(Kind.LEASE, {**self._named(), **fields, **sliced, **work.arithmetic})
         return lease
 
-    def _send_weights(self, work: Work, helper: int, link: Link) -> None:
+    def _send_weights(self, work: ValidationRun, helper: int, link: Link) -> None:
         if helper in work.sent:
             return
         assert work.snapshot.flat is not None, "kept until the sums are complete"
@@ -267,7 +267,9 @@ class ValidatorClient:
             self._news.notify_all()
             return news
 
-    def _unanswered(self, helper: int, lease: int, work: Work, fields: dict[str, Any]) -> None:
+    def _unanswered(
+        self, helper: int, lease: int, work: ValidationRun, fields: dict[str, Any]
+    ) -> None:
         if fields.get("kind") == "Cancelled":
             work.slices.drop(lease)
             return
@@ -289,7 +291,7 @@ class ValidatorClient:
             self._news.notify_all()
             return True
 
-    def _over(self, lease: int) -> Work:
+    def _over(self, lease: int) -> ValidationRun:
         return self._leases.pop(lease)[0]
 
     def _measure(self, batches: int, fields: Mapping[str, Any], took_s: float) -> None:

@@ -17,7 +17,7 @@ from fivefold.torch_private import is_dtensor
 __all__ = ["Wrapped"]
 
 
-class State(dict[str, Any]):
+class StateDict(dict[str, Any]):
     """A state_dict of which other ranks may hold a part. Pickled it is an OrderedDict, as torch has it."""
 
     def __init__(self, whole: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Wrapped(nn.Module):
         `UsageError` for the key of what another rank holds.
         """
         self._rest()
-        return State(self.module.state_dict(*args, **kwargs))
+        return StateDict(self.module.state_dict(*args, **kwargs))
 
     def full_state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
         """The plain net's whole state_dict, on every rank. Collective.

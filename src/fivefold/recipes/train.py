@@ -23,7 +23,7 @@ from fivefold.parallel import ParallelModel, parallelize
 from fivefold.plan import Plan, Train
 from fivefold.recipes import models
 from fivefold.recipes.recipe import Images, Recipe
-from fivefold.train import Arithmetic, Run, Summary, fit, settle_precision, warmup_cosine
+from fivefold.train import Arithmetic, RunDirectory, Summary, fit, settle_precision, warmup_cosine
 from fivefold.train.loop import is_trained
 from fivefold.train.progress import suited
 from fivefold.train.task import CLASSES, PICTURES, Task
@@ -74,7 +74,7 @@ def train(
             validator(model, tests, task, plan.numerics) as checked,
         ):
             help_instead()  # before anything is written
-            run = Run.create(out, recipe.name, mesh)
+            run = RunDirectory.create(out, recipe.name, mesh)
             run.write("plan.toml", plan.to_toml())
             if plan.trace.enabled:
                 record(mesh, run.path / "trace")
@@ -114,7 +114,7 @@ def _fit(
     task: Task,
     *,
     mesh: Mesh,
-    run: Run,
+    run: RunDirectory,
     console: Console,
     checkpoints: str,
     begin_again: bool,

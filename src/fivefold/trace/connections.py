@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fivefold.trace.trace import Trace
     from fivefold.trace.windows import Row
 
-__all__ = ["Connections", "Peer", "peers"]
+__all__ = ["AddressTotals", "Connections", "peers"]
 
 _ACKED_AT, _BUSY_AT, _BYTES = 120, 168, 192
 _EVERY_NS = 2_000_000_000
@@ -35,7 +35,7 @@ _MOST = 16
 
 
 @dataclass
-class Peer:
+class AddressTotals:
     """All connections to one address, added up since they were made."""
 
     to: str
@@ -44,10 +44,10 @@ class Peer:
     kept_s: float = 0.0
 
 
-def peers() -> tuple[list[str], list[Peer]]:
+def peers() -> tuple[list[str], list[AddressTotals]]:
     """Addresses of this node, and whom its process sends to on other nodes."""
     own: set[str] = set()
-    found: dict[str, Peer] = {}
+    found: dict[str, AddressTotals] = {}
     for connection in _sockets():
         with contextlib.suppress(OSError):
             here, there = (
@@ -61,7 +61,7 @@ def peers() -> tuple[list[str], list[Peer]]:
                 continue
             (acked,) = struct.unpack_from("<Q", told, _ACKED_AT)
             busy_us, kept_us = struct.unpack_from("<QQ", told, _BUSY_AT)
-            peer = found.setdefault(there, Peer(there))
+            peer = found.setdefault(there, AddressTotals(there))
             peer.bytes, peer.busy_s = peer.bytes + acked, peer.busy_s + busy_us / 1e6
             peer.kept_s += kept_us / 1e6
     return sorted(own), [peer for peer in found.values() if peer.bytes >= _LEAST_BYTES]

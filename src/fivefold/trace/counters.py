@@ -11,7 +11,7 @@ from pathlib import Path
 from fivefold.cluster.cores import control_groups
 from fivefold.cluster.energy import energy
 
-__all__ = ["Energy", "Network", "OpenFile", "Resident", "RunDelay", "Throttled"]
+__all__ = ["EnergyCounter", "Network", "OpenFile", "Resident", "RunDelay", "Throttled"]
 
 _MOST_BYTES = 64 << 10
 _INFINIBAND = 32
@@ -162,7 +162,7 @@ def _kind(interface: Path) -> int:
     return 0
 
 
-class Energy:
+class EnergyCounter:
     """Energy that the processors of the node have used, in joules, from RAPL.
 
     Packages and their memory are added up; cores are part of a package, and a platform has packages in it.

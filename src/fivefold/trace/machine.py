@@ -23,17 +23,17 @@ from typing import Any, Protocol
 
 from fivefold.cluster.gpus import gpus, visible
 from fivefold.cluster.nvml import short_address
-from fivefold.trace.counters import Energy, Network, Resident, RunDelay, Throttled
+from fivefold.trace.counters import EnergyCounter, Network, Resident, RunDelay, Throttled
 from fivefold.trace.windows import Row
 
-__all__ = ["Gpu", "GpuUse", "Machine", "Used"]
+__all__ = ["GpuSource", "GpuUse", "Machine", "Used"]
 
 _OFTEN_NS, _SOMETIMES_NS, _RARELY_NS = 5_000_000, 20_000_000, 500_000_000
 _PAUSE, _LONGEST_NS = 1000, 200_000_000
 """times that a look takes, until the next one"""
 
 
-class Gpu(Protocol):
+class GpuSource(Protocol):
     """Where figures of the GPU come from."""
 
     said: str
@@ -51,13 +51,13 @@ class Machine:
     """A sampler of a `Trace`: call it with a row when a step ends. Belongs to the process that made it."""
 
     def __init__(
-        self, thread: int, *, gpu: Gpu | int | None = None, root: Path = Path("/")
+        self, thread: int, *, gpu: GpuSource | int | None = None, root: Path = Path("/")
     ) -> None:
         """`thread`: native id of the main thread; `gpu`: number of this rank's GPU, or None on CPUs."""
         self._delay, self._throttled = RunDelay(root, thread), Throttled(root)
         self._resident, self._network = Resident(root), Network(root)
-        self._energy = Energy(root)
-        self._gpu: Gpu | None = GpuUse(gpu) if isinstance(gpu, int) else gpu
+        self._energy = EnergyCounter(root)
+        self._gpu: GpuSource | None = GpuUse(gpu) if isinstance(gpu, int) else gpu
         self._use: Used | None = None
         self.begin()
 

@@ -22,7 +22,7 @@ from fivefold.cluster.processes import process_stat
 from fivefold.trace.current import current
 from fivefold.trace.file import TraceError, name_of
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 from fivefold.trace.trace import Trace
 
 __all__ = ["fail", "start", "stop"]
@@ -68,11 +68,11 @@ def _refuse_second(path: Path) -> None:
     except TraceError:
         return
     pid, here = int(found.live["pid"]), found.meta.get("host") == os.uname().nodename
-    if here and pid != os.getpid() and found.state == State.RUNNING and found.has_writer:
+    if here and pid != os.getpid() and found.state == ProcessState.RUNNING and found.has_writer:
         raise FileExistsError(errno.EEXIST, f"process {pid} writes the trace of this rank there")
 
 
-def stop(state: State = State.ENDED) -> None:
+def stop(state: ProcessState = ProcessState.ENDED) -> None:
     """End the trace, if there is one."""
     with _lock:
         trace, current.trace = current.trace, None
@@ -85,7 +85,7 @@ def fail(problem: BaseException) -> None:
     trace = current.trace
     if trace is not None:
         trace.note("failure", text=f"{type(problem).__name__}: {problem}")
-        stop(State.FAILED)
+        stop(ProcessState.FAILED)
 
 
 def _telling(hook: Any) -> Any:

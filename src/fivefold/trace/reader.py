@@ -15,7 +15,7 @@ from fivefold.cluster.processes import process_stat
 from fivefold.trace.checked import checked, checked_stacks, read_json
 from fivefold.trace.file import TraceError, TraceFile
 from fivefold.trace.fold import folded, merge
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 
 __all__ = ["RankTrace"]
 
@@ -30,7 +30,7 @@ class RankTrace:
     path: Path
     rank: int
     meta: dict[str, Any]
-    state: State
+    state: ProcessState
     live: np.void
     events: NDArray[np.void]
     """the latest, in the order in which they began; those with `end_ns` 0 are under way"""
@@ -86,9 +86,9 @@ class RankTrace:
         )  # fmt: skip
 
 
-def _state(live: np.void) -> State:
-    known = {int(state): state for state in State}
-    return known.get(int(live["state"]), State.FAILED)
+def _state(live: np.void) -> ProcessState:
+    known = {int(state): state for state in ProcessState}
+    return known.get(int(live["state"]), ProcessState.FAILED)
 
 
 def _tables(file: TraceFile) -> tuple[NDArray[np.void], NDArray[np.void], NDArray[np.void], bool]:

@@ -47,7 +47,7 @@ __all__ = [
     "TEXT_BYTES",
     "VERSION",
     "WINDOW",
-    "State",
+    "ProcessState",
     "bucket",
     "offset_of",
 ]
@@ -79,7 +79,7 @@ assert len(PHASES) <= _PHASES
 assert len(TAGS) <= _TAGS
 
 
-class State(IntEnum):
+class ProcessState(IntEnum):
     """Of the process that writes a file."""
 
     RUNNING = 0

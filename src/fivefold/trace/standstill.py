@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.trace.states import Call, RankState
+from fivefold.trace.states import PendingCall, RankState
 
 __all__ = ["Standstill", "judge", "listed", "waiting"]
 
@@ -31,13 +31,13 @@ class Standstill:
     """hang, or mismatch: ranks have asked for things that do not belong together"""
     text: str
     """a few lines for people; the first says it all"""
-    call: Call
+    call: PendingCall
     """what the rank that reports waits for"""
     waiting: tuple[int, ...]
     """ranks that wait for others"""
     missing: tuple[int, ...]
     """ranks that others wait for, and that do something else or are gone"""
-    states: tuple[tuple[RankState, Call | None], ...]
+    states: tuple[tuple[RankState, PendingCall | None], ...]
     """of those that matter, with what each waits for"""
 
     def fields(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class _Case:
         roots = [rank for rank in missing if rank not in self.calls]
         return self._circle(call, missing) if missing and not roots else self._hung(call, roots)
 
-    def _waits_in(self, rank: int) -> Call | None:
+    def _waits_in(self, rank: int) -> PendingCall | None:
         """The first operation that others are missing in; else the last, which all have asked for."""
         state = self.states[rank]
         if state.gone or not state.waits or not state.open:
@@ -91,7 +91,7 @@ class _Case:
         late = (call for call in state.open if self._absent(call, rank))
         return next(late, state.open[-1])
 
-    def _missing(self, call: Call) -> list[int]:
+    def _missing(self, call: PendingCall) -> list[int]:
         """Ranks that have to take part and have not come, directly or behind others that wait."""
         todo, found = [(self.reporter, call)], dict[int, None]()
         while todo:
@@ -102,7 +102,7 @@ class _Case:
                     todo += [(rank, self.calls[rank])] if rank in self.calls else []
         return sorted(found)
 
-    def _absent(self, call: Call, waiter: int) -> list[int]:
+    def _absent(self, call: PendingCall, waiter: int) -> list[int]:
         """Those whom one call waits for."""
         if call.is_message:
             return [rank for rank in call.waits_for if rank != waiter]
@@ -111,11 +111,11 @@ class _Case:
             self._late[known] = [rank for rank in call.waits_for if self._is_late(rank, call)]
         return [rank for rank in self._late[known] if rank != waiter]
 
-    def _is_late(self, rank: int, call: Call) -> bool:
+    def _is_late(self, rank: int, call: PendingCall) -> bool:
         state = self.states.get(rank)
         return state is None or state.held or state.reached(call.group) < call.number
 
-    def _mismatched(self, own: Call, rank: int, other: Call) -> Standstill:
+    def _mismatched(self, own: PendingCall, rank: int, other: PendingCall) -> Standstill:
         says = [
             f"{call}{f', root {call.peer}' if call.kind in _ROOTED else ''}{_place(self.states[who])}"
             for who, call in ((self.reporter, own), (rank, other))
@@ -126,7 +126,7 @@ class _Case:
         )
         return self._made("mismatch", text, own, [rank], [self.reporter, rank])
 
-    def _circle(self, call: Call, missing: Sequence[int]) -> Standstill:
+    def _circle(self, call: PendingCall, missing: Sequence[int]) -> Standstill:
         text = (
             f"rank {self.reporter} waits in {call} for {listed(missing)}, which "
             f"{'waits' if len(missing) == 1 else 'wait'} in other operations: each waits for another to "
@@ -134,7 +134,7 @@ class _Case:
         )
         return self._made("mismatch", text, call, missing, [self.reporter, *missing])
 
-    def _hung(self, call: Call, roots: Sequence[int]) -> Standstill:
+    def _hung(self, call: PendingCall, roots: Sequence[int]) -> Standstill:
         same = [r for r in self.waiting if self.calls[r].group == call.group] or [self.reporter]
         have = "has" if len(same) == 1 else "have"
         text = f"{listed(same)} {have} waited {_seconds(call.since_s)} in {call}"
@@ -145,7 +145,12 @@ class _Case:
         return self._made("hang", text, call, roots, [*roots, *same])
 
     def _made(
-        self, kind: str, text: str, call: Call, missing: Sequence[int], involved: Sequence[int]
+        self,
+        kind: str,
+        text: str,
+        call: PendingCall,
+        missing: Sequence[int],
+        involved: Sequence[int],
     ) -> Standstill:
         order = [rank for rank in dict.fromkeys(involved) if rank in self.states]
         lines = [_line(self.states[rank], self.calls.get(rank)) for rank in order[:_TOLD]]
@@ -162,7 +167,7 @@ class _Case:
         )
 
 
-def _differ(one: Call, other: Call) -> bool:
+def _differ(one: PendingCall, other: PendingCall) -> bool:
     if one.kind != other.kind or (one.kind in _ROOTED and one.peer != other.peer):
         return True
     return one.kind in _EQUAL and (one.size_bytes, one.dtype) != (other.size_bytes, other.dtype)
@@ -172,7 +177,7 @@ def _it(ranks: Sequence[int]) -> str:
     return "it" if len(ranks) == 1 else "them"
 
 
-def _line(state: RankState, call: Call | None) -> str:
+def _line(state: RankState, call: PendingCall | None) -> str:
     where = f"  rank {state.rank}{f' on {state.host}' if state.host else ''}"
     if state.condition == "dead":
         return f"{where}: its process {state.pid} is dead; it was in step {state.step}"
@@ -193,7 +198,7 @@ def _place(state: RankState) -> str:
     return f" at {state.at}" if state.at else ""
 
 
-def _told_state(state: RankState, call: Call | None) -> dict[str, Any]:
+def _told_state(state: RankState, call: PendingCall | None) -> dict[str, Any]:
     about: dict[str, Any] = {}
     if call is not None:
         about = {

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from fivefold.cluster.processes import process_stat
 from fivefold.trace.file import TraceFile
-from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS, State
+from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS, ProcessState
 
 __all__ = [
-    "Call",
-    "Group",
+    "PendingCall",
+    "RankGroup",
     "RankState",
     "from_json",
     "look",
@@ -35,7 +35,7 @@ _OPEN, _GROUPS = 16, 32
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """A group of ranks. `key` and `ranks` together are the same on all of them."""
 
     name: str
@@ -44,7 +44,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingCall:
     """An operation that a rank has asked for."""
 
     kind: str
@@ -53,7 +53,7 @@ class Call:
     size_bytes: int
     dtype: str
     tag: str = ""
-    group: Group = field(default_factory=lambda: Group("", "", ()))
+    group: RankGroup = field(default_factory=lambda: RankGroup("", "", ()))
     peer: int = -1
     """of a message, a rank of the group; root of a broadcast; else -1"""
     since_s: float = 0.0
@@ -96,11 +96,11 @@ class RankState:
     """of the training thread; empty between phases"""
     since_s: float = 0.0
     """how long it has been there"""
-    open: tuple[Call, ...] = ()
+    open: tuple[PendingCall, ...] = ()
     """operations under way, oldest first, messages that are sent last: nobody may note the end of these"""
     waits: bool = True
     """whether the training thread may be waiting for an operation; where it stands says so"""
-    recent: tuple[Call, ...] = ()
+    recent: tuple[PendingCall, ...] = ()
     """latest calls of its groups, the last of each included"""
     stack: tuple[str, ...] = ()
     """of the training thread, innermost line first; empty where nobody could ask"""
@@ -124,18 +124,18 @@ class RankState:
         last = max(self.recent, key=lambda call: call.event, default=None)
         return self if self.open or last is None else replace(self, open=(last,))
 
-    def reached(self, group: Group) -> int:
+    def reached(self, group: RankGroup) -> int:
         """The number of the last collective of `group` that it asked for, -1 for none."""
         own = (c.number for c in self.recent if _same(c.group, group) and not c.is_message)
         return max(own, default=-1)
 
-    def call(self, like: Call) -> Call | None:
+    def call(self, like: PendingCall) -> PendingCall | None:
         """What it asked for under the number of a collective, if that is still known."""
         own = (c for c in self.recent if c.number == like.number and not c.is_message)
         return next((c for c in own if _same(c.group, like.group)), None)
 
 
-def _same(one: Group, other: Group) -> bool:
+def _same(one: RankGroup, other: RankGroup) -> bool:
     return one.key == other.key and one.ranks == other.ranks
 
 
@@ -150,7 +150,7 @@ def look(file: TraceFile, now_ns: int) -> RankState:
     meta = _meta(file)
     live, groups = file.live[0].copy(), _groups(file)
     events = file.events.copy()
-    open_ = under_way(events) if int(live["state"]) == State.RUNNING else events[:0]
+    open_ = under_way(events) if int(live["state"]) == ProcessState.RUNNING else events[:0]
     phase = int(live["phase"])
     return RankState(
         rank=int(meta.get("rank", -1)),
@@ -162,12 +162,16 @@ def look(file: TraceFile, now_ns: int) -> RankState:
         since_s=max(0, now_ns - int(live["phase_since_ns"])) / 1e9,
         open=tuple(_call(event, groups, now_ns) for event in open_[:_OPEN]),
         recent=_recent(events, groups, now_ns),
-        condition={State.ENDED: "ended", State.FAILED: "failed"}.get(State(int(live["state"])), ""),
+        condition={ProcessState.ENDED: "ended", ProcessState.FAILED: "failed"}.get(
+            ProcessState(int(live["state"])), ""
+        ),
     )
 
 
-def _recent(events: NDArray[np.void], groups: Mapping[int, Group], now_ns: int) -> tuple[Call, ...]:
-    found: list[Call] = []
+def _recent(
+    events: NDArray[np.void], groups: Mapping[int, RankGroup], now_ns: int
+) -> tuple[PendingCall, ...]:
+    found: list[PendingCall] = []
     used = events[(events["seq"] > 0) & (events["kind"] > 0)]
     used = used[(used["kind"] != KINDS.index("send")) & (used["kind"] != KINDS.index("receive"))]
     for index in sorted(set(used["group"].tolist()))[:_GROUPS]:
@@ -177,10 +181,10 @@ def _recent(events: NDArray[np.void], groups: Mapping[int, Group], now_ns: int) 
     return tuple(found)
 
 
-def _call(event: np.void, groups: Mapping[int, Group], now_ns: int) -> Call:
+def _call(event: np.void, groups: Mapping[int, RankGroup], now_ns: int) -> PendingCall:
     index, tag = int(event["group"]), int(event["tag"])
-    unknown = Group("", f"index {index}" if index != NOTHING else "", ())
-    return Call(
+    unknown = RankGroup("", f"index {index}" if index != NOTHING else "", ())
+    return PendingCall(
         kind=KINDS[int(event["kind"])],
         number=int(event["number"]),
         size_bytes=int(event["size_bytes"]),
@@ -200,14 +204,14 @@ def _meta(file: TraceFile) -> dict[str, Any]:
         return {}
 
 
-def _groups(file: TraceFile) -> dict[int, Group]:
-    found: dict[int, Group] = {}
+def _groups(file: TraceFile) -> dict[int, RankGroup]:
+    found: dict[int, RankGroup] = {}
     for line in file.text("notes").splitlines():
         if '"kind": "group"' not in line:
             continue
         try:
             note = json.loads(line)
-            found[int(note["index"])] = Group(
+            found[int(note["index"])] = RankGroup(
                 str(note["name"]), str(note.get("key", "")), tuple(map(int, note["ranks"]))
             )
         except (ValueError, KeyError, TypeError):
@@ -256,6 +260,6 @@ def from_json(text: str) -> RankState:
         raise ValueError(f"no state of a rank: {problem!r}") from None
 
 
-def _read_call(told: dict[str, Any]) -> Call:
+def _read_call(told: dict[str, Any]) -> PendingCall:
     group = told.pop("group")
-    return Call(**told, group=Group(group["name"], group["key"], tuple(group["ranks"])))
+    return PendingCall(**told, group=RankGroup(group["name"], group["key"], tuple(group["ranks"])))

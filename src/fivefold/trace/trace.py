@@ -37,7 +37,7 @@ from fivefold.trace.schema import (
     SPAN,
     TAGS,
     WINDOW,
-    State,
+    ProcessState,
     offset_of,
 )
 from fivefold.trace.windows import Row, combined, new_row, write_row
@@ -393,7 +393,7 @@ class Trace:
         """What is being written."""
         return self._file
 
-    def close(self, state: State = State.ENDED) -> None:
+    def close(self, state: ProcessState = ProcessState.ENDED) -> None:
         """Add everything up and say how the process ended. Calling it again changes the state only."""
         closers, self.closers = self.closers, []
         for close in closers:

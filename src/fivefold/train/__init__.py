@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fivefold.train.logger import Logger, LogWriter
     from fivefold.train.loop import fit
     from fivefold.train.precision import Arithmetic, settle_precision
-    from fivefold.train.run import Run
+    from fivefold.train.run import RunDirectory
     from fivefold.train.schedule import warmup_cosine
     from fivefold.train.summary import EpochReport, Summary
     from fivefold.train.validation import validate
@@ -22,7 +22,7 @@ __all__ = [
     "EpochReport",
     "LogWriter",
     "Logger",
-    "Run",
+    "RunDirectory",
     "Summary",
     "fit",
     "settle_precision",
@@ -35,7 +35,7 @@ _HOME = {
     "EpochReport": "summary",
     "LogWriter": "logger",
     "Logger": "logger",
-    "Run": "run",
+    "RunDirectory": "run",
     "Summary": "summary",
     "fit": "loop",
     "settle_precision": "precision",

@@ -28,7 +28,7 @@ from fivefold.plan import Numerics
 from fivefold.trace import Phase, Recorder, active, recording, span
 from fivefold.train.precision import Arithmetic
 from fivefold.train.progress import Progress, Silent
-from fivefold.train.run import Run
+from fivefold.train.run import RunDirectory
 from fivefold.train.summary import EpochReport, Summary, by_phase
 from fivefold.train.task import CLASSES, Task
 from fivefold.train.validation import validator as made_for
@@ -47,7 +47,7 @@ def fit(
     epochs: int,
     task: Task = CLASSES,
     numerics: Numerics | None = None,
-    run: Run | None = None,
+    run: RunDirectory | None = None,
     progress: Progress | None = None,
     checkpoints: Checkpointer | None = None,
     validator: Validator | None = None,
@@ -173,7 +173,7 @@ def _epoch(loop: _Loop, epoch: int, reports: _Reports) -> list[Result]:
 class _Reports:
     """Reports of epochs, told when their validation is."""
 
-    def __init__(self, task: Task, shown: Progress, run: Run | None) -> None:
+    def __init__(self, task: Task, shown: Progress, run: RunDirectory | None) -> None:
         self.told: list[EpochReport] = []
         self._task, self._shown, self._run = task, shown, run
         self._waiting: dict[int, EpochReport] = {}

@@ -15,7 +15,7 @@ from fivefold.closing import Closing
 from fivefold.data import Cursor
 from fivefold.train.summary import EpochReport, scored
 
-__all__ = ["Bar", "Lines", "Progress", "Silent", "bar_of", "draws", "suited"]
+__all__ = ["Bar", "Progress", "ProgressLines", "Silent", "bar_of", "draws", "suited"]
 
 BAR_S = 0.25
 LINE_S = 5.0
@@ -102,7 +102,7 @@ class _Timed(Silent):
         self._next_s = time.monotonic() + self.every_s
 
 
-class Lines(_Timed):
+class ProgressLines(_Timed):
     """One line per epoch, and one every few seconds between."""
 
     every_s = LINE_S
@@ -180,7 +180,7 @@ def bar_of(
 
 
 def draws(console: Console, launcher: str) -> bool:
-    """Whether a bar can be drawn: on a terminal, unless `launcher` (`Place.launcher`) passes the output on.
+    """Whether a bar can be drawn: on a terminal, unless `launcher` (`RankPlace.launcher`) passes the output on.
 
     Open MPI gives its ranks a terminal of their own, whatever is at the end of the pipe.
     """
@@ -189,4 +189,4 @@ def draws(console: Console, launcher: str) -> bool:
 
 def suited(console: Console, launcher: str = "alone") -> Progress:
     """A bar if one can be drawn, else lines."""
-    return Bar(console) if draws(console, launcher) else Lines(console)
+    return Bar(console) if draws(console, launcher) else ProgressLines(console)

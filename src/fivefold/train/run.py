@@ -25,10 +25,10 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.plan import AXES
 
-__all__ = ["Run"]
+__all__ = ["RunDirectory"]
 
 
-class Run:
+class RunDirectory:
     """Where a run is written. Every method may be called on every rank; rank 0 acts."""
 
     def __init__(self, path: Path, *, writes: bool) -> None:
@@ -36,7 +36,7 @@ class Run:
         self.writes = writes
 
     @classmethod
-    def create(cls, parent: str | Path, name: str, mesh: Mesh) -> Run:
+    def create(cls, parent: str | Path, name: str, mesh: Mesh) -> RunDirectory:
         """Make `parent/name-001`, or the next free number, and tell all ranks. Collective.
 
         Raises `UsageError` on every rank when the directory cannot be made.

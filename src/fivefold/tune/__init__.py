@@ -6,20 +6,20 @@ from fivefold.tune.candidates import Candidate, candidates
 from fivefold.tune.machine import this_machine
 from fivefold.tune.measure import Measured, measuring
 from fivefold.tune.need import OPTIMIZERS
-from fivefold.tune.predict import Case, Parts, Prediction
+from fivefold.tune.predict import Case, Prediction, StepTime
 from fivefold.tune.report import Question, nothing_fits, plan_of, reasons, rows
-from fivefold.tune.search import Found, search
+from fivefold.tune.search import SearchResult, search
 from fivefold.tune.subject import Subject
 
 __all__ = [
     "OPTIMIZERS",
     "Candidate",
     "Case",
-    "Found",
     "Measured",
-    "Parts",
     "Prediction",
     "Question",
+    "SearchResult",
+    "StepTime",
     "Subject",
     "candidates",
     "measuring",

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.cluster import granted_cores
-from fivefold.cluster.description import Cluster, Device, Link
+from fivefold.cluster.description import Cluster, Device, LinkCost
 from fivefold.comm.registration import create
 
 __all__ = ["this_machine"]
@@ -79,7 +79,7 @@ def _together(run: Callable[[], Tensor], threads: int) -> float:
     return max(min(taken), 1e-9)
 
 
-def _link() -> Link:
+def _link() -> LinkCost:
     """Between two threads of this process."""
     store = dist.HashStore()
     found: dict[tuple[str, int], float] = {}
@@ -115,7 +115,7 @@ def _link() -> Link:
     # is its bytes' all the same.
     latency_s = min(found["message", _SMALL], found["message", _LARGE] / 2)
     more_s = found["message", _LARGE] - latency_s
-    return Link(latency_s, 4 * (_LARGE - _SMALL) / more_s, found["sum", _SMALL])
+    return LinkCost(latency_s, 4 * (_LARGE - _SMALL) / more_s, found["sum", _SMALL])
 
 
 def _threads(bodies: list[Callable[[], None]]) -> None:

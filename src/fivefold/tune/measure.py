@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fivefold.cluster import granted_cores
-from fivefold.cluster.description import Link
+from fivefold.cluster.description import LinkCost
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.mesh.heap import keep_memory
 from fivefold.parallel.pipeline.timing import Timed, timed
@@ -38,7 +38,7 @@ class Measured:
         self._net = net
         self.alone = 1.0
         """how many times as fast a core is while the others idle"""
-        self.link: Link | None = None
+        self.link: LinkCost | None = None
         """between two ranks, where more than one shall run"""
         self.action_s = 0.0
         """of a pipeline: what a forward or backward of a stage takes besides computing"""

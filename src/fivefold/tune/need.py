@@ -14,7 +14,7 @@ import functools
 from dataclasses import dataclass
 
 from fivefold.parallel.pipeline.schedule import Schedule
-from fivefold.parallel.pipeline.simulate import Timeline
+from fivefold.parallel.pipeline.simulate import ScheduleTimes
 from fivefold.parallel.program.recompute import divided
 from fivefold.parallel.program.run import returned
 from fivefold.tune.candidates import Candidate
@@ -46,7 +46,7 @@ class Need:
         # Messages have left when later ones prove it: about when their gradients arrive.
         sent = [round(self.rows * size) for size in self.staged.packed_bytes]
         with_sent = [own + copies for own, copies in zip(saved, sent, strict=True)]
-        timeline = Timeline(schedule, {})
+        timeline = ScheduleTimes(schedule, {})
         alive, leaving = timeline.peak_bytes(saved), timeline.peak_bytes(with_sent)
         return max(
             self.standing_bytes(schedule, rank)

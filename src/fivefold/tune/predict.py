@@ -10,22 +10,22 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.cluster.description import Cluster, Link
+from fivefold.cluster.description import Cluster, LinkCost
 from fivefold.parallel.buckets import OTHER_BYTES
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
 from fivefold.parallel.pipeline.sharing import shared
-from fivefold.parallel.pipeline.simulate import StageTimes, Timeline, simulate
+from fivefold.parallel.pipeline.simulate import ScheduleTimes, StageTimes, simulate
 from fivefold.plan import Layout
 from fivefold.tune.candidates import Candidate
 from fivefold.tune.need import OPTIMIZERS, Need
 from fivefold.tune.subject import Staged, Subject
 from fivefold.tune.work import Links, StageCost
 
-__all__ = ["Case", "Parts", "Prediction"]
+__all__ = ["Case", "Prediction", "StepTime"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepTime:
     """Where the time of a step goes, on the rank that is busy longest. The sum is the step."""
 
     compute_s: float
@@ -51,7 +51,7 @@ class Prediction:
     """What is expected of a candidate."""
 
     candidate: Candidate
-    parts: Parts
+    parts: StepTime
     memory_bytes: int
     """of the rank that needs most"""
 
@@ -153,7 +153,7 @@ class Case:
         counts = [(len(schedule.micros_of(chain)), costs[s]) for chain, s in schedule.held(busiest)]
         exchange = sum(n * c.exchange_s for n, c in counts)
         statistics = sum(n * c.statistics_s for n, c in counts)
-        parts = Parts(
+        parts = StepTime(
             timeline.busy_s[busiest] - exchange - statistics,
             exchange,
             statistics,
@@ -164,7 +164,7 @@ class Case:
         )
         return Prediction(self.candidate, parts, self.memory_bytes())
 
-    def _timeline(self, schedule: Schedule, times: StageTimes) -> Timeline:
+    def _timeline(self, schedule: Schedule, times: StageTimes) -> ScheduleTimes:
         """When everything happens, on devices that may share cores."""
         travel, blocks = self._travel_s(schedule), not self._cluster.device.overlaps
         if not self._cluster.cores_per_node:
@@ -192,7 +192,7 @@ class Case:
 
     def _exposed_s(
         self,
-        timeline: Timeline,
+        timeline: ScheduleTimes,
         computed: float,
         sums: Sequence[float],
         costs: Sequence[StageCost],
@@ -241,7 +241,7 @@ class Case:
         return seconds
 
 
-def _link_of(cluster: Cluster, layout: Layout, places: tuple[int, int]) -> Link:
+def _link_of(cluster: Cluster, layout: Layout, places: tuple[int, int]) -> LinkCost:
     """The slowest link between two places on the pipe axis, of any replica and tile."""
     node = cluster.devices_per_node
     for replica in range(min(layout.data, node)):

@@ -10,7 +10,7 @@ from fivefold.errors import UsageError
 from fivefold.parallel.pipeline.cut import MEASURED
 from fivefold.plan import Plan, Provenance
 from fivefold.tune.predict import Prediction
-from fivefold.tune.search import Found
+from fivefold.tune.search import SearchResult
 
 __all__ = ["Question", "nothing_fits", "plan_of", "reasons", "rows"]
 
@@ -49,7 +49,7 @@ class Question:
         )
 
 
-def rows(found: Found) -> list[tuple[str, ...]]:
+def rows(found: SearchResult) -> list[tuple[str, ...]]:
     """The best candidates: layout, schedule, recomputation, time and memory; a heading comes first."""
     table: list[tuple[str, ...]] = [
         ("", "layout", "schedule", "micro-batches", "recompute", "step", "memory")
@@ -66,7 +66,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
     return table
 
 
-def reasons(found: Found, question: Question) -> list[str]:
+def reasons(found: SearchResult, question: Question) -> list[str]:
     """Why the first won, in a few lines."""
     first = found.best[0]
     largest = sorted(asdict(first.parts).items(), key=lambda part: -part[1])
@@ -90,7 +90,7 @@ def reasons(found: Found, question: Question) -> list[str]:
     return lines
 
 
-def nothing_fits(found: Found, question: Question) -> UsageError:
+def nothing_fits(found: SearchResult, question: Question) -> UsageError:
     """What to say when there is no plan."""
     if found.closest is None:
         return UsageError(
@@ -110,7 +110,7 @@ def nothing_fits(found: Found, question: Question) -> UsageError:
     )
 
 
-def plan_of(found: Found, question: Question) -> Plan:
+def plan_of(found: SearchResult, question: Question) -> Plan:
     """The first choice as a plan, whose values say that they are predictions."""
     first = found.best[0]
     told = "" if question.cluster.here else f" on {question.cluster.name}, simulated"

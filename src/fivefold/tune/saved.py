@@ -25,7 +25,7 @@ from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.program.program import Compute, Move, Program, exchange_of
 from fivefold.parallel.program.rule import Here
 
-__all__ = ["VIEWS", "Held", "changed_in_place", "held_bytes", "sizes_of"]
+__all__ = ["VIEWS", "HeldBytes", "changed_in_place", "held_bytes", "sizes_of"]
 
 VIEWS = {
     "flatten", "view", "reshape", "permute", "transpose", "__getitem__", "unsqueeze", "squeeze", "chunk",
@@ -40,7 +40,7 @@ _RESULT = {"relu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes by step of a program."""
 
     roots: Sequence[tuple[int, ...]]
@@ -97,7 +97,7 @@ def sizes_of(program: Program, here: Here) -> dict[int, int]:
     return found
 
 
-def held_bytes(program: Program, here: Here) -> Held:
+def held_bytes(program: Program, here: Here) -> HeldBytes:
     """What every step of `here.rank` saves, and the gradients beside it."""
     sizes, count = sizes_of(program, here), len(program.steps)
     received = np.array([_strips(program, step) for step in program.steps])
@@ -122,7 +122,7 @@ def held_bytes(program: Program, here: Here) -> Held:
             roots |= dict.fromkeys(step.node.outputs, root(read[0]))
         saved.append(tuple(root(index) for index in _kept(step.node, read)))
         beside[number] += _beside(step.node, sizes)
-    return Held(saved, sizes, beside, received, _passing(program, sizes, made, count), roots)
+    return HeldBytes(saved, sizes, beside, received, _passing(program, sizes, made, count), roots)
 
 
 def _passing(

@@ -22,11 +22,11 @@ from fivefold.tune.candidates import Candidate
 from fivefold.tune.predict import Case, Prediction
 from fivefold.tune.subject import Subject
 
-__all__ = ["Found", "search"]
+__all__ = ["SearchResult", "search"]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to."""
 
     best: tuple[Prediction, ...]
@@ -51,7 +51,7 @@ def search(
     *,
     wanted: int = 5,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
-) -> Found:
+) -> SearchResult:
     """The `wanted` fastest candidates that need at most `memory_bytes` on every rank.
 
     `progress` is called with the number of candidates that are done, and of all.
@@ -114,10 +114,10 @@ class _Finding:
         if self.closest is None or need < self.closest[1]:
             self.closest = case.candidate, need
 
-    def result(self, norms: bool) -> Found:
+    def result(self, norms: bool) -> SearchResult:
         """What came of it."""
         counts = self.count, self.impossible, self.too_large, self.simulated
-        return Found(tuple(self.best), self.closest, *counts, norms)
+        return SearchResult(tuple(self.best), self.closest, *counts, norms)
 
 
 def _made(candidate: Candidate) -> Schedule:

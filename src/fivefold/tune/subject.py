@@ -36,7 +36,7 @@ from fivefold.parallel.program.spread import Grid, Spread
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from fivefold.tune.measure import Measured
-from fivefold.tune.saved import Held
+from fivefold.tune.saved import HeldBytes
 from fivefold.tune.work import Work
 
 __all__ = ["Staged", "Subject"]
@@ -262,7 +262,7 @@ def _told_briefly(shape: tuple[int, ...]) -> Generator[None]:
         log.setLevel(level)
 
 
-def _bound_bytes(held: Held, stage: Stage) -> float:
+def _bound_bytes(held: HeldBytes, stage: Stage) -> float:
     """Of what a stage takes, but for the images, and gives."""
     taken = stage.takes if stage.span.start else ()
     return held.unsaved_bytes(stage.span, (value.index for value in (*taken, *stage.gives)))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fivefold import comm
-from fivefold.cluster.description import Link
+from fivefold.cluster.description import LinkCost
 from fivefold.errors import FivefoldError
 from fivefold.mesh import Mesh, start
 from fivefold.parallel import parallelize
@@ -45,7 +45,7 @@ _WAIT_S = 120.0
 class Between:
     """What two ranks of this machine need to work together."""
 
-    link: Link
+    link: LinkCost
     action_s: float
     """of a pipeline: what a forward or backward of a stage takes besides its computation, in which messages
     are posted and unpacked, the micro-batch is looked up, and the loss is shared"""
@@ -73,7 +73,7 @@ def measured_between(backend: str = "auto") -> Between:
                 f"{done.stderr.strip()[-500:]}"
             )
         told = json.loads(found.read_text(encoding="utf-8"))
-        return Between(Link(**told["link"]), told["action_s"])
+        return Between(LinkCost(**told["link"]), told["action_s"])
 
 
 def main() -> None:

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.cluster.description import Device, Link
+from fivefold.cluster.description import Device, LinkCost
 from fivefold.parallel.graph.refs import State, Value
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.program.costs import flops_of
 from fivefold.parallel.program.program import Compute, Move, Program, exchange_of
 from fivefold.parallel.program.rule import Here
-from fivefold.tune.saved import VIEWS, Held, held_bytes, sizes_of
+from fivefold.tune.saved import VIEWS, HeldBytes, held_bytes, sizes_of
 
 __all__ = ["Links", "StageCost", "Work", "roofline"]
 
@@ -36,8 +36,8 @@ _NORMS = ("BatchNorm", "batch_norm")
 class Links:
     """What the ranks of a layout talk over."""
 
-    tiles: Link
-    everyone: Link
+    tiles: LinkCost
+    everyone: LinkCost
     """tiles and replicas"""
     tile_ranks: int
     replicas: int
@@ -64,7 +64,7 @@ class StageCost:
 class Work:
     """Arrays over the steps of a program; what grows with the batch is per sample."""
 
-    held: Held
+    held: HeldBytes
     """of `rows` samples"""
     rows: int
     forward_s: np.ndarray

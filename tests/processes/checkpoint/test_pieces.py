@@ -21,11 +21,11 @@ import pytest
 from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.pieces import (
     MOST_BYTES,
-    Client,
     NotHere,
     PeerError,
-    Request,
+    PieceClient,
     Server,
+    Stretch,
 )
 from fivefold.wire import new_key
 from generations import saved_state
@@ -49,56 +49,56 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    with Client(server.address, KEY, timeout_s=5) as client:
+def client(server: Server) -> Iterator[PieceClient]:
+    with PieceClient(server.address, KEY, timeout_s=5) as client:
         yield client
 
 
-def data(start: int, length: int, member: int = 0, save: str = "s") -> Request:
-    return Request(NAME, save, "data", member, start=start, length=length)
+def data(start: int, length: int, member: int = 0, save: str = "s") -> Stretch:
+    return Stretch(NAME, save, "data", member, start=start, length=length)
 
 
-def file(name: str, length: int = 1000, generation: str = NAME) -> Request:
-    return Request(generation, "", "file", 0, name, length=length)
+def file(name: str, length: int = 1000, generation: str = NAME) -> Stretch:
+    return Stretch(generation, "", "file", 0, name, length=length)
 
 
-def test_data_is_one_stretch_over_the_files_of_a_member(client: Client) -> None:
+def test_data_is_one_stretch_over_the_files_of_a_member(client: PieceClient) -> None:
     whole = STATE.data(0)
     for start, length in ((0, 150), (90, 20), (100, 1), (149, 9), (150, 5), (0, 0), (999, 3)):
         assert client.read(data(start, length)) == whole[start : start + length]
 
 
-def test_a_file_comes_in_blocks(client: Client) -> None:
+def test_a_file_comes_in_blocks(client: PieceClient) -> None:
     for size in (7, 50, 100, 101):
         blocks = [bytes(b) for b in client.blocks(file("__0_0.distcp"), size)]
         assert b"".join(blocks) == STATE.payload["__0_0.distcp"]
         assert max(map(len, blocks)) <= size
 
 
-def test_bytes_arrive_where_they_shall(client: Client) -> None:
+def test_bytes_arrive_where_they_shall(client: PieceClient) -> None:
     room = memoryview(bytearray(64))
     got = client.read(data(10, 30), room)
     assert bytes(room[:30]) == got == STATE.data(0)[10:40]
 
 
-def test_what_is_not_there_is_told_and_the_connection_goes_on(client: Client) -> None:
+def test_what_is_not_there_is_told_and_the_connection_goes_on(client: PieceClient) -> None:
     for absent in (
         data(0, 5, member=1),
         data(0, 5, save="another"),
         file("__7_0.distcp"),
         file(".metadata", generation="step-00000999-epoch-1"),
-        Request(NAME, "s", "redundancy", 0, length=5),
+        Stretch(NAME, "s", "redundancy", 0, length=5),
     ):
         with pytest.raises(NotHere):
             client.read(absent)
     assert client.read(data(0, 3)) == STATE.data(0)[:3]
 
 
-def test_patience_waits_for_a_node_that_is_not_so_far(folder: Path, client: Client) -> None:
+def test_patience_waits_for_a_node_that_is_not_so_far(folder: Path, client: PieceClient) -> None:
     other = saved_state([[10], [10]], step=130)
     late = threading.Timer(0.3, other.put, (folder, 0))
     late.start()
-    request = Request(other.manifest.name, "s", "data", 0, length=10)
+    request = Stretch(other.manifest.name, "s", "data", 0, length=10)
     assert client.read(request, patience_s=10) == other.data(0)
     late.join()
 
@@ -107,7 +107,7 @@ def test_patience_waits_for_a_node_that_is_not_so_far(folder: Path, client: Clie
     "name",
     ["../secret", "/etc/passwd", "..", "", ".", "a\0b", "__0_0.distcp/../../secret", "x" * 200],
 )
-def test_no_name_leads_out_of_the_store(folder: Path, client: Client, name: str) -> None:
+def test_no_name_leads_out_of_the_store(folder: Path, client: PieceClient, name: str) -> None:
     (folder.parent / "secret").write_text("secret")
     with pytest.raises(PeerError, match="no file of a checkpoint"):
         client.read(file(name))
@@ -115,17 +115,17 @@ def test_no_name_leads_out_of_the_store(folder: Path, client: Client, name: str)
         client.read(file(".metadata", generation=name))
 
 
-def test_a_shortened_file_is_damage(folder: Path, client: Client) -> None:
+def test_a_shortened_file_is_damage(folder: Path, client: PieceClient) -> None:
     (folder / NAME / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(PeerError, match=r"__0_0.distcp is damaged: it is shorter"):
         client.read(data(0, 100))
 
 
 def test_another_key_is_refused_on_either_side(server: Server) -> None:
-    stranger = Client(server.address, new_key(), timeout_s=5)
+    stranger = PieceClient(server.address, new_key(), timeout_s=5)
     with pytest.raises(PeerError, match="another key: it belongs to another run"):
         stranger.read(data(0, 5))
-    with Client(server.address, KEY, timeout_s=5) as friend:
+    with PieceClient(server.address, KEY, timeout_s=5) as friend:
         assert friend.read(data(0, 5)) == STATE.data(0)[:5]
 
 
@@ -139,7 +139,7 @@ def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
                 line.recv(64, socket.MSG_WAITALL)
                 line.sendall(b"p" * 32)
 
-        with ThreadPoolExecutor(1) as pool, Client(impostor.getsockname(), KEY) as client:
+        with ThreadPoolExecutor(1) as pool, PieceClient(impostor.getsockname(), KEY) as client:
             pool.submit(pretend)
             with pytest.raises(PeerError, match="another key"):
                 client.read(data(0, 5))
@@ -147,14 +147,14 @@ def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
 
 def test_a_silent_peer_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        client = Client(mute.getsockname(), KEY, timeout_s=0.2)
+        client = PieceClient(mute.getsockname(), KEY, timeout_s=0.2)
         with pytest.raises(PeerError, match="does not answer: timed out"):
             client.read(data(0, 5))
 
 
 def test_a_peer_that_dies_in_the_middle_is_told(folder: Path) -> None:
     server = Server("127.0.0.1", KEY, LocalReader(folder).answer)
-    with Client(server.address, KEY, timeout_s=5) as client:
+    with PieceClient(server.address, KEY, timeout_s=5) as client:
         client.read(data(0, 5))
         server.close()
         with pytest.raises(PeerError, match="does not answer"):
@@ -163,21 +163,21 @@ def test_a_peer_that_dies_in_the_middle_is_told(folder: Path) -> None:
 
 def test_bytes_that_change_on_the_way_are_noticed(server: Server) -> None:
     with Relay(server.address, flip_at=16 + 32 + 32 + 25 + 40) as relay:
-        client = Client(relay.address, KEY, timeout_s=5)
+        client = PieceClient(relay.address, KEY, timeout_s=5)
         with pytest.raises(PeerError, match="damaged on the way"):
             client.read(data(0, 100))
 
 
 def test_several_clients_at_once(server: Server, folder: Path) -> None:
     def read_all(_: int) -> bytes:
-        with Client(server.address, KEY) as client:
+        with PieceClient(server.address, KEY) as client:
             return b"".join(bytes(client.read(data(at, 1))) for at in range(150))
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(read_all, range(8))) == {STATE.data(0)}
 
 
-def test_garbage_never_ends_the_server(server: Server, client: Client) -> None:
+def test_garbage_never_ends_the_server(server: Server, client: PieceClient) -> None:
     draw = random.Random(1)
     requests = [
         b"",
@@ -205,7 +205,9 @@ def test_garbage_never_ends_the_server(server: Server, client: Client) -> None:
     assert client.read(data(0, 150)) == STATE.data(0)
 
 
-def test_callers_that_say_nothing_do_not_keep_others_out(server: Server, client: Client) -> None:
+def test_callers_that_say_nothing_do_not_keep_others_out(
+    server: Server, client: PieceClient
+) -> None:
     with contextlib.ExitStack() as silent:
         for _ in range(20):
             silent.enter_context(socket.create_connection(server.address))
@@ -215,8 +217,8 @@ def test_callers_that_say_nothing_do_not_keep_others_out(server: Server, client:
 def test_callers_wait_where_there_are_too_many(folder: Path) -> None:
     with (
         Server("127.0.0.1", KEY, LocalReader(folder).answer, most=1) as server,
-        Client(server.address, KEY) as first,
-        Client(server.address, KEY) as second,
+        PieceClient(server.address, KEY) as first,
+        PieceClient(server.address, KEY) as second,
         ThreadPoolExecutor(1) as pool,
     ):
         first.read(data(0, 5))
@@ -231,7 +233,7 @@ def test_callers_wait_where_there_are_too_many(folder: Path) -> None:
 def test_closing_ends_all_threads(folder: Path) -> None:
     before = threading.active_count()
     server = Server("127.0.0.1", KEY, LocalReader(folder).answer)
-    with Client(server.address, KEY) as client:
+    with PieceClient(server.address, KEY) as client:
         client.read(data(0, 5))
         server.close()
         server.close()
@@ -300,7 +302,7 @@ class Relay:
             sink.close()
 
 
-def test_a_crowd_of_silent_callers_keeps_nobody_out(server: Server, client: Client) -> None:
+def test_a_crowd_of_silent_callers_keeps_nobody_out(server: Server, client: PieceClient) -> None:
     threads = threading.active_count()
     with crowd(server.address, 300):
         assert client.read(data(0, 3)) == STATE.data(0)[:3]
@@ -315,13 +317,13 @@ def test_silent_callers_take_no_place_of_those_who_know_the_key(folder: Path) ->
     with (
         Server("127.0.0.1", KEY, reader.answer, most=2) as server,
         crowd(server.address, 5),
-        Client(server.address, KEY, timeout_s=5) as client,
+        PieceClient(server.address, KEY, timeout_s=5) as client,
     ):
         assert client.read(data(0, 3)) == STATE.data(0)[:3]
 
 
 def test_a_caller_that_sends_a_byte_now_and_then_is_given_up(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: PieceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fivefold.wire.listener._HANDSHAKE_S", 1.0)
     assert is_hung_up_while_it_dribbles(server.address, pieces=60, pause_s=0.1)
@@ -341,7 +343,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up() -> None:
         thread.start()
         address = ("127.0.0.1", int(door.getsockname()[1]))
         with (
-            Client(address, KEY, timeout_s=0.5) as client,
+            PieceClient(address, KEY, timeout_s=0.5) as client,
             pytest.raises(PeerError, match="does not answer: timed out"),
         ):
             client.read(data(0, 3))

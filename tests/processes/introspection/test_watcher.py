@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 
 SETUP = """
 import os, sys, threading, time
@@ -50,20 +50,20 @@ for pid in children:
 assert trace.live["state"] == 0
 time.sleep(0.05)
 """)  # fmt: skip
-    assert found.state is State.ENDED
+    assert found.state is ProcessState.ENDED
     assert found.stacks["outside"]
 
 
 def test_the_interpreter_ends_while_the_thread_is_at_work(tmp_path: Path) -> None:
     for number in range(5):
         found = run(tmp_path, f"time.sleep({number / 500})")
-        assert found.state is State.ENDED
+        assert found.state is ProcessState.ENDED
 
 
 def test_an_exception_and_a_hard_end(tmp_path: Path) -> None:
-    assert run(tmp_path, "raise KeyError('x')", expect=1).state is State.FAILED
+    assert run(tmp_path, "raise KeyError('x')", expect=1).state is ProcessState.FAILED
     found = run(tmp_path, "time.sleep(0.1); os._exit(3)", expect=3)
-    assert found.state is State.RUNNING
+    assert found.state is ProcessState.RUNNING
     assert found.stacks["outside"]
 
 

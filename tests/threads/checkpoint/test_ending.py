@@ -13,7 +13,7 @@ import torch
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.flush import Copied
-from fivefold.checkpoint.node import Node
+from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.signals import STOPPED
 from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.errors import CheckpointWarning
@@ -55,9 +55,9 @@ def test_a_copy_that_stands_still_is_given_up_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fivefold.checkpoint.flushing._QUIET_S", 0.0)
-    real = Node.flush
+    real = RankNode.flush
 
-    def hangs(self: Node, *given: Any) -> Future[Copied] | None:
+    def hangs(self: RankNode, *given: Any) -> Future[Copied] | None:
         return Future() if self.members.me == 1 else real(self, *given)
 
     def check(mesh: Mesh) -> None:
@@ -66,7 +66,7 @@ def test_a_copy_that_stands_still_is_given_up_and_told(
             assert ckpt._writing is not None
             ckpt._writing._flusher._patience_s = 0.5
 
-    monkeypatch.setattr(Node, "flush", hangs)
+    monkeypatch.setattr(RankNode, "flush", hangs)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", CheckpointWarning)
         run_ranks(2, check)
@@ -87,10 +87,10 @@ def test_a_copy_that_stands_still_is_given_up_and_told(
 def test_a_signal_makes_the_save_safe_before_anything_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Node.flush
+    real = RankNode.flush
     found: list[tuple[str, str]] = []
 
-    def looks(self: Node, name: str, *given: Any) -> Future[Copied] | None:
+    def looks(self: RankNode, name: str, *given: Any) -> Future[Copied] | None:
         generation = self.store.find(name)
         assert generation is not None and generation.manifest is not None
         found.append((name, generation.manifest.state))
@@ -109,7 +109,7 @@ def test_a_signal_makes_the_save_safe_before_anything_is_copied(
             train(mesh)
         return int(str(ended.value.code))
 
-    monkeypatch.setattr(Node, "flush", looks)
+    monkeypatch.setattr(RankNode, "flush", looks)
     assert run_ranks(2, check) == [STOPPED] * 2
     assert len(found) == 2 and {state for _, state in found} == {"protected"}
     assert [*states(tmp_path, 0).values()] == ["flushed"]

@@ -13,7 +13,7 @@ import torch
 
 from fivefold.data.remote.serving import LoaderServing, identity_of
 from fivefold.data.source import BatchId, Source
-from fivefold.data.tiling import TileCollate, Tiles
+from fivefold.data.tiling import TileCollate, TiledSamples
 from fivefold.data.windows import Windowed
 from fivefold.helpers import service, serving_loop
 from fivefold.helpers.encode import encode
@@ -124,7 +124,7 @@ def test_tiles_are_those_of_the_trainer(helper: Make) -> None:
     for rank, tile in enumerate([(2, 0), (2, 1)]):
         windows: Windowed = Pictures()
         axes = {"height": tile}
-        own = source_of(Tiles(windows, axes), batch_size=2, collate=TileCollate(None))
+        own = source_of(TiledSamples(windows, axes), batch_size=2, collate=TileCollate(None))
         trainer = running.trainer(rank)
         trainer.open(own, axes=axes)
         trainer.lease(1, 0, 2)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.program.program import Program
-from fivefold.parallel.tiles.slices import Rows
+from fivefold.parallel.tiles.slices import RowRange
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
@@ -91,7 +91,7 @@ def test_rows_lie_where_slices_say(data: st.DataObject) -> None:
     found = range(
         *slice(data.draw(st.integers(-50, 50)), data.draw(st.integers(-50, 50)), step).indices(n)
     )
-    rows = Rows(found.start, step, len(found))
+    rows = RowRange(found.start, step, len(found))
     bound = data.draw(st.integers(0, n))
     first = min(max(rows.bound(bound), 0), rows.count)
     assert all(row < bound for row in found[:first])

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from fivefold.checkpoint.metadata import (
     Contents,
     Entry,
-    Part,
+    Location,
     contents_of,
     metadata_of,
 )
@@ -69,7 +69,10 @@ def for_readers() -> Metadata:
 
 CONTENTS = Contents(
     (Entry("w", "bfloat16", (2, 3)), Entry("rng")),
-    (Part("w", "__0_0.distcp", 0, 100), Part("rng", "__1_0.distcp", 7, 9, transformed=True)),
+    (
+        Location("w", "__0_0.distcp", 0, 100),
+        Location("rng", "__1_0.distcp", 7, 9, transformed=True),
+    ),
 )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.note import (
-    Costs,
     Note,
+    SavingCosts,
     is_note,
     last_save,
     newest_note,
@@ -21,7 +21,7 @@ from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import Damaged
 from saves import RUN_ID
 
-NOTE = Note(RUN_ID, 2, 120, ("a", "b"), "partner", Costs(0.25, 1.5, 30.0, 3600.0, 10))
+NOTE = Note(RUN_ID, 2, 120, ("a", "b"), "partner", SavingCosts(0.25, 1.5, 30.0, 3600.0, 10))
 
 
 @pytest.fixture(params=["path", "memory"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.checkpoint.schemes import (
     SCHEMES,
-    Piece,
+    CodedPiece,
     Scheme,
     Term,
     carry_out,
@@ -40,7 +40,7 @@ class Disks:
         kept = self.data if term.of == "data" else self.redundancy
         return kept[term.member][term.start : term.start + length]
 
-    def made(self, pieces: list[Piece]) -> bytes:
+    def made(self, pieces: list[CodedPiece]) -> bytes:
         made = bytearray()
         carry_out(pieces, self.read, made.extend, BLOCK_BYTES)
         return bytes(made)
@@ -104,7 +104,9 @@ def test_a_partner_keeps_its_left_neighbour() -> None:
 
 
 def test_partners_survive_losses_that_are_not_neighbours() -> None:
-    assert SCHEMES["partner"].rebuild([4] * 4, {0, 2}, 2) == [Piece(4, (Term(3, "redundancy", 0),))]
+    assert SCHEMES["partner"].rebuild([4] * 4, {0, 2}, 2) == [
+        CodedPiece(4, (Term(3, "redundancy", 0),))
+    ]
     with pytest.raises(
         Unrecoverable, match="member 2 of the set is lost, and so is its copy at member 3"
     ):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cluster.description import Cluster, Device, Link, bytes_of
+from fivefold.cluster.description import Cluster, Device, LinkCost, bytes_of
 from fivefold.errors import UsageError
 
 GOOD = """
@@ -34,7 +34,7 @@ def test_a_file_is_read() -> None:
     cluster = Cluster.parse(GOOD)
     assert (cluster.name, cluster.devices, cluster.here) == ("two racks", 32, False)
     assert cluster.device == Device(80 << 30, 2e13, 2e12)
-    assert cluster.within == Link(1e-5, 2e11)
+    assert cluster.within == LinkCost(1e-5, 2e11)
     assert cluster.between.reduction_s == 5e-5
 
 
@@ -55,12 +55,12 @@ def test_groups_that_fit_a_node_use_its_links(ranks: int, stride: int, within: b
 
 
 def test_collectives_cost_rounds_and_bytes() -> None:
-    link = Link(latency_s=1.0, bytes_per_s=10.0)
+    link = LinkCost(latency_s=1.0, bytes_per_s=10.0)
     assert link.message_s(20) == 3.0
     assert link.all_reduce_s(0, 1) == 0.0
     assert link.all_reduce_s(40, 4) == 2 * 2.0 + 2 * 3 / 4 * 40 / 10
     assert link.all_gather_s(10, 5) == 3 * 2.0 + 4 * 10 / 10
-    assert Link(1.0, 10.0, reduction_s=7.0).all_reduce_s(0, 8) == 21.0
+    assert LinkCost(1.0, 10.0, reduction_s=7.0).all_reduce_s(0, 8) == 21.0
 
 
 @pytest.mark.parametrize(

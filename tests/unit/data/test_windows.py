@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 from fivefold.data import BatchId
 from fivefold.data.images import Transformed
 from fivefold.data.source import Source
-from fivefold.data.tiling import TileCollate, Tiles, noted
+from fivefold.data.tiling import TileCollate, TiledSamples, noted
 from fivefold.data.transforms import Compose, Normalise, RandomFlip, ToFloat
 from fivefold.data.windows import Box, check_transform, on_windows, windows_of
 from fivefold.errors import UsageError
@@ -53,7 +53,7 @@ def ramp(size: tuple[int, ...]) -> Tensor:
 
 
 def test_a_tile_is_cut_by_the_rule_of_ownership_of_each_image() -> None:
-    (image, name, larger), boxes = Tiles(Ramps(), AXES)[2]
+    (image, name, larger), boxes = TiledSamples(Ramps(), AXES)[2]
     whole, _, whole_larger = Ramps()[2]
     assert torch.equal(image, whole[:, 3:7, 3:7])
     assert torch.equal(larger, whole_larger[7:14, 7:14])
@@ -63,7 +63,9 @@ def test_a_tile_is_cut_by_the_rule_of_ownership_of_each_image() -> None:
 
 
 def test_parts_are_noted_on_a_batch_even_without_samples() -> None:
-    source = Source(Tiles(Ramps(), AXES), batch_size=3, collate=TileCollate(None), shuffle=False)
+    source = Source(
+        TiledSamples(Ramps(), AXES), batch_size=3, collate=TileCollate(None), shuffle=False
+    )
     made = source.produce(BatchId(0, 0), range(1, 3))
     (image, names, larger) = noted(*made, samples=3, start=1)
     assert image.shape == (2, 1, 4, 4)
@@ -76,7 +78,7 @@ def test_parts_are_noted_on_a_batch_even_without_samples() -> None:
 
 
 def test_an_image_with_too_few_dims_for_the_layout_is_whole() -> None:
-    (image, *_), boxes = Tiles(Ramps(), {"depth": (2, 1)})[0]
+    (image, *_), boxes = TiledSamples(Ramps(), {"depth": (2, 1)})[0]
     assert image.shape == (1, 11, 7)
     assert boxes[0] == Box.whole((11, 7))
 
@@ -124,7 +126,7 @@ class Wrong(Ramps):
 
 
 def test_mistakes_of_a_data_set_are_told() -> None:
-    tiles = Tiles(Wrong(), AXES)
+    tiles = TiledSamples(Wrong(), AXES)
     with pytest.raises(
         UsageError, match=r"window\(0\) and sizes\(0\) of Wrong differ in structure"
     ):
@@ -132,8 +134,8 @@ def test_mistakes_of_a_data_set_are_told() -> None:
     with pytest.raises(UsageError, match=r"shape \(1, 4, 3\) for a box of \(4, 4\) pixels"):
         tiles[1]
     with pytest.raises(UsageError, match="7 along width, too few for width=9: use width=7 or less"):
-        Tiles(Ramps(), {"width": (9, 0)})[0]
-    growing = Tiles(Ramps(grow=1), AXES)
+        TiledSamples(Ramps(), {"width": (9, 0)})[0]
+    growing = TiledSamples(Ramps(grow=1), AXES)
     with pytest.raises(
         UsageError, match=r"differ in size .*: 11 x 7, 12 x 7 pixels; use batch_size=1"
     ):

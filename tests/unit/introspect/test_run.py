@@ -15,7 +15,7 @@ from fivefold.introspect.document import document
 from fivefold.introspect.run import TracedRun, listed
 from fivefold.trace.file import TraceFile, name_of
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 from traces import Story
 
 
@@ -98,12 +98,12 @@ def test_two_files_of_a_rank(run: Path) -> None:
 def test_states_of_ranks(tmp_path: Path) -> None:
     ended = TracedRun.load(Story(ranks=2).write(tmp_path / "a"))
     assert (ended.state, ended.problems) == ("ended", ())
-    failed = TracedRun.load(Story(ranks=2, state=State.FAILED).write(tmp_path / "b"))
+    failed = TracedRun.load(Story(ranks=2, state=ProcessState.FAILED).write(tmp_path / "b"))
     assert failed.state == "failed"
-    gone = TracedRun.load(Story(ranks=2, state=State.RUNNING, host="").write(tmp_path / "c"))
+    gone = TracedRun.load(Story(ranks=2, state=ProcessState.RUNNING, host="").write(tmp_path / "c"))
     assert gone.state == "killed"
     assert gone.problems == ("the run was killed, or ended without a word: figures go up to then",)
-    far = TracedRun.load(Story(ranks=2, state=State.RUNNING).write(tmp_path / "d"))
+    far = TracedRun.load(Story(ranks=2, state=ProcessState.RUNNING).write(tmp_path / "d"))
     assert far.state == "killed"  # its heart last beat in 2023
 
 
@@ -121,7 +121,7 @@ def _began() -> str:
 def test_a_process_counts_as_running_unless_it_is_a_later_one(
     began: str, state: str, tmp_path: Path
 ) -> None:
-    Story(ranks=2, state=State.RUNNING, host="", meta={"began": began}).write(tmp_path)
+    Story(ranks=2, state=ProcessState.RUNNING, host="", meta={"began": began}).write(tmp_path)
     path = tmp_path / "trace" / name_of(1)
     with path.open("r+b") as file:
         section = TraceFile.open(path).sections["live"]

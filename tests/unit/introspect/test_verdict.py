@@ -15,7 +15,7 @@ from fivefold.introspect.findings import Finding
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.verdict import findings, verdict
 from fivefold.trace.phases import Phase, Tag
-from fivefold.trace.schema import KINDS, PHASES, TAGS, State
+from fivefold.trace.schema import KINDS, PHASES, TAGS, ProcessState
 from traces import MS, Story
 
 _GRADIENTS, _BATCH_NORM = TAGS.index(Tag.GRADIENTS), TAGS.index(Tag.BATCH_NORM)
@@ -370,7 +370,7 @@ def test_slower_than_at_the_start(seconds: float, fires: bool, tmp_path: Path) -
 
 
 def test_failures_come_first(tmp_path: Path) -> None:
-    story = Story(state=State.FAILED).slow_loader(3)
+    story = Story(state=ProcessState.FAILED).slow_loader(3)
     story.notes.append({"kind": "failure", "at_ns": 5, "text": "ValueError: no\nsecond line"})
     text, found = judged(story, tmp_path)
     assert text.startswith("Rank 0 failed: ValueError: no; ranks 1-3 failed as well")
@@ -378,7 +378,7 @@ def test_failures_come_first(tmp_path: Path) -> None:
 
 
 def test_a_hang_that_the_run_noted(tmp_path: Path) -> None:
-    story = Story(state=State.FAILED)
+    story = Story(state=ProcessState.FAILED)
     story.notes.append({
         "kind": "hang", "at_ns": 5, "waiting": [0, 1, 2], "missing": [3],
         "text": "ranks 0-2 have waited 31 s in all_reduce number 7 for rank 3\n  rank 3: step 9",
@@ -417,7 +417,7 @@ def test_a_second_hang_that_lasts_is_told(tmp_path: Path) -> None:
 
 
 def test_killed_processes(tmp_path: Path) -> None:
-    text, found = judged(Story(state=State.RUNNING, host="").slow_loader(3), tmp_path)
+    text, found = judged(Story(state=ProcessState.RUNNING, host="").slow_loader(3), tmp_path)
     assert found["killed"].broken
     assert text.startswith("All ranks ended without a word, in step 40")
 

@@ -11,9 +11,9 @@ import pytest
 import machines
 from fivefold.cluster.memory import Limits
 from fivefold.cluster.node import Node
-from fivefold.launch.advice import RULES, Finding, advise
+from fivefold.launch.advice import RULES, LaunchFinding, advise
 from fivefold.launch.situation import Situation
-from fivefold.launch.torch_facts import Torch
+from fivefold.launch.torch_facts import TorchFacts
 from situations import GIB, SEES_NONE, job, on
 
 # Four ranks, each on 16 physical cores, near to the GPUs in their order.
@@ -25,7 +25,7 @@ def node(tmp_path: Path) -> Node:
     return on(tmp_path)
 
 
-def said(rule: str, situation: Situation) -> Finding:
+def said(rule: str, situation: Situation) -> LaunchFinding:
     """What the rule finds; it must find something, and say what, why and what to do."""
     found = RULES[rule](situation)
     assert found is not None, f"{rule} is silent"
@@ -263,7 +263,7 @@ def test_swap_in_use(node: Node, tmp_path: Path) -> None:
 
 
 def test_torch_unusable(node: Node) -> None:
-    broken = Torch(problem="ImportError: libcudart.so.13: cannot open shared object file")
+    broken = TorchFacts(problem="ImportError: libcudart.so.13: cannot open shared object file")
     found = said("torch-unusable", job(node, NEAR, torch=broken))
     assert "libcudart" in found.what
     silent("torch-unusable", job(node, NEAR))
@@ -275,12 +275,12 @@ def test_gpus_that_torch_was_not_built_for(node: Node) -> None:
     assert found.what == (
         "4 GPUs of NVIDIA, but PyTorch sees none: this torch (2.13.0+cpu) was built for CPUs alone"
     )
-    wrong = said("gpu-not-used", job(node, NEAR, torch=Torch("2.13.0+rocm6", "ROCm 6.4")))
+    wrong = said("gpu-not-used", job(node, NEAR, torch=TorchFacts("2.13.0+rocm6", "ROCm 6.4")))
     assert "built for ROCm 6.4" in wrong.what
 
 
 def test_gpus_without_a_driver_or_with_one_that_does_not_start(node: Node) -> None:
-    blind = Torch("2.13.0+cu130", "CUDA 13.0")
+    blind = TorchFacts("2.13.0+cu130", "CUDA 13.0")
     assert "CUDA does not start" in said("gpu-not-used", job(node, NEAR, torch=blind)).what
     bare = replace(node, gpus=tuple(replace(gpu, driver="") for gpu in node.gpus))
     assert "no driver" in said("gpu-not-used", job(bare, NEAR, torch=blind)).what

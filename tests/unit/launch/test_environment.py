@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UsageError
-from fivefold.launch import Place, launched, locate
+from fivefold.launch import RankPlace, launched, locate
 from fivefold.launch.environment import FAMILIES, without_places
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.env"))
@@ -38,7 +38,7 @@ def test_recorded_environments(path: Path) -> None:
         assert not launched(environ)
     else:
         rank, size, local_rank, local_size, launcher, job = want.split()
-        place = Place(
+        place = RankPlace(
             int(rank),
             int(size),
             int(local_rank),
@@ -56,13 +56,13 @@ def test_every_launcher_has_a_recording() -> None:
 
 
 def test_nothing_set_is_one_process_alone() -> None:
-    assert locate({}) == Place(0, 1, 0, 1, "alone")
+    assert locate({}) == RankPlace(0, 1, 0, 1, "alone")
 
 
 @pytest.mark.parametrize("name", ["salloc_shell", "sbatch_script", "openmpi", "prterun"])
 def test_alone_can_be_declared(name: str) -> None:
     environ = recorded(name) | {"FIVEFOLD_ENGINE": "alone"}
-    assert locate(environ) == Place(0, 1, 0, 1, "alone")
+    assert locate(environ) == RankPlace(0, 1, 0, 1, "alone")
     assert not launched(environ)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UsageError
-from fivefold.launch import Place, meeting
-from fivefold.launch.meet import Meeting
+from fivefold.launch import RankPlace, meeting
+from fivefold.launch.meet import Rendezvous
 
-MPI = Place(1, 4, 1, 4, "openmpi", "prterun-node0-4002@1")
+MPI = RankPlace(1, 4, 1, 4, "openmpi", "prterun-node0-4002@1")
 TWO_NODES = replace(MPI, local_size=2)
 
 
@@ -24,13 +24,13 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_world_of_one_meets_nobody() -> None:
-    assert meeting(Place(0, 1, 0, 1, "openmpi"), {"MASTER_ADDR": "a"}) == Meeting("alone")
+    assert meeting(RankPlace(0, 1, 0, 1, "openmpi"), {"MASTER_ADDR": "a"}) == Rendezvous("alone")
 
 
 @pytest.mark.parametrize("place", [MPI, TWO_NODES, replace(MPI, launcher="torchrun")])
-def test_an_address_and_a_port_win(place: Place) -> None:
+def test_an_address_and_a_port_win(place: RankPlace) -> None:
     environ = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
-    assert meeting(place, environ) == Meeting("env", address="node7", port=29500)
+    assert meeting(place, environ) == Rendezvous("env", address="node7", port=29500)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_srun_over_several_nodes_meets_on_its_first_node() -> None:
 
 
 def test_mpi_over_several_nodes_broadcasts() -> None:
-    assert meeting(TWO_NODES, {}) == Meeting("mpi")
+    assert meeting(TWO_NODES, {}) == Rendezvous("mpi")
 
 
 def test_without_mpi4py_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

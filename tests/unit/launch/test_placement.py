@@ -11,7 +11,7 @@ import pytest
 
 import machines
 from fivefold.cluster.node import Node
-from fivefold.launch.environment import Place, allocated_nodes
+from fivefold.launch.environment import RankPlace, allocated_nodes
 from fivefold.launch.explain import save
 from fivefold.launch.node_text import text_of_node
 from fivefold.launch.placement import place, text_of_findings, text_of_placement
@@ -138,7 +138,7 @@ def test_lines_of_a_node(node: Node) -> None:
 def test_facts_of_ranks_come_back_as_they_were(tmp_path: Path) -> None:
     root = machines.two_sockets(tmp_path / "node", mask="3-5")
     facts = [
-        look(Place(rank, 2, rank, 2, "torchrun"), {"OMP_NUM_THREADS": "2,1"}, root)
+        look(RankPlace(rank, 2, rank, 2, "torchrun"), {"OMP_NUM_THREADS": "2,1"}, root)
         for rank in (0, 1)
     ]
     for one in reversed(facts):
@@ -151,7 +151,7 @@ def test_facts_of_ranks_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_ranks_that_tell_nothing_and_damaged_files_are_missing(tmp_path: Path) -> None:
-    facts = look(Place(0, 3, 0, 3, "torchrun"), {})
+    facts = look(RankPlace(0, 3, 0, 3, "torchrun"), {})
     tell(tmp_path, facts)
     (tmp_path / "rank-1.json").write_text('{"rank": 1, "ho')
     assert gather(tmp_path, 3, limit_s=0.05) == (facts,)
@@ -161,7 +161,9 @@ def test_ranks_that_tell_nothing_and_damaged_files_are_missing(tmp_path: Path) -
     ("text", "threads"), [("4", 4), ("4,2", 4), ("", None), ("0", None), ("x", None)]
 )
 def test_threads_that_openmp_is_told(tmp_path: Path, text: str, threads: int | None) -> None:
-    assert look(Place(0, 1, 0, 1, "alone"), {"OMP_NUM_THREADS": text}, tmp_path).threads == threads
+    assert (
+        look(RankPlace(0, 1, 0, 1, "alone"), {"OMP_NUM_THREADS": text}, tmp_path).threads == threads
+    )
 
 
 def test_expected_ranks_share_the_cores_that_are_granted(node: Node) -> None:
@@ -181,5 +183,5 @@ def test_nodes_of_an_allocation(tmp_path: Path) -> None:
 
 
 def test_this_process_can_be_looked_at() -> None:
-    facts = look(Place(0, 1, 0, 1, "alone"))
+    facts = look(RankPlace(0, 1, 0, 1, "alone"))
     assert facts.mask == tuple(sorted(os.sched_getaffinity(0)))

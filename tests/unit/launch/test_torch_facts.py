@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.torch_facts import Probe, Torch
+from fivefold.launch.torch_facts import Probe, TorchFacts
 
 GOOD = """
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ cuda = SimpleNamespace(device_count=lambda: 4)
 """
 
 
-def ask(tmp_path: Path, source: str, limit_s: float = 60.0) -> Torch:
+def ask(tmp_path: Path, source: str, limit_s: float = 60.0) -> TorchFacts:
     (tmp_path / "torch.py").write_text(source)
     with Probe({**os.environ, "PYTHONPATH": str(tmp_path)}, limit_s) as probe:
         return probe.answer()

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from fivefold.errors import PlanError
 from fivefold.parallel.pipeline.schedule import Action, Schedule
 from fivefold.parallel.pipeline.schedules import SCHEDULES, make
-from fivefold.parallel.pipeline.simulate import StageTimes, Timeline, simulate
+from fivefold.parallel.pipeline.simulate import ScheduleTimes, StageTimes, simulate
 
 ranks = st.integers(1, 7)
 many = st.integers(1, 12)
 
 
-def timed(schedule: Schedule, forward_s: float = 1, backward_s: float = 2) -> Timeline:
+def timed(schedule: Schedule, forward_s: float = 1, backward_s: float = 2) -> ScheduleTimes:
     return simulate(schedule, StageTimes.even(schedule.stages, forward_s, backward_s))
 
 

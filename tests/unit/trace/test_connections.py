@@ -13,7 +13,7 @@ import pytest
 from fivefold.trace import connections
 from fivefold.trace.connections import Connections, peers
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import State
+from fivefold.trace.schema import ProcessState
 from fivefold.trace.trace import Trace
 
 
@@ -85,7 +85,7 @@ def test_notes_after_one_two_four_steps_and_at_the_end(tmp_path: Path) -> None:
         for _ in range(9):
             send(near, far, 100_000)
             trace.step_ended()
-    trace.close(State.ENDED)
+    trace.close(ProcessState.ENDED)
     notes = [
         n for n in RankTrace.load(next(tmp_path.glob("*.trace"))).notes if n["kind"] == "links"
     ]

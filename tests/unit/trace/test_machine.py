@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fivefold.trace import machine as machine_module
-from fivefold.trace.counters import Energy, Network, OpenFile, Resident, RunDelay, Throttled
+from fivefold.trace.counters import EnergyCounter, Network, OpenFile, Resident, RunDelay, Throttled
 from fivefold.trace.machine import GpuUse, Machine, Used
 from fivefold.trace.windows import new_row
 
@@ -97,7 +97,7 @@ def test_a_container_has_interfaces_without_devices(node: Path) -> None:
 
 
 def test_energy_of_packages_and_memory_over_the_end_of_the_range(node: Path) -> None:
-    energy = Energy(node)
+    energy = EnergyCounter(node)
     assert energy.said == "packages and memory, by RAPL"
     assert energy.read() == 0
     write(node, "sys/class/powercap/intel-rapl:0/energy_uj", "100\n")  # 1000 passed: 200 more
@@ -107,7 +107,7 @@ def test_energy_of_packages_and_memory_over_the_end_of_the_range(node: Path) -> 
 
 
 def test_without_counters_the_reason_is_told(tmp_path: Path) -> None:
-    energy = Energy(tmp_path)
+    energy = EnergyCounter(tmp_path)
     assert energy.read() is None
     assert energy.said.startswith("not available: ")
 

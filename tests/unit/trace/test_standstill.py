@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.trace.standstill import judge, listed, waiting
-from fivefold.trace.states import Call, Group, RankState, from_json, to_json
+from fivefold.trace.states import PendingCall, RankGroup, RankState, from_json, to_json
 
-WORLD = Group("all ranks", "0", (0, 1, 2))
+WORLD = RankGroup("all ranks", "0", (0, 1, 2))
 
 
-def call(number: int, kind: str = "all_reduce", **other: object) -> Call:
+def call(number: int, kind: str = "all_reduce", **other: object) -> PendingCall:
     told = {"size_bytes": 4096, "dtype": "float32", "group": WORLD, "since_s": 31.0, **other}
-    return Call(kind=kind, number=number, **told)  # type: ignore[arg-type]
+    return PendingCall(kind=kind, number=number, **told)  # type: ignore[arg-type]
 
 
-def waits(rank: int, one: Call, **other: object) -> RankState:
+def waits(rank: int, one: PendingCall, **other: object) -> RankState:
     told = {"phase": "backward", "since_s": 31.0, "open": (one,), "recent": (one,), **other}
     return RankState(rank, "a", 100 + rank, step=7, **told)  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def test_an_operation_that_is_over_but_not_noticed_keeps_nobody() -> None:
 
 
 def test_a_chain_of_waiting_leads_to_its_end() -> None:
-    pair, other = Group("pipe", "p", (0, 1)), Group("data", "d", (1, 2))
+    pair, other = RankGroup("pipe", "p", (0, 1)), RankGroup("data", "d", (1, 2))
     states = {
         0: waits(0, call(5, group=pair)),
         1: waits(1, call(9, group=other)),
@@ -76,7 +76,7 @@ def test_a_chain_of_waiting_leads_to_its_end() -> None:
 
 
 def test_ranks_that_wait_for_each_other_disagree() -> None:
-    one, other = Group("data", "d", (0, 1)), Group("height", "h", (0, 1))
+    one, other = RankGroup("data", "d", (0, 1)), RankGroup("height", "h", (0, 1))
     states = {0: waits(0, call(5, group=one)), 1: waits(1, call(9, group=other))}
     still = judge(states, 0)
     assert still is not None
@@ -92,7 +92,7 @@ def test_ranks_that_wait_for_each_other_disagree() -> None:
         (call(5, dtype="bfloat16"), "4,096 bytes of bfloat16"),
     ],
 )
-def test_calls_that_do_not_belong_together_are_both_told(other: Call, told: str) -> None:
+def test_calls_that_do_not_belong_together_are_both_told(other: PendingCall, told: str) -> None:
     states = {0: waits(0, call(5)), 1: waits(1, other, at="train.py:9 main"), 2: waits(2, call(5))}
     still = judge(states, 0)
     assert still is not None
@@ -157,7 +157,7 @@ def test_who_waits_for_nothing_has_nothing_to_explain() -> None:
 
 
 def test_notes_are_small_for_many_ranks() -> None:
-    everyone = Group("all ranks", "0", tuple(range(2000)))
+    everyone = RankGroup("all ranks", "0", tuple(range(2000)))
     states = {r: waits(r, call(5, group=everyone), stack=("x" * 80,) * 16) for r in range(1999)}
     still = judge(states, 0)
     assert still is not None

@@ -20,7 +20,17 @@ from fivefold.trace.current import usage
 from fivefold.trace.fold import KEY, folded, merge
 from fivefold.trace.process import start, stop
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import BINS, EVENT, NOTHING, PHASES, SUM, TAGS, WINDOW, State, bucket
+from fivefold.trace.schema import (
+    BINS,
+    EVENT,
+    NOTHING,
+    PHASES,
+    SUM,
+    TAGS,
+    WINDOW,
+    ProcessState,
+    bucket,
+)
 from fivefold.trace.trace import Trace
 from fivefold.trace.windows import UNKNOWN, combined
 
@@ -319,7 +329,7 @@ def _child(folder: Path, ending: str) -> tuple[int, RankTrace]:
 def test_a_process_that_is_killed_leaves_all_it_recorded(tmp_path: Path) -> None:
     code, found = _child(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     assert code == -signal.SIGKILL
-    assert found.state == State.RUNNING
+    assert found.state == ProcessState.RUNNING
     assert not Path(f"/proc/{found.live['pid']}").exists()
     assert found.sums["count"].sum() == 10_000
     assert found.windows["steps"].sum() == 50
@@ -328,13 +338,17 @@ def test_a_process_that_is_killed_leaves_all_it_recorded(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("ending", "state"),
-    [("raise ValueError('no such thing')", State.FAILED), ("", State.ENDED), ("sys.exit(3)", State.ENDED)],
-)  # fmt: skip
-def test_the_end_of_a_process_is_told(tmp_path: Path, ending: str, state: State) -> None:
+    [
+        ("raise ValueError('no such thing')", ProcessState.FAILED),
+        ("", ProcessState.ENDED),
+        ("sys.exit(3)", ProcessState.ENDED),
+    ],
+)
+def test_the_end_of_a_process_is_told(tmp_path: Path, ending: str, state: ProcessState) -> None:
     _, found = _child(tmp_path, ending)
     assert found.state == state
     failures = [note["text"] for note in found.notes if note["kind"] == "failure"]
-    assert failures == (["ValueError: no such thing"] if state == State.FAILED else [])
+    assert failures == (["ValueError: no such thing"] if state == ProcessState.FAILED else [])
 
 
 def test_a_child_does_not_write_into_its_parents_trace(tmp_path: Path) -> None:
@@ -346,7 +360,7 @@ def test_a_child_does_not_write_into_its_parents_trace(tmp_path: Path) -> None:
         "assert os.waitpid(pid, 0)[1] == 0 and active() is trace",
     )
     assert code == 0
-    assert found.state == State.ENDED
+    assert found.state == ProcessState.ENDED
 
 
 def test_a_script_that_a_rank_starts_does_not_take_its_trace(tmp_path: Path) -> None:
@@ -357,14 +371,14 @@ def test_a_script_that_a_rank_starts_does_not_take_its_trace(tmp_path: Path) -> 
         f"done = subprocess.run([sys.executable, '-c', {again!r}, sys.argv[1]], capture_output=True)\n"
         "assert f'process {os.getpid()} writes the trace of this rank'.encode() in done.stderr",
     )
-    assert (code, found.state) == (0, State.ENDED)
+    assert (code, found.state) == (0, ProcessState.ENDED)
     assert found.windows["steps"].sum() == 50
 
 
 def test_the_trace_of_a_process_that_is_no_more_is_replaced(tmp_path: Path) -> None:
     _, killed = _child(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     code, found = _child(tmp_path, "")
-    assert (code, found.state) == (0, State.ENDED)
+    assert (code, found.state) == (0, ProcessState.ENDED)
     assert found.live["pid"] != killed.live["pid"]
 
 

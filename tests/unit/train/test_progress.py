@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from fivefold.data import Cursor
-from fivefold.train.progress import Bar, Lines, Progress, Silent, suited
+from fivefold.train.progress import Bar, Progress, ProgressLines, Silent, suited
 from fivefold.train.summary import EpochReport, Summary
 
 REPORT = EpochReport(
@@ -33,7 +33,7 @@ def play(progress: Progress) -> None:
 
 def test_lines_where_the_output_is_no_terminal():
     progress, out = shown(terminal=False)
-    assert isinstance(progress, Lines)
+    assert isinstance(progress, ProgressLines)
     play(progress)
     assert out.getvalue() == (
         "epoch  3/10  step 30  loss 0.300  1,200 images/s\n"
@@ -51,7 +51,7 @@ def test_an_epoch_that_another_process_trained_has_no_loss():
 
 def test_lines_where_a_launcher_passes_the_output_on():
     console = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(suited(console, "openmpi"), Lines)
+    assert isinstance(suited(console, "openmpi"), ProgressLines)
     assert isinstance(suited(console, "torchrun"), Bar)
 
 
@@ -82,11 +82,11 @@ def test_the_cursor_comes_back_when_training_fails():
 
 
 def test_a_step_is_due_only_every_few_seconds(monkeypatch):
-    monkeypatch.setattr(Lines, "every_s", 3600.0)
+    monkeypatch.setattr(ProgressLines, "every_s", 3600.0)
     progress, _ = shown(terminal=False)
     progress.begin(step=0, steps=10, epochs=1)
     assert not progress.due()
-    monkeypatch.setattr(Lines, "every_s", 0.0)
+    monkeypatch.setattr(ProgressLines, "every_s", 0.0)
     progress.begin(step=0, steps=10, epochs=1)
     assert progress.due()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.cluster.description import Cluster, Device, Link
+from fivefold.cluster.description import Cluster, Device, LinkCost
 from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.program.memory import predicted
 from fivefold.plan import Layout, Memory, Plan, Provenance
@@ -28,7 +28,7 @@ from fivefold.tune.candidates import Candidate
 
 PIXELS, CHANNELS = 32, 64
 IMAGE_BYTES = 4 * CHANNELS * PIXELS * PIXELS
-FREE = Link(1e-15, 1e30)
+FREE = LinkCost(1e-15, 1e30)
 LAYER_S = 2 * CHANNELS * 9 * CHANNELS * PIXELS * PIXELS / 1e6
 """one convolution of one sample at 1 MFLOP/s"""
 
@@ -38,15 +38,15 @@ def chain(layers: int = 4) -> nn.Module:
     return nn.Sequential(*(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(layers)))
 
 
-def cluster(link: Link = FREE, nodes: int = 1, devices: int = 2) -> Cluster:
+def cluster(link: LinkCost = FREE, nodes: int = 1, devices: int = 2) -> Cluster:
     return Cluster("test", nodes, devices, Device(1 << 30, 1e6, 1e30), link, link)
 
 
-def subject(link: Link = FREE, layers: int = 4, net: nn.Module | None = None) -> Subject:
+def subject(link: LinkCost = FREE, layers: int = 4, net: nn.Module | None = None) -> Subject:
     return Subject(net or chain(layers), (CHANNELS, PIXELS, PIXELS), cluster(link))
 
 
-def layers_of(candidate: Candidate, batch: int = 4, link: Link = FREE) -> float:
+def layers_of(candidate: Candidate, batch: int = 4, link: LinkCost = FREE) -> float:
     """A step in units of a layer's forward."""
     return Case(subject(link), candidate, batch, "sgd").predict().step_s / LAYER_S
 
@@ -75,7 +75,7 @@ def test_recomputation_costs_another_forward() -> None:
 
 def test_exchanges_take_their_latency() -> None:
     # Four halos there and back, each hidden behind what is computed meanwhile, unless that is shorter.
-    slow = Link(100 * LAYER_S, 1e30)
+    slow = LinkCost(100 * LAYER_S, 1e30)
     compute = 22 * LAYER_S
     told = Case(subject(slow), Candidate(Layout(width=2)), 4, "sgd").predict().parts
     assert told.compute_s == pytest.approx(compute)
@@ -84,7 +84,7 @@ def test_exchanges_take_their_latency() -> None:
 
 
 def test_no_candidate_is_faster_than_its_bounds() -> None:
-    for link in (FREE, Link(0.1 * LAYER_S, 1e6)):
+    for link in (FREE, LinkCost(0.1 * LAYER_S, 1e6)):
         net = subject(link)
         for candidate in candidates(2, net.pixels, 4, 4):
             case = Case(net, candidate, 4, "sgd")
@@ -159,7 +159,7 @@ def question(memory_bytes: int) -> Question:
 
 
 def test_the_fastest_that_fits_is_found() -> None:
-    net = subject(Link(1e-3 * LAYER_S, 1e9))
+    net = subject(LinkCost(1e-3 * LAYER_S, 1e9))
     every = list(candidates(2, net.pixels, 4, 4))
     cases = [Case(net, c, 4, "sgd") for c in every]
     needs = {case.candidate: case.memory_bytes() for case in cases}
@@ -201,7 +201,12 @@ def test_the_choice_is_explained_and_becomes_a_plan() -> None:
 
 def test_thousands_of_devices_take_few_plans() -> None:
     many = Cluster(
-        "many", 256, 8, Device(80 << 30, 2e13, 2e12, 1e-5), Link(1e-5, 2e11), Link(2e-5, 2.5e10)
+        "many",
+        256,
+        8,
+        Device(80 << 30, 2e13, 2e12, 1e-5),
+        LinkCost(1e-5, 2e11),
+        LinkCost(2e-5, 2.5e10),
     )
     net = Subject(chain(8), (CHANNELS, 4096, 4096), many)
     found = search(net, candidates(2048, net.pixels, 16, net.most_stages), 16, 80 << 30)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fivefold.data.collate import stack
 from fivefold.data.seeding import isolated, seed_sample
 from fivefold.data.source import BatchId, Source
-from fivefold.data.tiling import TileCollate, Tiles
+from fivefold.data.tiling import TileCollate, TiledSamples
 from fivefold.data.windows import Box, check_transform, windows_of
 from fivefold.errors import DataError, UsageError
 from fivefold.helpers.encode import encode
@@ -32,7 +32,7 @@ __all__ = ["LoaderServing", "decode_boxes", "encode_boxes", "identity_of"]
 def identity_of(source: Source) -> dict[str, Any]:
     """`Source.identity`, and what reads and collates samples: helper and trainer have the same."""
     dataset, collate = source.dataset, source.collate
-    if isinstance(dataset, Tiles):
+    if isinstance(dataset, TiledSamples):
         dataset = dataset.windows
     if isinstance(collate, TileCollate):
         collate = collate.collate
@@ -110,7 +110,7 @@ class LoaderServing:
         for name in ("transform", "target_transform"):
             check_transform(getattr(windows, name, None))
         source = copy.copy(self._source)
-        source.dataset = Tiles(windows, axes)
+        source.dataset = TiledSamples(windows, axes)
         source.collate = TileCollate(self._source.collate)
         return source
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
-from fivefold.trace.schema import BINS, KINDS, PHASES, TAGS, State
+from fivefold.trace.schema import BINS, KINDS, PHASES, TAGS, ProcessState
 
 __all__ = ["METRICS", "Metric", "dashboard", "text", "write_prometheus"]
 
@@ -115,7 +115,7 @@ def text(traces: Sequence[RankTrace]) -> str:
 def _of_rank(trace: RankTrace, found: Found) -> None:
     rank = {"rank": trace.rank}
     rows = trace.windows
-    running = trace.state == State.RUNNING
+    running = trace.state == ProcessState.RUNNING
     host = str(trace.meta.get("host", ""))
     found["fivefold_rank_running"].append(({**rank, "host": host}, float(running)))
     found["fivefold_steps_total"].append((rank, float(rows["steps"].sum())))

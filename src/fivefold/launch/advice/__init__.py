@@ -12,13 +12,13 @@ from fivefold.launch.advice.cores import (
     quota_below_mask,
     workers_on_cores,
 )
-from fivefold.launch.advice.finding import Finding, Rule
+from fivefold.launch.advice.finding import LaunchFinding, Rule
 from fivefold.launch.advice.gpus import gpu_far, gpu_not_used, torch_unusable
 from fivefold.launch.advice.network import locked_memory, loopback_address, network_plugin
 from fivefold.launch.advice.node import few_open_files, little_memory, small_shm, swap_in_use
 from fivefold.launch.situation import Situation
 
-__all__ = ["RULES", "Finding", "advise"]
+__all__ = ["RULES", "LaunchFinding", "advise"]
 
 RULES: dict[str, Rule] = {
     "torch-unusable": torch_unusable,
@@ -40,6 +40,6 @@ RULES: dict[str, Rule] = {
 """All rules by the id of what they find, the dearest losses first."""
 
 
-def advise(job: Situation) -> tuple[Finding, ...]:
+def advise(job: Situation) -> tuple[LaunchFinding, ...]:
     """What all rules find."""
     return tuple(found for rule in RULES.values() if (found := rule(job)))

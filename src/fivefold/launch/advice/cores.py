@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cluster.reading import spans
-from fivefold.launch.advice.finding import Finding
+from fivefold.launch.advice.finding import LaunchFinding
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.situation import Situation, cores_of
 
@@ -16,12 +16,12 @@ __all__ = [
 ]
 
 
-def all_on_one_core(job: Situation) -> Finding | None:
+def all_on_one_core(job: Situation) -> LaunchFinding | None:
     """Several ranks of a host share one core, while the node has more."""
     for host, ranks in job.by_host.items():
         shared = {core for one in ranks for core in one.mask}
         if len(ranks) > 1 and len(shared) == 1 and len(job.node.processors.cpus) > 1:
-            return Finding(
+            return LaunchFinding(
                 "all-on-one-core",
                 f"all {len(ranks)} ranks on {host} may use core {min(shared)} alone",
                 f"they take turns, so that {len(ranks)} ranks are no faster than one",
@@ -31,7 +31,7 @@ def all_on_one_core(job: Situation) -> Finding | None:
     return None
 
 
-def one_core_mask(job: Situation) -> Finding | None:
+def one_core_mask(job: Situation) -> LaunchFinding | None:
     """Slurm gave every rank one core, although it has use for more, or others lie idle."""
     narrow = [one for one in job.ranks if len(one.mask) == 1]
     if not job.slurm or not narrow or len(job.node.processors.cpus) == 1:
@@ -40,7 +40,7 @@ def one_core_mask(job: Situation) -> Finding | None:
     busy = job.workers > 0 or job.threads_of(first) > 1 or job.gpu_of(first) is not None
     if not busy and first.local_size >= job.node.processors.cores:
         return None  # one rank per core fills the node: that is what was wanted
-    return Finding(
+    return LaunchFinding(
         "one-core-mask",
         f"rank {first.rank} may use core {first.mask[0]} alone",
         "its threads, the loader's workers and the communication all run on that one core",
@@ -49,14 +49,14 @@ def one_core_mask(job: Situation) -> Finding | None:
     )
 
 
-def more_threads_than_cores(job: Situation) -> Finding | None:
+def more_threads_than_cores(job: Situation) -> LaunchFinding | None:
     """The ranks of a host compute with more threads than they have cores together."""
     for host, ranks in job.by_host.items():
         threads, cores = sum(map(job.threads_of, ranks)), cores_of(ranks)
         if threads > cores:
             fit = max(1, int(cores / len(ranks)))
             lower = fit * len(ranks) < threads
-            return Finding(
+            return LaunchFinding(
                 "more-threads-than-cores",
                 f"{_ranks(ranks)} on {host} {'have' if len(ranks) > 1 else 'has'} {threads} threads in all, "
                 f"on {_cores(cores)}{_set(next(iter(ranks)))}",
@@ -67,13 +67,13 @@ def more_threads_than_cores(job: Situation) -> Finding | None:
     return None
 
 
-def workers_on_cores(job: Situation) -> Finding | None:
+def workers_on_cores(job: Situation) -> LaunchFinding | None:
     """Ranks and the workers of their loaders are more than the cores of a host."""
     for host, ranks in job.by_host.items():
         processes, cores = len(ranks) * (1 + job.workers), cores_of(ranks)
         if job.workers and processes > cores:
             fit = max(0, int(cores / len(ranks)) - 1)
-            return Finding(
+            return LaunchFinding(
                 "workers-on-trainers-cores",
                 f"{_ranks(ranks)} on {host} with {job.workers} loader workers each are {processes} "
                 f"processes on {_cores(cores)}",
@@ -83,12 +83,12 @@ def workers_on_cores(job: Situation) -> Finding | None:
     return None
 
 
-def quota_below_mask(job: Situation) -> Finding | None:
+def quota_below_mask(job: Situation) -> LaunchFinding | None:
     """The control group grants less time than the mask shows cores."""
     for one in job.ranks:
         if one.quota is not None and one.quota < len(one.mask):
             granted = max(1, int(one.quota))
-            return Finding(
+            return LaunchFinding(
                 "quota-below-mask",
                 f"the control group grants {one.quota:g} cores' time, but {len(one.mask)} cores can be seen "
                 f"({spans(one.mask)})",

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from fivefold.launch.situation import Situation
 
-__all__ = ["Finding", "Rule", "gib"]
+__all__ = ["LaunchFinding", "Rule", "gib"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LaunchFinding:
     """Something that makes a run slow, or makes it fail, and that can be helped."""
 
     id: str
@@ -23,7 +23,7 @@ class Finding:
     remedy: str
 
 
-Rule: TypeAlias = Callable[[Situation], Finding | None]
+Rule: TypeAlias = Callable[[Situation], LaunchFinding | None]
 """Silent (None), or what it found."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.launch.advice.finding import Finding
+from fivefold.launch.advice.finding import LaunchFinding
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.situation import Situation
 
@@ -11,11 +11,11 @@ __all__ = ["gpu_far", "gpu_not_used", "torch_unusable"]
 _BUILDS = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU"}
 
 
-def torch_unusable(job: Situation) -> Finding | None:
+def torch_unusable(job: Situation) -> LaunchFinding | None:
     """PyTorch is missing, broken or very slow to import."""
     if not job.torch.problem:
         return None
-    return Finding(
+    return LaunchFinding(
         "torch-unusable",
         f"PyTorch cannot be used: {job.torch.problem}",
         "no rank can train",
@@ -24,7 +24,7 @@ def torch_unusable(job: Situation) -> Finding | None:
     )
 
 
-def gpu_not_used(job: Situation) -> Finding | None:
+def gpu_not_used(job: Situation) -> LaunchFinding | None:
     """The node has GPUs, and PyTorch sees none of them."""
     found = [gpu for one in job.ranks for gpu in one.gpus]
     if job.torch.problem or job.torch.devices:
@@ -54,7 +54,7 @@ def gpu_not_used(job: Situation) -> Finding | None:
                 "container and scheduler pass the devices on (--gpus all, --nv, --rocm, --gpus-per-node)"
             ),
         )
-    return Finding(
+    return LaunchFinding(
         "gpu-not-used",
         f"{_count(count, vendor)}, but PyTorch sees none: {why}",
         "the run uses the CPU, and nothing says so",
@@ -62,12 +62,12 @@ def gpu_not_used(job: Situation) -> Finding | None:
     )
 
 
-def _not_passed_on(job: Situation) -> Finding | None:
+def _not_passed_on(job: Situation) -> LaunchFinding | None:
     """GPUs that stay outside a container. On bare nodes, whoever asked for no GPU rightly gets none."""
     withheld = [gpu for gpu in job.node.gpus if not gpu.granted and not gpu.integrated]
     if not withheld or not job.node.container:
         return None
-    return Finding(
+    return LaunchFinding(
         "gpu-not-used",
         f"the node has {_count(len(withheld), withheld[0].vendor)}, but none is passed on to this container",
         "the run uses the CPU, and nothing says so",
@@ -79,7 +79,7 @@ def _count(count: int, vendor: str) -> str:
     return f"{count} GPU{'s' if count > 1 else ''} of {vendor}"
 
 
-def gpu_far(job: Situation) -> Finding | None:
+def gpu_far(job: Situation) -> LaunchFinding | None:
     """Ranks whose cores are near to another part of memory than their GPU is."""
     far = [one for one in job.ranks if _is_far(job, one)]
     if not far:
@@ -87,7 +87,7 @@ def gpu_far(job: Situation) -> Finding | None:
     one, gpu = far[0], job.gpu_of(far[0])
     assert gpu is not None
     more = f", and {len(far) - 1} more ranks likewise" if len(far) > 1 else ""
-    return Finding(
+    return LaunchFinding(
         "gpu-far",
         f"rank {one.rank} uses GPU {gpu.address} of NUMA node {gpu.numa}, but its cores belong to node "
         f"{', '.join(map(str, one.numa))}{more}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fivefold.cluster.fabric import library
 from fivefold.cluster.network import interface_for
-from fivefold.launch.advice.finding import Finding, gib
+from fivefold.launch.advice.finding import LaunchFinding, gib
 from fivefold.launch.situation import Situation
 
 __all__ = ["locked_memory", "loopback_address", "network_plugin"]
@@ -12,7 +12,7 @@ __all__ = ["locked_memory", "loopback_address", "network_plugin"]
 _LEAST_LOCKED_BYTES = 64 << 20
 
 
-def loopback_address(job: Situation) -> Finding | None:
+def loopback_address(job: Situation) -> LaunchFinding | None:
     """Ranks on several nodes are told an address that every node takes for itself."""
     told = job.environ.get("MASTER_ADDR", "")
     astray = [one for one in job.ranks if one.address.startswith("127.")]
@@ -31,7 +31,7 @@ def loopback_address(job: Situation) -> Finding | None:
         )
     else:
         return None
-    return Finding(
+    return LaunchFinding(
         "loopback-address",
         what,
         "ranks look for each other on their own nodes, and wait until the time is up",
@@ -39,7 +39,7 @@ def loopback_address(job: Situation) -> Finding | None:
     )
 
 
-def network_plugin(job: Situation) -> Finding | None:
+def network_plugin(job: Situation) -> LaunchFinding | None:
     """A fast network that NCCL or RCCL will not use, because a library is missing."""
     if not any(one.gpus for one in job.ranks) or (job.observed and job.nodes < 2):
         return None
@@ -53,7 +53,7 @@ def network_plugin(job: Situation) -> Finding | None:
             plugin = (
                 f"the plug-in aws-ofi-{name.lower()}" if port.plugin else "rdma-core (libibverbs)"
             )
-            return Finding(
+            return LaunchFinding(
                 "network-plugin",
                 f"{name} finds no {wanted[0]}*.so, which it needs for {port.kind} ({port.adapter})",
                 "it then uses TCP between nodes, without saying so",
@@ -63,7 +63,7 @@ def network_plugin(job: Situation) -> Finding | None:
     return None
 
 
-def locked_memory(job: Situation) -> Finding | None:
+def locked_memory(job: Situation) -> LaunchFinding | None:
     """Too little memory may be locked for adapters that read and write it themselves."""
     limit = job.node.limits.locked_bytes
     active = [
@@ -71,7 +71,7 @@ def locked_memory(job: Situation) -> Finding | None:
     ]
     if limit is None or limit >= _LEAST_LOCKED_BYTES or not active:
         return None
-    return Finding(
+    return LaunchFinding(
         "low-memory-lock",
         f"only {gib(limit)} of memory may be locked, and there is {active[0].kind} ({active[0].adapter})",
         "the adapter's buffers cannot be registered: communication fails, or goes over TCP",

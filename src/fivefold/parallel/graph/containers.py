@@ -17,8 +17,22 @@ from torch import Tensor
 from fivefold.parallel.graph.values import ABSENT, untouched
 
 __all__ = [
-    "Bag", "Change", "ClassItems", "Container", "Found", "Held", "Items", "Row", "Subset", "Whole", "named",
-    "of_array", "of_bytes", "of_cell", "of_generator", "of_slot",
+    "Bag",
+    "ClassItems",
+    "Container",
+    "ContainerChange",
+    "Found",
+    "Held",
+    "Items",
+    "Row",
+    "Subset",
+    "Whole",
+    "named",
+    "of_array",
+    "of_bytes",
+    "of_cell",
+    "of_generator",
+    "of_slot",
 ]  # fmt: skip
 
 
@@ -202,7 +216,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Change:
+class ContainerChange:
     """A container whose content has become another."""
 
     container: Container

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
-from fivefold.parallel.graph.containers import Change, Container, Items, named
+from fivefold.parallel.graph.containers import Container, ContainerChange, Items, named
 from fivefold.parallel.graph.refs import Constant, Ref, State, Value
 from fivefold.parallel.graph.values import ABSENT
 from fivefold.parallel.trees import leaves
@@ -129,7 +129,7 @@ class Effects:
 
 
 def noted(
-    changes: Iterable[Change], ref: Callable[[Tensor], Ref], own: Callable[[Tensor], bool]
+    changes: Iterable[ContainerChange], ref: Callable[[Tensor], Ref], own: Callable[[Tensor], bool]
 ) -> list[Set]:
     """What has been set, given which containers have changed; `own` tensors are the recording's.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.parallel.graph.containers import Bag, Change, Container, Items, Row, named
+from fivefold.parallel.graph.containers import Bag, Container, ContainerChange, Items, Row, named
 from fivefold.parallel.graph.reach import Reach, gathers
 from fivefold.parallel.graph.values import stayed
 
@@ -64,7 +64,7 @@ class Guards:
     def __init__(
         self,
         reach: Reach,
-        changed: Sequence[Change],
+        changed: Sequence[ContainerChange],
         looked: Sequence[Looked],
         device: torch.device,
     ) -> None:

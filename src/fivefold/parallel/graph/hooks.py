@@ -17,7 +17,7 @@ from fivefold.parallel.graph.refs import Ref, Slot, Value
 from fivefold.parallel.graph.tape import Node
 
 if TYPE_CHECKING:
-    from fivefold.parallel.graph.recorder import Recorder
+    from fivefold.parallel.graph.recorder import CallRecorder
 
 __all__ = ["Hooked", "hooked"]
 
@@ -36,7 +36,7 @@ class Hooked:
         return gradient
 
 
-def hooked(recorder: Recorder) -> tuple[list[Node], Callable[[Ref], Ref]]:
+def hooked(recorder: CallRecorder) -> tuple[list[Node], Callable[[Ref], Ref]]:
     """The recorder's nodes with those of hooks between them, and what values are called behind them."""
     hooks: dict[int, list[Any]] = {}
     for one in recorder.hooks:

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from fivefold.parallel.graph.containers import (
     Bag,
-    Change,
     ClassItems,
     Container,
+    ContainerChange,
     Found,
     Held,
     Items,
@@ -272,9 +272,9 @@ class Reach:
                 held.placed = [replaced(value, stand_in) for value in held.values]
                 held.container.put(held.keys, held.placed)
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[ContainerChange]:
         """What has become another since, in the order in which it was reached."""
-        found: list[Change] = []
+        found: list[ContainerChange] = []
         for held in self.held:
             now = held.container.values()
             same = len(now) == len(held.placed) and all(map(untouched, held.placed, now))
@@ -282,7 +282,7 @@ class Reach:
                 continue
             before = dict(zip(held.keys, held.placed, strict=True))
             if not _derived(held, now):
-                found.append(Change(held.container, held.container.keys(), now, before))
+                found.append(ContainerChange(held.container, held.container.keys(), now, before))
         return found
 
     def advanced(self) -> str | None:

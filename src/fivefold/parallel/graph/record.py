@@ -34,7 +34,7 @@ from fivefold.parallel.graph.guards import Guards
 from fivefold.parallel.graph.hooks import hooked
 from fivefold.parallel.graph.numbered import by_row
 from fivefold.parallel.graph.reach import Reach, gathers
-from fivefold.parallel.graph.recorder import WHOLE_MODULES, Look, Recorder
+from fivefold.parallel.graph.recorder import WHOLE_MODULES, CallRecorder, Look
 from fivefold.parallel.graph.recurrent import from_zeros
 from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
@@ -112,7 +112,7 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             named, carried = _stood_in(reach, places, writes, device, parts)
             given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
             look = Look(lambda n: places[n].now(), reach.changes)
-            recorder = Recorder(named, given, writes, device, look, modules=[*net.modules()])
+            recorder = CallRecorder(named, given, writes, device, look, modules=[*net.modules()])
             recorder.as_before = as_before
             with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
                 returned = _run(recorder, net, call, stand_ins)
@@ -191,7 +191,7 @@ def _fake(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _run(recorder: Recorder, net: nn.Module, call: Callable[..., Any], inputs: Any) -> Any:
+def _run(recorder: CallRecorder, net: nn.Module, call: Callable[..., Any], inputs: Any) -> Any:
     """Call the net; what it raises becomes one readable error."""
 
     def called_here() -> Any:  # where the frames of the user's code begin
@@ -211,7 +211,7 @@ def _run(recorder: Recorder, net: nn.Module, call: Callable[..., Any], inputs: A
         ) from problem
 
 
-def _module(recorder: Recorder) -> str:
+def _module(recorder: CallRecorder) -> str:
     scope = recorder.failed or recorder.scopes[-1]
     return f"the module {scope!r}" if scope else "the net"
 
@@ -226,7 +226,7 @@ def _raised_at(problem: Exception) -> str:
 
 
 @contextmanager
-def _scopes(recorder: Recorder, net: nn.Module) -> Generator[None]:
+def _scopes(recorder: CallRecorder, net: nn.Module) -> Generator[None]:
     """Within the block, calls know the module that makes them."""
     found = dict(net.named_modules())
     before = {name: module.__dict__.get("forward") for name, module in found.items()}
@@ -243,7 +243,7 @@ def _scopes(recorder: Recorder, net: nn.Module) -> Generator[None]:
 
 
 def _entered(
-    recorder: Recorder, name: str, module: nn.Module, forward: Callable[..., Any]
+    recorder: CallRecorder, name: str, module: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     kind = class_of(module)
 
@@ -320,7 +320,7 @@ def _no_inference() -> Generator[None]:
         yield
 
 
-def _tape(recorder: Recorder, returned: Any, effects: Effects) -> Tape:
+def _tape(recorder: CallRecorder, returned: Any, effects: Effects) -> Tape:
     outputs = map_tensors(recorder.output, returned)  # pyright: ignore[reportArgumentType]
     nodes, rename = hooked(recorder)
     outputs = map_refs(rename, outputs)

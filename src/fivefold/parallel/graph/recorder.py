@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fivefold.parallel.graph.containers import Change, Items, named
+from fivefold.parallel.graph.containers import ContainerChange, Items, named
 from fivefold.parallel.graph.functional import Functional, assigned
 from fivefold.parallel.graph.guards import Looked
 from fivefold.parallel.graph.names import asks_in_place, base_name
@@ -36,7 +36,7 @@ from fivefold.torch_private import (
     without_modes,
 )
 
-__all__ = ["WHOLE_MODULES", "Recorder"]
+__all__ = ["WHOLE_MODULES", "CallRecorder"]
 
 WHOLE_MODULES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
@@ -68,7 +68,7 @@ class Look:
 
     real: Callable[[str], Tensor]
     """a parameter or buffer by its name"""
-    changes: Callable[[], Sequence[Change]]
+    changes: Callable[[], Sequence[ContainerChange]]
     """what the forward has changed of what it can reach"""
 
 
@@ -82,7 +82,7 @@ class Hook:
     """whether it has not been removed"""
 
 
-class Recorder(Writer):
+class CallRecorder(Writer):
     """Notes calls as nodes. Arguments are those of `Writer`, and what there is to `look` at."""
 
     def __init__(
@@ -477,7 +477,9 @@ class Recorder(Writer):
             self._saves.clear()
             self._saved_by = len(self.nodes)
 
-    def _done(self) -> tuple[list[tuple[str, int]], dict[int, tuple[Change, dict[Any, Any]]]]:
+    def _done(
+        self,
+    ) -> tuple[list[tuple[str, int]], dict[int, tuple[ContainerChange, dict[Any, Any]]]]:
         """What the forward has done so far besides computing."""
         states = [
             (ref.name, self._states[self._writes.storage(tensor)])
@@ -490,7 +492,7 @@ class Recorder(Writer):
         }
         return states, changes
 
-    def _once(self, change: Change, before: Any, now: Any) -> bool:
+    def _once(self, change: ContainerChange, before: Any, now: Any) -> bool:
         """Whether something that is set once is the same when it is set again by the same forward."""
         if before is None:
             return True

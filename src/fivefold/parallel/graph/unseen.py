@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
-from fivefold.parallel.graph.recorder import Recorder
+from fivefold.parallel.graph.recorder import CallRecorder
 from fivefold.torch_private import FUNCTION, SCRIPTED, apply_of, early_stops, restore_apply
 
 __all__ = ["unseen_calls_noted"]
@@ -28,7 +28,7 @@ _plain_scripts: dict[Any, Any] = {kind: kind.__call__ for kind in SCRIPTED}
 
 def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = apply_of(cls)
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    recorder: CallRecorder | None = getattr(_recording, "recorder", None)
     if recorder is None or cls.__module__.startswith("fivefold."):
         return apply(*args, **kwargs)
     if cls is CheckpointFunction:  # (function, preserve_rng_state, *inputs)
@@ -44,7 +44,7 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _watched_checkpoint(*args: Any, **kwargs: Any) -> Generator[None]:
     """What `checkpoint` does around a function: memory is the plan's business."""
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    recorder: CallRecorder | None = getattr(_recording, "recorder", None)
     if recorder is None:
         yield from _plain_checkpoint(*args, **kwargs)
         return
@@ -57,7 +57,7 @@ def _watched_checkpoint(*args: Any, **kwargs: Any) -> Generator[None]:
 
 def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand-ins would end the process: TorchScript raises where C++ may not."""
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    recorder: CallRecorder | None = getattr(_recording, "recorder", None)
     if recorder is not None:
         recorder.refuse(
             "calls a scripted function (torch.jit), inside which no call is seen: call the plain function"
@@ -66,7 +66,7 @@ def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def unseen_calls_noted(recorder: Recorder) -> Generator[None]:
+def unseen_calls_noted(recorder: CallRecorder) -> Generator[None]:
     """Within the block, what this thread calls without a mode's seeing it is noted whole, or refused."""
     global _watchers  # noqa: PLW0603 - torch has one class of functions
     with _lock:

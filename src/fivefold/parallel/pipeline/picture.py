@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
-from fivefold.parallel.pipeline.simulate import StageTimes, Timeline, simulate
+from fivefold.parallel.pipeline.simulate import ScheduleTimes, StageTimes, simulate
 
 __all__ = ["draw"]
 
@@ -19,7 +19,7 @@ _MEANINGS = {
 }
 
 
-def draw(schedule: Schedule, timeline: Timeline | None = None, width: int = 100) -> str:
+def draw(schedule: Schedule, timeline: ScheduleTimes | None = None, width: int = 100) -> str:
     """A picture of a schedule, no wider than `width` columns, with a legend at its end.
 
     Without a timeline all stages are alike, and B takes twice as long as F. Sums of gradients have a line
@@ -46,7 +46,7 @@ def draw(schedule: Schedule, timeline: Timeline | None = None, width: int = 100)
     return "\n".join([*drawn, *textwrap.wrap(legend, width)])
 
 
-def _lines(timeline: Timeline, scale: float) -> Iterator[tuple[str, str]]:
+def _lines(timeline: ScheduleTimes, scale: float) -> Iterator[tuple[str, str]]:
     """Titles and full lines: one per rank, and one more where its sums take time."""
     for rank, row in enumerate(timeline.schedule.rows):
         computed = [action for action in row if action.op is not Op.REDUCE]
@@ -56,7 +56,7 @@ def _lines(timeline: Timeline, scale: float) -> Iterator[tuple[str, str]]:
             yield "sums", _paint(timeline, summed, scale)
 
 
-def _takes_s(timeline: Timeline, action: Action) -> float:
+def _takes_s(timeline: ScheduleTimes, action: Action) -> float:
     start, end = timeline.spans[action]
     return end - start
 
@@ -68,7 +68,7 @@ def _label(schedule: Schedule, action: Action) -> str:
     return f"{str(action)[0]}{action.micro}"
 
 
-def _columns_per_s(timeline: Timeline) -> float:
+def _columns_per_s(timeline: ScheduleTimes) -> float:
     """A typical action of the shortest kind has room for the longest label."""
     kinds: dict[Op, list[float]] = {}
     for action in timeline.spans:
@@ -78,7 +78,7 @@ def _columns_per_s(timeline: Timeline) -> float:
     return max(len(_label(timeline.schedule, action)) for action in timeline.spans) / shortest
 
 
-def _paint(timeline: Timeline, actions: Iterable[Action], scale: float) -> str:
+def _paint(timeline: ScheduleTimes, actions: Iterable[Action], scale: float) -> str:
     line = "." * round(timeline.makespan_s * scale)
     for action in actions:
         start, end = (round(seconds * scale) for seconds in timeline.spans[action])

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule, needs
-from fivefold.parallel.pipeline.simulate import Span, StageTimes, Timeline, place_sums
+from fivefold.parallel.pipeline.simulate import ScheduleTimes, Span, StageTimes, place_sums
 
 __all__ = ["shared"]
 
@@ -23,7 +23,7 @@ def shared(
     times: StageTimes,
     speed: Callable[[Action, int], float],
     sends_s: Callable[[int, int], float] = lambda _source, _target: 0.0,
-) -> Timeline:
+) -> ScheduleTimes:
     """When everything happens, where an action goes on at `speed(action, n)` while n ranks compute.
 
     A rank is busy with what it sends to another one, see `sends_s(source, target)` in stages, after the
@@ -33,7 +33,7 @@ def shared(
     while going.begin():
         going.pass_time(speed)
     place_sums(schedule, times, going.spans)
-    return Timeline(schedule, going.spans)
+    return ScheduleTimes(schedule, going.spans)
 
 
 class _Going:

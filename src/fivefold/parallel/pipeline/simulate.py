@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from fivefold.errors import PlanError
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule, Wire, walk
 
-__all__ = ["Link", "Span", "StageTimes", "Timeline", "place_sums", "simulate"]
+__all__ = ["Link", "ScheduleTimes", "Span", "StageTimes", "place_sums", "simulate"]
 
 Link = Mapping[Wire, float] | Callable[[int, int], float]
 """seconds that the activations of one micro-batch, or their gradients, travel from a source stage to a
@@ -70,7 +70,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimes:
     """When every action of a schedule starts and ends. Everything per rank is in the order of ranks."""
 
     schedule: Schedule
@@ -127,7 +127,7 @@ def simulate(
     *,
     skips: Iterable[Wire] = (),
     sends_block: bool = False,
-) -> Timeline:
+) -> ScheduleTimes:
     """When everything happens. Raises `PlanError` where the schedule would come to a standstill.
 
     `link` is asked for (source stage, target stage) on different ranks, skip connections included; without
@@ -163,7 +163,7 @@ def simulate(
                 free[rank] = end = end + travel_s
             arrived[chain, micro, stage, other] = end if sends_block else end + travel_s
     place_sums(schedule, times, spans)
-    return Timeline(schedule, spans)
+    return ScheduleTimes(schedule, spans)
 
 
 _Flow = Mapping[Op, Sequence[Sequence[int]]]

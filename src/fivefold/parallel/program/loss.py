@@ -17,7 +17,7 @@ from fivefold.mesh import part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.program.exchange import Exchange, exchange
-from fivefold.parallel.program.net import Outputs, RecordedNet, Samples
+from fivefold.parallel.program.net import GridSamples, Outputs, RecordedNet
 from fivefold.parallel.program.rule import everything, want_of
 from fivefold.parallel.program.spread import Spread
 from fivefold.parallel.torch_losses import Loss
@@ -154,7 +154,7 @@ class TileLoss:
             )
 
 
-def whole_images(tiles: RecordedNet, tree: Any, everyone: Samples | None = None) -> Any:
+def whole_images(tiles: RecordedNet, tree: Any, everyone: GridSamples | None = None) -> Any:
     """Tiles in `tree` put together, on all tile ranks of a replica; what is no tile stays. Collective.
 
     With `everyone`, what has this replica's of these samples is put together with that of all replicas.
@@ -193,7 +193,7 @@ def _is_tile(leaf: Tensor) -> bool:
 
 
 def _matching(
-    split: Loss, spread: Spread, targets: Tensor, samples: Samples
+    split: Loss, spread: Spread, targets: Tensor, samples: GridSamples
 ) -> tuple[int, ...] | None:
     """For every dim of the target, the dim of the output that it follows; None if it cannot be cut.
 

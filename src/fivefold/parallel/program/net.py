@@ -35,7 +35,7 @@ from fivefold.parallel.sharded import refuse_write
 from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
-__all__ = ["ALIKE", "Outputs", "Prepared", "RecordedNet", "Samples", "grid_of"]
+__all__ = ["ALIKE", "GridSamples", "Outputs", "Prepared", "RecordedNet", "grid_of"]
 
 ALIKE = "give all of them the same, and let the net draw the same random numbers on all"
 
@@ -48,7 +48,7 @@ def grid_of(mesh: Mesh, *, samples: bool = False) -> Grid:
 
 
 @dataclass(frozen=True)
-class Samples:
+class GridSamples:
     """The samples that a grid computes together."""
 
     bounds: tuple[int, ...]
@@ -87,7 +87,7 @@ class Prepared:
     """this rank's parts, as the plan has them"""
     moment: Moment
     share: Share
-    samples: Samples
+    samples: GridSamples
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Outputs:
     ready: Prepared
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> GridSamples:
         """The samples that were computed together."""
         return self.ready.samples
 
@@ -166,7 +166,7 @@ class RecordedNet:
             spread = spread.with_cut(dim, Cut.at((index,), (*bounds, n)))
         return spread
 
-    def joined(self, spread: Spread, samples: Samples) -> Spread:
+    def joined(self, spread: Spread, samples: GridSamples) -> Spread:
         """How what every replica has of its samples lies among all of them."""
         joined = Spread((samples.rows, *spread.shape[1:]), spread.cuts)
         if self.grid.data is None:
@@ -205,26 +205,26 @@ class RecordedNet:
             )
         return leaf[tuple(slice(*r) for r in spread.owned(self.grid, self.here.rank))], spread
 
-    def samples(self, share: Share, micro: tuple[int, int] = (0, 1)) -> Samples:
+    def samples(self, share: Share, micro: tuple[int, int] = (0, 1)) -> GridSamples:
         """The samples that are computed together: micro-batch number `micro[0]` of `micro[1]`."""
         number, count = micro
         if self.grid.data is None:
             mine = owned(share.rows, count, number)
-            return Samples((0, len(mine)), (Piece(0, len(mine), share.origin + mine.start),))
+            return GridSamples((0, len(mine)), (Piece(0, len(mine), share.origin + mine.start),))
         bounds, pieces = [0], list[Piece]()
         for first, last in itertools.pairwise(share.bounds):
             mine = owned(last - first, count, number)
             stop = bounds[-1] + len(mine)
             pieces.append(Piece(bounds[-1], stop, first + mine.start))
             bounds.append(stop)
-        return Samples(tuple(bounds), tuple(pieces), self.grid.coordinates(self.here.rank)[0])
+        return GridSamples(tuple(bounds), tuple(pieces), self.grid.coordinates(self.here.rank)[0])
 
-    def _here(self, samples: Samples, fewest: int) -> Here:
+    def _here(self, samples: GridSamples, fewest: int) -> Here:
         data = self.grid.data
         cut = None if data is None else Cut.at((data,), samples.bounds)
         return replace(self.here, rows=samples.rows, fewest=fewest, cut=cut)
 
-    def _stand_in(self, samples: Samples) -> Samples:
+    def _stand_in(self, samples: GridSamples) -> GridSamples:
         """One sample that counts for nothing, where there is none."""
         return replace(samples, bounds=(0, *(1,) * self.grid.replicas))
 
@@ -507,7 +507,7 @@ class RecordedNet:
         return attach(leaf, Part((ready.share.total, *spread.shape[1:]), origin))
 
 
-def _place(samples: Samples, row: int) -> int:
+def _place(samples: GridSamples, row: int) -> int:
     """The number in the global batch of a sample."""
     for piece in samples.pieces:
         if piece.start <= row < piece.stop:

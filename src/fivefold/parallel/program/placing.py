@@ -24,14 +24,14 @@ from fivefold.parallel.program.rowwise import RowWise
 from fivefold.parallel.program.rule import Here, Operation, Rule, rule_of
 from fivefold.parallel.program.spread import Cut, Grid, Spread
 
-__all__ = ["Placement", "by_samples", "place"]
+__all__ = ["ValuePlacement", "by_samples", "place"]
 
 
 ROW_WISE = RowWise()
 
 
 @dataclass
-class Placement:
+class ValuePlacement:
     """How values lie, and by which rule every node is computed."""
 
     spreads: dict[int, Spread] = field(default_factory=dict[int, Spread])
@@ -45,7 +45,7 @@ class Placement:
 
 def place(
     tape: Tape, inputs: Sequence[Spread], here: Here, *, strict: bool = False, thinnest: int = 1
-) -> Placement:
+) -> ValuePlacement:
     """Decide how every value lies. Tiles of fewer than `thinnest` pixels are turned into samples.
 
     Raises `UsageError` with `strict` where an operation would have to gather a tiled value.
@@ -76,7 +76,7 @@ def by_samples(spread: Spread, grid: Grid) -> Spread:
 
 class _Placing:
     def __init__(self, tape: Tape, here: Here, strict: bool, thinnest: int) -> None:
-        self.done = Placement()
+        self.done = ValuePlacement()
         self._here, self._strict, self._thinnest = here, strict, thinnest
         shape = tape.shapes[tape.inputs[0]] if tape.inputs else ()
         self._rows = shape[0] if shape else 0

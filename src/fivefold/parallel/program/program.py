@@ -26,7 +26,7 @@ from fivefold.parallel.program.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.program.exchange import Exchange
 from fivefold.parallel.program.in_place import may_change
 from fivefold.parallel.program.margins import with_margins
-from fivefold.parallel.program.placing import Placement, place
+from fivefold.parallel.program.placing import ValuePlacement, place
 from fivefold.parallel.program.rule import (
     Here,
     Local,
@@ -194,7 +194,7 @@ def cheapest_thinnest(tape: Tape, inputs: Sequence[Spread], here: Here, options:
     return min(tried)[1]
 
 
-def _lowered(tape: Tape, placed: Placement, here: Here, options: Options) -> Program:
+def _lowered(tape: Tape, placed: ValuePlacement, here: Here, options: Options) -> Program:
     """The plan of one rank, with the margins that `options.fuse` gives."""
 
     def lower(node: Node, made: Sequence[Spread]) -> Local:

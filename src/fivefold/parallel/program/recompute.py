@@ -23,7 +23,7 @@ from fivefold import comm
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.program.program import Compute, Move, Program
 
-__all__ = ["Recompute", "Segment", "divided", "recomputed", "segments"]
+__all__ = ["Recompute", "StepSpan", "divided", "recomputed", "segments"]
 
 
 Recompute = int | str
@@ -39,7 +39,7 @@ def segments(recompute: Recompute, steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class Segment:
+class StepSpan:
     """Some steps of a program, one after the other."""
 
     first: int
@@ -56,7 +56,7 @@ def divided(
     wanted: set[int],
     sizes: Callable[[int], int],
     span: range | None = None,
-) -> list[Segment]:
+) -> list[StepSpan]:
     """Cut steps of a program, all by default, into `parts` segments whose values take about the same memory.
 
     `wanted` are values that are read by others in the end, `sizes` gives the bytes of a value.
@@ -79,11 +79,11 @@ def divided(
 
 def _segment(
     program: Program, made: Sequence[tuple[int, ...]], wanted: set[int], first: int, stop: int
-) -> Segment:
+) -> StepSpan:
     own = {index for indices in made[first:stop] for index in indices}
     takes = {index for step in program.steps[first:stop] for index in _read(step)} - own
     gives = {i for i in own if i in wanted or program.last_use.get(i, -1) >= stop}
-    return Segment(first, stop, tuple(sorted(takes)), tuple(sorted(gives)))
+    return StepSpan(first, stop, tuple(sorted(takes)), tuple(sorted(gives)))
 
 
 def _made(step: Move | Compute) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def _read(step: Move | Compute) -> list[int]:
 
 def recomputed(
     run: Callable[[Mapping[int, Tensor], bool], Mapping[int, Tensor]],
-    segment: Segment,
+    segment: StepSpan,
     values: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
     """What `run` makes in a segment of `values`, of which backward computes again what it needs.

@@ -17,7 +17,7 @@ from fivefold.parallel.graph.tape import Autocast
 from fivefold.parallel.program.exchange import Kept, exchange
 from fivefold.parallel.program.in_place import as_recorded
 from fivefold.parallel.program.program import Compute, Move, Program
-from fivefold.parallel.program.recompute import Segment, divided, recomputed, segments
+from fivefold.parallel.program.recompute import StepSpan, divided, recomputed, segments
 from fivefold.parallel.program.rule import Moment
 from fivefold.torch_private import memory_of, pytree
 
@@ -75,7 +75,7 @@ def carry_out(
     for segment in _divided(program, parts, keep, span, moment):
 
         def run(
-            taken: Mapping[int, Tensor], again: bool, segment: Segment = segment
+            taken: Mapping[int, Tensor], again: bool, segment: StepSpan = segment
         ) -> Mapping[int, Tensor]:
             running = _Running(program, dict(taken), state, quietly if again else moment)
             steps = range(segment.first, segment.stop)
@@ -87,7 +87,7 @@ def carry_out(
 
 def _divided(
     program: Program, parts: int, keep: set[int], span: range, moment: Moment
-) -> list[Segment]:
+) -> list[StepSpan]:
     """Found once: every step and micro-batch asks for the same."""
     key = (parts, frozenset(keep), span)
     if key not in program.divisions:

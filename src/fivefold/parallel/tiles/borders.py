@@ -14,11 +14,11 @@ from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.program.rule import Local, Operation, rule
 from fivefold.parallel.program.spread import Spread
 from fivefold.parallel.tiles.lines import (
+    Circular,
     Flipped,
     Line,
     Mapped,
     Shifted,
-    Wrapped,
     lowered,
     placed,
 )
@@ -41,7 +41,7 @@ def _padded(mode: str, n: int, before: int, behind: int) -> Line:
     if mode == "constant":
         return Shifted(rows, before)
     if mode == "circular":
-        return Wrapped(rows, n, before)
+        return Circular(rows, n, before)
     source = _reflected if mode == "reflect" else _replicated
     return Mapped(rows, before, functools.partial(source, n, before))
 
@@ -116,7 +116,7 @@ class Roll:
 
     def _lines(self, op: Operation, shifts: dict[int, int]) -> dict[int, Line]:
         shape = op.node.shapes[0]
-        return {dim: Wrapped(shape[dim], shape[dim], s, stays=True) for dim, s in shifts.items()}
+        return {dim: Circular(shape[dim], shape[dim], s, stays=True) for dim, s in shifts.items()}
 
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """As the operand."""

@@ -21,12 +21,12 @@ from fivefold.parallel.program.spread import Range, Spread
 from fivefold.parallel.program.windows import follow
 
 __all__ = [
+    "Circular",
     "Flipped",
     "Line",
     "Mapped",
     "Repeated",
     "Shifted",
-    "Wrapped",
     "lowered",
     "placed",
     "take",
@@ -75,7 +75,7 @@ class Shifted:
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class Circular:
     """Row j is row (j - offset) modulo `size`: padded in a circle, or rolled."""
 
     n: int

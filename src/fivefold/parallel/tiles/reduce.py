@@ -266,7 +266,7 @@ class LogSumExp(Reduction):
     "all", "any", "argmax", "argmin", "count_nonzero", "median", "mode", "nanmean", "nanmedian",
     "nansum", "prod",
 )  # fmt: skip
-class Gathered(Reduction):
+class GatheredReduction(Reduction):
     """Gathered where a dim is cut that they run over."""
 
     def combines(self, over: Over) -> bool:  # noqa: ARG002 - see `Reduction`

@@ -28,11 +28,11 @@ from fivefold.parallel.program.spread import Cut, Range, Spread
 from fivefold.parallel.program.windows import follow
 from fivefold.parallel.trees import in_graph
 
-__all__ = ["Assign", "Index", "Rows"]
+__all__ = ["Assign", "Index", "RowRange"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Rows start, start + step, ... of a dim; `count` of them."""
 
     start: int
@@ -50,7 +50,7 @@ class Rows:
         return (self.start + rows[0] * self.step, self.start + (rows[1] - 1) * self.step + 1)
 
 
-_Entry = Rows | int | None | Any
+_Entry = RowRange | int | None | Any
 """of an index: rows, a single row, a new dim, or something else, which takes the place of one dim"""
 
 
@@ -88,13 +88,13 @@ def _normal(
     for entry in index:
         if entry is Ellipsis:
             missing = len(shape) - named
-            found.extend(Rows(0, 1, n) for n in shape[dim : dim + missing])
+            found.extend(RowRange(0, 1, n) for n in shape[dim : dim + missing])
             dim += missing
         elif entry is None:
             found.append(None)
         elif isinstance(entry, slice):
             rows = range(*entry.indices(shape[dim]))
-            found.append(Rows(rows.start, rows.step, len(rows)))
+            found.append(RowRange(rows.start, rows.step, len(rows)))
             dim += 1
         elif isinstance(entry, int) and not isinstance(entry, bool):
             found.append(entry % shape[dim])
@@ -132,7 +132,7 @@ class Index:
                 continue
             if before is None:
                 cuts.append(None)
-            elif isinstance(entry, Rows):
+            elif isinstance(entry, RowRange):
                 cut = follow(before, entry.count, entry.bound)
                 cuts.append(None if cut.empty else cut)
             else:
@@ -174,7 +174,7 @@ class Assign:
             list(index) if isinstance(index, tuple) else [index], node.shapes[0], node.shapes
         )
         plain = entries is not None and all(
-            e is None or isinstance(e, (Rows, int)) for e in entries
+            e is None or isinstance(e, (RowRange, int)) for e in entries
         )
         return entries if plain and isinstance(node.args[0], Slot) else None
 
@@ -190,7 +190,7 @@ class Assign:
             cut = None if position is None else value.cuts[position]
             if (
                 cut is not None
-                and isinstance(entry, Rows)
+                and isinstance(entry, RowRange)
                 and value.shape[position or 0] == entry.count
             ):
                 inner = [entry.start + bound * entry.step for bound in cut.bounds[1:-1]]
@@ -230,13 +230,13 @@ class Assign:
 
         others = (tuple(wants),) if len(op.node.shapes) > 1 else ()
         chosen = any(
-            made.cuts[dim] is not None and entry != Rows(0, 1, made.shape[dim])
+            made.cuts[dim] is not None and entry != RowRange(0, 1, made.shape[dim])
             for dim, _, entry in _matched(entries, len(shape))
         )
         return Local((as_held(made), *others), run, differs_apart=chosen)
 
 
-def _rows_within(entry: Rows | int, held: Range) -> Range:
+def _rows_within(entry: RowRange | int, held: Range) -> Range:
     """Which rows of what is assigned fall into what is held."""
     if isinstance(entry, int):
         return (0, 1) if held[0] <= entry < held[1] else (0, 0)
@@ -245,17 +245,17 @@ def _rows_within(entry: Rows | int, held: Range) -> Range:
     return (low, max(high, low))
 
 
-def _matched(entries: Sequence[_Entry], rank: int) -> list[tuple[int, int | None, Rows | int]]:
+def _matched(entries: Sequence[_Entry], rank: int) -> list[tuple[int, int | None, RowRange | int]]:
     """Every dim that is assigned to, the dim of the value that goes there, if any, and the rows."""
-    found: list[tuple[int, int | None, Rows | int]] = []
+    found: list[tuple[int, int | None, RowRange | int]] = []
     result = sum(not isinstance(entry, int) for entry in entries)
     dim, there = 0, rank - result
     for entry in entries:
         if entry is None:
             there += 1
             continue
-        assert isinstance(entry, (Rows, int))
-        rows = isinstance(entry, Rows)
+        assert isinstance(entry, (RowRange, int))
+        rows = isinstance(entry, RowRange)
         found.append((dim, there if rows and there >= 0 else None, entry))
         dim, there = dim + 1, there + rows
     return found
@@ -273,7 +273,7 @@ def _localised(entry: _Entry, n: int, before: Cut | None, cut: Cut | None) -> tu
         return (
             (Want.all_of(n), entry) if before is None else (Want((), (((entry, entry + 1),),)), 0)
         )
-    if not isinstance(entry, Rows):
+    if not isinstance(entry, RowRange):
         return want_of(n, cut), entry
     if before is None:
         return want_of(n, cut), slice(

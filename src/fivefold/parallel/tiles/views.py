@@ -25,11 +25,11 @@ from fivefold.parallel.program.rule import Local, Moment, Operation, Wants, as_h
 from fivefold.parallel.program.spread import Box, Cut, Grid, Range, Spread
 from fivefold.parallel.program.windows import follow
 
-__all__ = ["Group", "View", "groups"]
+__all__ = ["DimGroup", "View", "groups"]
 
 
 @dataclass(frozen=True)
-class Group:
+class DimGroup:
     """Dims of the operand that become dims of the result; those of size one belong to no group."""
 
     before: tuple[int, ...]
@@ -97,20 +97,20 @@ class Group:
         return Cut.at(axes, [*bounds, n])
 
 
-def groups(before: Sequence[int], after: Sequence[int]) -> list[Group] | None:
+def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup] | None:
     """How dims of sizes `before` become dims of sizes `after`; None where a size is zero."""
     if math.prod(before) == 0 or math.prod(before) != math.prod(after):
         return None
     left = [dim for dim, n in enumerate(before) if n != 1]
     right = [dim for dim, n in enumerate(after) if n != 1]
-    found: list[Group] = []
+    found: list[DimGroup] = []
     while left:
         i, j = 1, 1
         while (a := _product(before, left[:i])) != (b := _product(after, right[:j])):
             i, j = (i + 1, j) if a < b else (i, j + 1)
         minors = _product(before, left[1:i]), _product(after, right[1:j])
         sizes = tuple(before[dim] for dim in left[:i])
-        found.append(Group(tuple(left[:i]), tuple(right[:j]), *minors, sizes))
+        found.append(DimGroup(tuple(left[:i]), tuple(right[:j]), *minors, sizes))
         left, right = left[i:], right[j:]
     return found
 
@@ -175,13 +175,13 @@ def _may_turn_to_samples(op: Operation) -> bool:
     return here.fewest >= here.grid.tiles > 1 and op.given[0].shape[0] == here.rows
 
 
-def _held_elements(group: Group, cut: Cut | None, rows: Range) -> int:
+def _held_elements(group: DimGroup, cut: Cut | None, rows: Range) -> int:
     if cut is None:
         return group.numel
     return math.prod(stop - start for start, stop in group.needs(rows))
 
 
-def _wants(shape: Sequence[int], found: Sequence[Group], cuts: Sequence[Cut | None]) -> Wants:
+def _wants(shape: Sequence[int], found: Sequence[DimGroup], cuts: Sequence[Cut | None]) -> Wants:
     wants = [Want.all_of(n) for n in shape]
     for group, cut in zip(found, cuts, strict=True):
         if cut is not None:

@@ -13,9 +13,9 @@ import dataclasses
 import torch
 
 from fivefold.mesh import Mesh
-from fivefold.train.verify.measure import QUANTITIES, Snapshot, errors, not_finite
-from fivefold.train.verify.reference import Reference, Step
-from fivefold.train.verify.report import Item, Quantity, Replicas, Report, tolerance
+from fivefold.train.verify.measure import QUANTITIES, StepResult, errors, not_finite
+from fivefold.train.verify.reference import Reference, ReferenceStep
+from fivefold.train.verify.report import Quantity, Replicas, Report, TensorReport, tolerance
 
 __all__ = ["CHANCES", "Judge"]
 
@@ -48,10 +48,10 @@ class Judge:
         self.truth = reference.train(torch.float64, rounded=None if self._wide else dtype)
         # The reaction to a change of the input; in float32 that of a change of the precision comes first.
         self._alone = [self._run_alone(0 if self._wide else None)]
-        self._items: dict[str, list[Item]] = {quantity: [] for quantity in QUANTITIES}
+        self._items: dict[str, list[TensorReport]] = {quantity: [] for quantity in QUANTITIES}
         self._notes: dict[str, None] = {}
 
-    def compare(self, got: Snapshot, step: int) -> None:
+    def compare(self, got: StepResult, step: int) -> None:
         """Judge the layout's step."""
         truth = expected = self.truth[step].snapshot
         self._tell_not_finite("the reference itself", truth)
@@ -99,19 +99,19 @@ class Judge:
         """Whether the net draws random numbers that do not follow the global sample."""
         return any(step.uncontrolled for step in self.truth)
 
-    def _run_alone(self, chance: int | None) -> list[Step]:
+    def _run_alone(self, chance: int | None) -> list[ReferenceStep]:
         states = [step.state for step in self.truth]
         moved = None if chance is None else self._seed + 1 + 1000 * chance
         return self._reference.train(self._dtype, states=states, moved=moved)
 
-    def _judged(self, found: _Errors, own: _Errors, step: int) -> dict[str, list[Item]]:
-        items: dict[str, list[Item]] = {}
+    def _judged(self, found: _Errors, own: _Errors, step: int) -> dict[str, list[TensorReport]]:
+        items: dict[str, list[TensorReport]] = {}
         for quantity, by_name in found.items():
             known = {name: own[quantity].get(name, 0.0) for name in by_name}
             if not self._wide:
                 known = dict.fromkeys(known, max(known.values(), default=0.0))
             items[quantity] = [
-                Item(
+                TensorReport(
                     quantity,
                     name,
                     step,
@@ -123,7 +123,7 @@ class Judge:
             ]
         return items
 
-    def _tell_not_finite(self, who: str, values: Snapshot) -> None:
+    def _tell_not_finite(self, who: str, values: StepResult) -> None:
         found = list(not_finite(values))
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""

@@ -20,7 +20,7 @@ from fivefold.parallel.sharded import placed, whole
 from fivefold.parallel.trees import leaves, map_tensors, rows_of
 from fivefold.plan import AXES
 from fivefold.trace import Tag
-from fivefold.train.verify.measure import Snapshot
+from fivefold.train.verify.measure import StepResult
 from fivefold.train.verify.reference import OPTIMIZER, seeded
 from fivefold.train.verify.report import Replicas
 
@@ -81,7 +81,7 @@ class OnLayout:
         comm.broadcast_all(every, group, Tag.CONTROL)
         return found
 
-    def step(self, inputs: Any, targets: Any, number: int, *, uncontrolled: bool) -> Snapshot:
+    def step(self, inputs: Any, targets: Any, number: int, *, uncontrolled: bool) -> StepResult:
         """Train one step on the whole mesh; the snapshot's outputs are of the whole batch.
 
         With `uncontrolled` randomness, rank 0's generators start as the reference's and all others
@@ -100,7 +100,7 @@ class OnLayout:
         self._compare_replicas(found)
         return replace(found, outputs=outputs)
 
-    def _of_all_stages(self, found: Snapshot) -> Snapshot:
+    def _of_all_stages(self, found: StepResult) -> StepResult:
         """With what other ranks of the pipe axis hold; what this rank holds stays its own."""
         stages = self.model.stages
         if stages is None:
@@ -156,7 +156,7 @@ class OnLayout:
             return None
         return Part((total, *leaf.shape[1:]), (mine.start, *(0,) * (leaf.dim() - 1)))
 
-    def _compare_replicas(self, found: Snapshot) -> None:
+    def _compare_replicas(self, found: StepResult) -> None:
         # A missing gradient counts as zero: if other ranks have one, their weights will tell.
         missing = {
             n: torch.zeros_like(found.weights[n])
@@ -176,9 +176,9 @@ class OnLayout:
         return comm.all_gather(_sendable(value), self._mesh.group(*AXES), Tag.CONTROL)
 
 
-def _snapshot(net: nn.Module, loss: Tensor) -> Snapshot:
+def _snapshot(net: nn.Module, loss: Tensor) -> StepResult:
     """Copies of what a step has left in `net`, with its loss."""
-    return Snapshot(
+    return StepResult(
         loss={"loss": loss.detach().clone()},
         outputs={},
         gradients={

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FLOOR", "QUANTITIES", "Snapshot", "Values", "errors", "not_finite"]
+__all__ = ["FLOOR", "QUANTITIES", "StepResult", "Values", "errors", "not_finite"]
 
 FLOOR = 1e-6
 """share of the norm of all gradients below which a single gradient counts as rounding"""
@@ -38,7 +38,7 @@ Values = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StepResult:
     """What one training step computed, of the whole batch."""
 
     loss: Values
@@ -55,7 +55,7 @@ class Snapshot:
 QUANTITIES = ("loss", "outputs", "gradients", "buffers", "weights")
 
 
-def errors(got: Snapshot, truth: Snapshot) -> dict[str, dict[str, float]]:
+def errors(got: StepResult, truth: StepResult) -> dict[str, dict[str, float]]:
     """The error of every tensor: quantity -> name -> error, by the measure of this module.
 
     Numbers are compared in float64 on the device where `truth` lives.
@@ -72,7 +72,7 @@ def errors(got: Snapshot, truth: Snapshot) -> dict[str, dict[str, float]]:
     return found
 
 
-def not_finite(values: Snapshot) -> Iterator[str]:
+def not_finite(values: StepResult) -> Iterator[str]:
     """The tensors that hold NaN or infinity, in words."""
     for quantity in QUANTITIES:
         for name, value in getattr(values, quantity).items():

@@ -64,7 +64,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Masks", "Run", "answered", "cast_net", "flat", "main", "neighbour", "uniform"]
+__all__ = ["Masks", "OneProcess", "answered", "cast_net", "flat", "main", "neighbour", "uniform"]
 
 _ALPHA_DROPPED = -1.7580993408473766  # -1.0507... x 1.6732..., what SELU saturates to
 _DROPOUTS = {
@@ -305,7 +305,7 @@ def _moved_weights(weights: Tensor, generator: torch.Generator, part: float) -> 
     return torch.where(weights == 0, weights, neighbour(weights, generator, part))
 
 
-class Run:
+class OneProcess:
     """A net as a request describes it, trained from its first step to its last.
 
     Whatever the user's code raises passes through; `where` tells what was going on.
@@ -529,16 +529,16 @@ class _Joined:
 
 def answered(told: Mapping[str, Any]) -> dict[str, Any]:
     """What a request asks for, or what went wrong."""
-    run: Run | None = None
+    run: OneProcess | None = None
     try:
         sys.path[:0] = [folder for folder in told.get("path", ()) if folder not in sys.path]
         torch.set_default_dtype(getattr(torch, told.get("dtype", "float64")))
         torch.set_num_threads(told.get("threads", 1))
-        run = Run(told)
+        run = OneProcess(told)
         found: dict[str, Any] = run.results()
         found["nudged"] = None
         if told.get("nudged"):
-            run = Run(told, nudged=told["nudged"])
+            run = OneProcess(told, nudged=told["nudged"])
             found["nudged"] = run.results()
         torch.save(found, told["answer"])
     except Exception as problem:  # noqa: BLE001 - the user's code may raise anything

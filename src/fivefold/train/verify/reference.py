@@ -28,9 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.train.verify import one_process
-from fivefold.train.verify.measure import Snapshot
+from fivefold.train.verify.measure import StepResult
 
-__all__ = ["OPTIMIZER", "CannotRun", "Named", "Reference", "Step", "default_dtype", "seeded"]
+__all__ = [
+    "OPTIMIZER",
+    "CannotRun",
+    "Named",
+    "Reference",
+    "ReferenceStep",
+    "default_dtype",
+    "seeded",
+]
 
 OPTIMIZER: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 """Of both sides. Momentum and decay move a weight whose gradient is zero, but not one whose gradient is
@@ -59,12 +67,12 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReferenceStep:
     """What a step of one process started from, and computed."""
 
     state: Mapping[str, Mapping[str, Tensor]]
     """`weights`, `buffers` and `momentum` by name"""
-    snapshot: Snapshot
+    snapshot: StepResult
     draws: bool
     """whether the net draws random numbers"""
     uncontrolled: bool
@@ -113,7 +121,7 @@ class Reference:
         states: Sequence[Any] | None = None,
         rounded: torch.dtype | None = None,
         moved: int | None = None,
-    ) -> list[Step]:
+    ) -> list[ReferenceStep]:
         """All steps in `dtype`, from `states` if they are given, else each from where the last one ended.
 
         With `rounded`, states are rounded to that dtype; with `moved`, inputs are moved to neighbouring
@@ -142,7 +150,7 @@ class Reference:
         dtype, device = getattr(torch, request["dtype"]), torch.device(request["device"])
         with default_dtype(dtype), seeded(0, device):
             try:
-                return one_process.Run({**told, "states": states}).results()["steps"]
+                return one_process.OneProcess({**told, "states": states}).results()["steps"]
             except Exception as problem:
                 raise CannotRun(_said(type(problem).__name__, str(problem))) from problem
 
@@ -191,17 +199,17 @@ class Reference:
             self._process = None
 
 
-def _step(record: Mapping[str, Any]) -> Step:
+def _step(record: Mapping[str, Any]) -> ReferenceStep:
     found = [leaf for leaf in record["outputs"].values() if isinstance(leaf, Tensor)]
     names = ["output"] if len(found) == 1 else [f"output {i}" for i in range(len(found))]
-    snapshot = Snapshot(
+    snapshot = StepResult(
         loss={"loss": record["loss"]},
         outputs=dict(zip(names, found, strict=True)),
         gradients=record["gradients"],
         buffers=record["buffers"],
         weights=record["weights"],
     )
-    return Step(record["before"], snapshot, record["draws"], record["uncontrolled"])
+    return ReferenceStep(record["before"], snapshot, record["draws"], record["uncontrolled"])
 
 
 def _copied(loss: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["KEPT", "Item", "Quantity", "Replicas", "Report", "tolerance"]
+__all__ = ["KEPT", "Quantity", "Replicas", "Report", "TensorReport", "tolerance"]
 
 FLOAT64_FLOOR, FLOAT64_CAP, FLOAT64_FACTOR = 1e-10, 1e-7, 100.0
 FLOAT32_FACTOR = 2.0
@@ -18,7 +18,7 @@ KEPT = 5
 
 
 @dataclass(frozen=True)
-class Item:
+class TensorReport:
     """One tensor in one step."""
 
     quantity: str
@@ -43,13 +43,13 @@ class Quantity:
     """The loss, the outputs, the gradients, the buffers or the weights, over all steps."""
 
     name: str
-    worst: tuple[Item, ...]
+    worst: tuple[TensorReport, ...]
     """largest excess first, each tensor in its worst step, `KEPT` at most; empty if there are none such"""
 
     @classmethod
-    def of(cls, name: str, items: Sequence[Item]) -> Quantity:
+    def of(cls, name: str, items: Sequence[TensorReport]) -> Quantity:
         """Keep the worst of many."""
-        worst: dict[str, Item] = {}
+        worst: dict[str, TensorReport] = {}
         for item in sorted(items, key=lambda item: -item.excess):
             worst.setdefault(item.name, item)
         return cls(name, tuple(worst.values())[:KEPT])
@@ -91,7 +91,7 @@ class Report:
         return self.replicas.difference == 0 and all(q.passed for q in self.quantities)
 
     @property
-    def worst(self) -> tuple[Item, ...]:
+    def worst(self) -> tuple[TensorReport, ...]:
         """The worst tensors of all quantities, largest excess first."""
         every = [item for quantity in self.quantities for item in quantity.worst]
         return tuple(sorted(every, key=lambda item: -item.excess)[:KEPT])
