@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh
 from fivefold.parallel.graph.fingerprint import reads, results
+from fivefold.parallel.graph.record import LeftBehind
 from fivefold.parallel.graph.refs import Value, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import Share, draws_mask, quietly, warn_layout
@@ -123,6 +124,8 @@ class Rows:
         try:
             with quietly() as told:
                 program = self.tiles.program_for(call, inputs, share)
+        except LeftBehind:
+            raise
         except UsageError as problem:
             self._program = None
             self._tell(problem)

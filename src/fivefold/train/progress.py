@@ -180,7 +180,7 @@ def bar_of(
 
 
 def draws(console: Console, launcher: str) -> bool:
-    """Whether a bar can be drawn: on a terminal, unless `launcher` (`RankPlace.launcher`) passes the output on.
+    """Whether a bar can be drawn: on a terminal, unless `launcher` (of a `RankPlace`) passes the output on.
 
     Open MPI gives its ranks a terminal of their own, whatever is at the end of the pipe.
     """

@@ -43,7 +43,11 @@ from fivefold.parallel.graph.writes import Writes
 from fivefold.parallel.trees import flatten, leaves, map_tensors
 from fivefold.torch_private import FakeTensorMode, class_of, fake_of, forward_hooks, is_dtensor
 
-__all__ = ["record"]
+__all__ = ["LeftBehind", "record"]
+
+
+class LeftBehind(UsageError):
+    """A forward keeps tensors without numbers where nobody can take them away: it would compute with them."""
 
 
 def _whole(tensor: Tensor) -> None:  # noqa: ARG001 - none is a part of another
@@ -69,11 +73,16 @@ def record(  # noqa: PLR0917 - a forward and what it runs on
             stand for those that another rank holds.
         parts: the shape of what a tensor in an attribute is a part of; None if it is none.
 
-    Raises `UsageError`, which names the module and the line, for what cannot be recorded.
+    Raises `UsageError`, which names the module and the line, for what cannot be recorded; `LeftBehind` if the
+    net cannot be run afterwards either.
     """
     _check_hooks(net)
     device = device or next((p.device for p in net.parameters()), torch.device("cpu"))
-    tape, stand_ins, lines = _recorded(net, call, inputs, shapes, device, parts)
+    try:
+        tape, stand_ins, lines = _recorded(net, call, inputs, shapes, device, parts)
+    except UsageError as problem:
+        _forget(problem)
+        raise
     if lines is not None:
         _, _, without = _recorded(net, call, inputs, shapes, device, parts, as_before=True)
         _check_same(lines, without or [])
@@ -108,6 +117,7 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             lambda t: torch.empty(next(sizes), dtype=t.dtype, device=device), inputs
         )
         places = _places(net, reach)
+        recorder: CallRecorder | None = None
         try:
             named, carried = _stood_in(reach, places, writes, device, parts)
             given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
@@ -117,10 +127,18 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
                 returned = _run(recorder, net, call, stand_ins)
             recorder.check_counted()
-            _check_iterators(reach)
+            _check_iterators(reach, LeftBehind)
             changes = reach.changes()
             sets = noted(changes, recorder.ref, writes.own)
             tape = _tape(recorder, returned, Effects(recorder.written(), sets))
+        except UsageError as problem:
+            held = () if recorder is None else recorder.held
+            vars(problem)[_STAND_INS] = [weakref.ref(t) for t in held if writes.own(t)]
+            _check_iterators(reach, LeftBehind)
+            for ours in (recorder, writes):  # which frames of the problem know
+                if ours is not None:
+                    vars(ours).clear()
+            raise
         finally:
             reach.restore()
     tape.guards = Guards(reach, changes, recorder.looked, device)
@@ -129,9 +147,9 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
     return tape, [weakref.ref(t) for t in recorder.held if writes.own(t)], lines
 
 
-def _check_iterators(reach: Reach) -> None:
+def _check_iterators(reach: Reach, error: type[UsageError] = UsageError) -> None:
     if path := reach.advanced():
-        raise UsageError(
+        raise error(
             f"the net may take from the iterator {path} in its forward, which nobody can wind back: keep a "
             "number or a list in its place"
         )
@@ -194,12 +212,12 @@ def _fake(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
 def _run(recorder: CallRecorder, net: nn.Module, call: Callable[..., Any], inputs: Any) -> Any:
     """Call the net; what it raises becomes one readable error."""
 
-    def called_here() -> Any:  # where the frames of the user's code begin
+    def called_here(inputs: Any) -> Any:  # where the frames of the user's code begin
         return call(net, inputs)
 
     try:
         with _scopes(recorder, net), unseen_calls_noted(recorder):
-            return called_here()
+            return called_here(inputs)
     except FivefoldError:
         raise
     except Exception as problem:
@@ -373,21 +391,63 @@ _PATIENCE_S = (0.0, 0.001, 0.01, 0.1)
 
 def _check_left(stand_ins: Sequence[weakref.ref[Tensor]]) -> None:
     """Refuse a forward that keeps tensors of the recording where they were not found."""
+    if not _lives(stand_ins):
+        return
+    left = [tensor for tensor in (ref() for ref in stand_ins) if tensor is not None]
+    # A result holds what it was computed from, which no Python object does.
+    held = next((tensor for tensor in left if any(_holders(tensor, left))), left[0])
+    kinds = sorted({type(holder).__name__ for holder in _holders(held, left)})
+    told = (
+        f"the net keeps a tensor of shape {tuple(held.shape)} outside of its modules (in a "
+        f"{', '.join(kinds) or 'place that was not found'}), where a recording cannot follow it: keep it "
+        "in an attribute of a module, or return it"
+    )
+    _taken_away(left)
+    del left, held
+    raise (LeftBehind if _lives(stand_ins) else UsageError)(told)
+
+
+def _lives(stand_ins: Sequence[weakref.ref[Tensor]]) -> bool:
+    """Whether somebody still holds a tensor of the recording."""
     for wait_s in _PATIENCE_S:
         if not any(ref() is not None for ref in stand_ins):
-            return
+            return False
         time.sleep(wait_s)
         gc.collect()
-    left = [tensor for tensor in (ref() for ref in stand_ins) if tensor is not None]
-    if left:
-        # A result holds what it was computed from, which no Python object does.
-        held = next((tensor for tensor in left if any(_holders(tensor, left))), left[0])
-        kinds = sorted({type(holder).__name__ for holder in _holders(held, left)})
-        raise UsageError(
-            f"the net keeps a tensor of shape {tuple(held.shape)} outside of its modules (in a "
-            f"{', '.join(kinds) or 'place that was not found'}), where a recording cannot follow it: keep it "
-            "in an attribute of a module, or return it"
-        )
+    return any(ref() is not None for ref in stand_ins)
+
+
+_STAND_INS = "_stand_ins"
+
+
+def _forget(problem: UsageError) -> None:
+    """Take stand-ins out of the caches that a forward has filled before it failed.
+
+    Raises `LeftBehind` if somebody else holds one.
+    """
+    stand_ins: list[weakref.ref[Tensor]] = vars(problem).pop(_STAND_INS, [])
+    failed: list[BaseException] = [problem]
+    for one in failed:  # frames hold them as well
+        traceback.clear_frames(one.__traceback__)
+        causes = (one.__cause__, one.__context__)
+        failed += [cause for cause in causes if cause is not None and cause not in failed]
+    if _lives(stand_ins):
+        _taken_away([tensor for tensor in (ref() for ref in stand_ins) if tensor is not None])
+        if _lives(stand_ins):
+            raise LeftBehind(str(problem)) from problem
+
+
+def _taken_away(stand_ins: list[Tensor]) -> None:
+    """Take tensors out of dicts that a recording does not wind back: caches, which their owners fill anew."""
+    for tensor in stand_ins:
+        for holder in list(_holders(tensor, stand_ins)):
+            if isinstance(holder, dict):
+                _dropped(holder, tensor)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _dropped(holder: dict[Any, Any], tensor: Tensor) -> None:
+    for key in [key for key, value in dict.items(holder) if value is tensor]:
+        dict.__delitem__(holder, key)
 
 
 def _holders(tensor: Tensor, besides: list[Tensor]) -> Iterator[Any]:
