@@ -46,6 +46,17 @@ def _check_lists(tree: Any) -> None:
             )
 
 
+def _check_whole(trees: tuple[Any, ...]) -> None:
+    for leaf in leaves(trees):
+        part = part_of(leaf)
+        if part is not None and part.shape != tuple(leaf.shape):
+            raise UsageError(
+                f"model.shard was given a tensor of shape {tuple(leaf.shape)} that is this rank's part of "
+                f"one of shape {part.shape} already, as fivefold.loader and model.shard give them: take it "
+                "as it is"
+            )
+
+
 def _check_pair(trees: tuple[Any, ...]) -> None:
     if len(trees) != 2 or not all(isinstance(tree, Tensor) and tree.dim() for tree in trees):
         return
@@ -81,8 +92,8 @@ class Batches:
     def __init__(self, mesh: Mesh, tiles: RecordedNet | None) -> None:
         self._mesh, self._tiles, self._group = mesh, tiles, mesh.group("data")
         self._joint = mesh.plan.parallel.batch_norm == "global" and self._group.size() > 1
-        self._compared = self._group.size() == 1
-        """whether replicas have compared their first shares"""
+        self._compared = set[str]()
+        """for what replicas have compared their first shares"""
 
     def moved(self, tree: Any) -> Any:
         """A batch on the mesh's device, its tensors still knowing which part they are."""
@@ -97,10 +108,12 @@ class Batches:
         """This rank's part of trees that every rank holds whole; the first one is cut into tiles as well.
 
         Raises `UsageError` for a list with an entry for every sample, which nobody would cut, for a
-        tensor without dims, and for inputs and targets of which one has more samples.
+        tensor without dims, for inputs and targets of which one has more samples, and for what is a part
+        already.
         """
         for tree in trees if self._group.size() > 1 else ():
             _check_lists(tree)
+        _check_whole(trees)
         _check_pair(trees)
         return tuple(
             map_tensors(self._tile if self._tiles and not number else self._cut, tree)
@@ -114,10 +127,13 @@ class Batches:
         assert self._tiles is not None
         return self.moved(self._tiles.part(leaf, self._mesh.share(leaf.shape[0])))
 
-    def share(self, inputs: Any, seed: int, step: int, *, draws: bool = True) -> Share:
+    def share(
+        self, inputs: Any, seed: int, step: int, *, draws: bool = True, told_as: str = ""
+    ) -> Share:
         """Which samples of the whole batch `inputs` are. Collective where they do not say so.
 
-        `draws`: whether random numbers are drawn as one process draws them.
+        `draws`: whether random numbers are drawn as one process draws them. `told_as`: what they were given
+        to, if those of replicas should differ, which is looked at once.
 
         Raises `UsageError` for a batch that is empty on all ranks.
         """
@@ -128,8 +144,8 @@ class Batches:
             bounds = (*(owned(total, replicas, r).start for r in range(replicas)), total)
         else:
             counts = row_counts(rows, self._group, self._mesh.device)
-            if draws and not self._compared:
-                self._compare(inputs)
+            if told_as and replicas > 1 and told_as not in self._compared:
+                self._compare(inputs, told_as)
             bounds = tuple(itertools.accumulate(counts, initial=0))
         origin, total = bounds[self._group.rank()], bounds[-1]
         if total == 0:
@@ -147,14 +163,14 @@ class Batches:
         joint = self._group if self._joint else None
         return Share(rows, origin, total, seed, step, joint, draws, bounds=bounds)
 
-    def _compare(self, inputs: Any) -> None:
+    def _compare(self, inputs: Any, told_as: str) -> None:
         """Warn if the shares of all replicas are the same samples. Collective."""
-        self._compared = True
+        self._compared.add(told_as)
         own = torch.tensor([_digest(inputs)], device=self._mesh.device)
         every = comm.all_gather(own, self._group, Tag.CONTROL).flatten().tolist()
         if every[0] and len(set(every)) == 1:
             warn(
-                f"all {self._group.size()} replicas gave model.step the same samples, and each counts as a "
-                "part of the batch: of a batch that every rank holds whole, take "
-                "model.step(*model.shard(x, y)); instead of a DataLoader, fivefold.loader"
+                f"all {self._group.size()} replicas gave {told_as} the same samples, and each counts as a "
+                "part of the batch: of a batch that every rank holds whole, give it "
+                "*model.shard(x, y); instead of a DataLoader, take fivefold.loader"
             )

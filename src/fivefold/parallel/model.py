@@ -195,7 +195,7 @@ class ParallelModel(Wrapped):
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
         if self._stages is not None and inputs is None:
             inputs = self._stages.stand_in()
-        share = self._share(inputs, targets)
+        share = self._share(inputs, targets, told_as="model.step")
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
         self.steps, self.samples = self.steps + 1, self.samples + share.total
@@ -468,7 +468,7 @@ class ParallelModel(Wrapped):
         """Outputs of all of this replica's samples, and whether this rank is the one that has them."""
         inputs = self._batches.moved(inputs)
         forward = functools.partial(self._reducer[0].forward, step=False)
-        share = self._share(inputs, targets, draws=False)
+        share = self._share(inputs, targets, draws=False, told_as="model.evaluate")
         first = all(self._mesh.coordinate(axis) == 0 for axis in ("pipe", *TILE_DIMS))
         first = first and share.rows > 0
         if self._stages is not None:
@@ -510,7 +510,9 @@ class ParallelModel(Wrapped):
             bounds=bounds,
         )  # fmt: skip
 
-    def _share(self, inputs: Any, targets: Any = None, *, draws: bool = True) -> Share:
+    def _share(
+        self, inputs: Any, targets: Any = None, *, draws: bool = True, told_as: str = ""
+    ) -> Share:
         position = position_of([*leaves(inputs), *leaves(targets)])
         self._mesh.agreement.position = position
         if position is not None and position.epoch > self._epoch:
@@ -518,7 +520,7 @@ class ParallelModel(Wrapped):
             for tiles in (self._tiles, self._rows.tiles if self._rows is not None else None):
                 if tiles is not None:
                     tiles.programs.look_again()
-        return self._batches.share(inputs, self.seed, self.steps, draws=draws)
+        return self._batches.share(inputs, self.seed, self.steps, draws=draws, told_as=told_as)
 
     def _rest(self) -> None:
         """Parameters as they are between steps: the optimiser's."""
