@@ -251,6 +251,10 @@ class Shards:
         """What `run` returns, with whole parameters; a backward pass through it averages gradients."""
         self._parts.check()
         averages(self._holders, self._mesh.size())
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # later steps write into what is made here
+                for made in self._holders:
+                    made.unshard()
         for made in self._holders:
             run = functools.partial(cast(Any, made), run)
         outputs = run()

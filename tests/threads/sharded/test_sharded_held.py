@@ -60,6 +60,25 @@ def test_state_dicts_have_the_plain_keys_and_go_both_ways(shard: str) -> None:
     assert all(on(shard, 2, check))
 
 
+@BOTH
+def test_an_evaluation_in_inference_mode_may_come_first(shard: str) -> None:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    x, y = torch.randn(6, 5), torch.randint(0, 4, (6,))
+
+    def check(mesh: Mesh) -> None:
+        model = parallelize(copy.deepcopy(net), mesh, loss=nn.CrossEntropyLoss())
+        batch = model.shard(x, y)
+        with torch.inference_mode():
+            found = model.evaluate(*batch, lambda out, _y: out.double().sum().view(1))
+        torch.testing.assert_close(found, net(x).detach().double().sum().view(1))
+        for _ in range(2):
+            loss = model.step(*batch)
+        torch.testing.assert_close(loss, F.cross_entropy(net(x), y).detach())
+
+    on(shard, 2, check)
+
+
 @pytest.mark.parametrize("layout", [Layout(data=2, width=2), Layout(data=2, pipe=2)], ids=str)
 def test_tiles_and_stages_evaluate_and_load_as_well(layout: Layout) -> None:
     torch.manual_seed(6)
