@@ -173,6 +173,12 @@ class SharedLoss:
         """What the user's function returns."""
         try:
             found = function(outputs, targets)
+        except (TypeError, AttributeError) as problem:
+            if targets is not None:
+                raise
+            raise UsageError(
+                f"the loss fails without targets, of which step was given none: {problem}"
+            ) from problem
         except RuntimeError as problem:
             if not self._reads_elsewhere():
                 raise

@@ -172,7 +172,7 @@ class ParallelModel(Wrapped):
                 note of their part are this rank's share, in rank order, and the counts are exchanged.
                 Ranks of a `pipe` axis that hold no first stage may pass None for a batch like the example.
             targets: what the loss compares with; samples on the leading dim. None will do where there is no
-                last stage.
+                last stage, and for a loss that compares with nothing.
             scaler: a `torch.amp.GradScaler`, which then scales what backward starts from.
 
         Returns the loss of the whole batch, a scalar, detached; it travels with the gradients.
@@ -279,7 +279,7 @@ class ParallelModel(Wrapped):
         assert tile_loss is not None
         weight = None
         if stages.ends:
-            if targets is None:
+            if targets is None and loss.split is not None:
                 raise UsageError("this rank holds a last stage, so step needs the targets")
             weight = loss.begin(targets, self._everyone if tile_loss.in_tiles(targets) else None)
 
