@@ -30,11 +30,11 @@ for _ in range(2):  # a process may start, stop and start again
 
 ADDRESS = """
 from datetime import timedelta
-from fivefold.launch import Meeting, locate
+from fivefold.launch import Rendezvous, locate
 from fivefold.mesh.store import open_store
 import psutil
 place = locate()
-store = open_store(Meeting("mpi"), place, timedelta(seconds=30))
+store = open_store(Rendezvous("mpi"), place, timedelta(seconds=30))
 store.set(f"was {place.rank}", "here")
 store.wait([f"was {rank}" for rank in range(3)])
 if place.rank == 0:

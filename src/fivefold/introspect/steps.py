@@ -84,14 +84,16 @@ class Steps:
 
     @cached_property
     def computing(self) -> Floats:
-        """Phases without exposed communication; one more at the end: time in no phase. All are the work."""
+        """Phases without exposed communication; one more at the end: time in no phase."""
         inside = np.einsum("rbt,rtp->rbp", self.exposed, self.blocked_in)
-        outside = self.wall - self.phase.sum(2)
+        outside = np.maximum(self.wall - self.phase.sum(2), 0.0)
         both = np.concatenate([self.phase, outside[:, :, None]], axis=2)
         own = np.maximum(both - inside, 0.0)
-        # In which phases a tag blocks is known of the whole run, not of a row.
-        total = own.sum(2)
-        return own * (self.work / np.where(total > 0, total, 1.0))[:, :, None]
+        # In which phases a tag blocks is known of the whole run, not of a row: what a phase has not got here
+        # was in the others.
+        total, elsewhere = own.sum(2), np.maximum(inside - both, 0.0).sum(2)
+        left = np.maximum(total - elsewhere, 0.0) / np.where(total > 0, total, 1.0)
+        return own * left[:, :, None]
 
     @cached_property
     def late(self) -> Floats:

@@ -28,7 +28,7 @@ Kind = Literal["phase", "exposed", "other"]
 
 
 class Breakdown(TypedDict):
-    """Where a steady step goes, mean over ranks, to which parts add up; `Steady.step_s` is of the slowest."""
+    """Where a steady step goes, mean over ranks; parts add up to it. `Steady.step_s` is of the slowest."""
 
     part: str
     """phase (its computing), or tag (exposed communication), or "other" (in no phase)"""
