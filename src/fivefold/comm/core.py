@@ -194,8 +194,10 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
         _LEFT: f"{who} has left the group (its script ended or failed)",
         _CLOSED: "it closed the group while this was under way",
         _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
-        _NO_MEMORY: "no memory, or a quarter of it is taken by messages of "
-        f"{who} that nobody receives: are they received in another order than they are sent?",
+        _NO_MEMORY: f"a quarter of the node's memory is taken by messages of {who} that nobody receives: are "
+        "they received in another order than they are sent?"
+        if any(report.missing)
+        else "no memory",
     }.get(status, f"status {status}")
 
 

@@ -232,7 +232,8 @@ class ParallelModel(Wrapped):
                     )
                 if self.on_outputs is not None:
                     self.on_outputs(outputs)
-                lie = None if self._rows is None else self._rows.outputs_lie()
+                rows = self._rows if self._loss.split is None else None  # else nothing is gathered
+                lie = None if rows is None else rows.outputs_lie()
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total, lie=lie)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):

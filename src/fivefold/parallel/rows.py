@@ -199,6 +199,8 @@ class Rows:
         for rows, rank in sorted(sizes.items()):
             try:
                 alone[rank] = self.tiles.recorded(call, _resized(inputs, rows), rank)
+            except LeftBehind:
+                raise
             except UsageError as problem:
                 return found or f"a way that it cannot go with {rows} samples ({problem})"
         found = found or _different(program, alone, self.tiles)

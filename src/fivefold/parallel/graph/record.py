@@ -78,14 +78,15 @@ def record(  # noqa: PLR0917 - a forward and what it runs on
     """
     _check_hooks(net)
     device = device or next((p.device for p in net.parameters()), torch.device("cpu"))
+    stand_ins: list[weakref.ref[Tensor]] = []
     try:
-        tape, stand_ins, lines = _recorded(net, call, inputs, shapes, device, parts)
+        tape, lines = _recorded(net, call, inputs, shapes, device, parts, stand_ins)
+        if lines is not None:
+            again = _recorded(net, call, inputs, shapes, device, parts, stand_ins, as_before=True)
+            _check_same(lines, again[1] or [])
     except UsageError as problem:
-        _forget(problem)
+        _forget(problem, stand_ins)
         raise
-    if lines is not None:
-        _, _, without = _recorded(net, call, inputs, shapes, device, parts, as_before=True)
-        _check_same(lines, without or [])
     _check_left(stand_ins)
     return tape
 
@@ -97,13 +98,14 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
     shapes: Sequence[torch.Size],
     device: torch.device,
     parts: Callable[[Tensor], tuple[int, ...] | None],
+    stand_ins: list[weakref.ref[Tensor]],
     *,
     as_before: bool = False,
-) -> tuple[Tape, list[weakref.ref[Tensor]], list[tuple[str, str]] | None]:
-    """The recording, and every stand-in that took part.
+) -> tuple[Tape, list[tuple[str, str]] | None]:
+    """The recording; every tensor without numbers that took part is added to `stand_ins`, in failure too.
 
-    Third, what the net calls, if it has parts that one process runs without gradients first, and with them in
-    backward; else None. `as_before`: such parts are recorded as they run first.
+    Second, what the net calls, if it has parts that one process runs without gradients first, and with them
+    in backward; else None. `as_before`: such parts are recorded as they run first.
     """
     objects = [leaf for leaf in flatten(inputs)[0] if not isinstance(leaf, Tensor)]
     reach = Reach(
@@ -113,27 +115,28 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         writes = Writes(fake)
         sizes = iter(shapes)
-        stand_ins = map_tensors(
+        given_inputs = map_tensors(
             lambda t: torch.empty(next(sizes), dtype=t.dtype, device=device), inputs
         )
         places = _places(net, reach)
         recorder: CallRecorder | None = None
         try:
             named, carried = _stood_in(reach, places, writes, device, parts)
-            given = [*leaves(stand_ins), *(stand_in for _, stand_in in carried)]
+            given = [*leaves(given_inputs), *(stand_in for _, stand_in in carried)]
             look = Look(lambda n: places[n].now(), reach.changes)
             recorder = CallRecorder(named, given, writes, device, look, modules=[*net.modules()])
             recorder.as_before = as_before
             with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
-                returned = _run(recorder, net, call, stand_ins)
+                returned = _run(recorder, net, call, given_inputs)
             recorder.check_counted()
             _check_iterators(reach, LeftBehind)
             changes = reach.changes()
             sets = noted(changes, recorder.ref, writes.own)
             tape = _tape(recorder, returned, Effects(recorder.written(), sets))
-        except UsageError as problem:
+            stand_ins += [weakref.ref(t) for t in recorder.held if writes.own(t)]
+        except UsageError:
             held = () if recorder is None else recorder.held
-            vars(problem)[_STAND_INS] = [weakref.ref(t) for t in held if writes.own(t)]
+            stand_ins += [weakref.ref(t) for t in held if writes.own(t)]
             _check_iterators(reach, LeftBehind)
             for ours in (recorder, writes):  # which frames of the problem know
                 if ours is not None:
@@ -143,8 +146,7 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             reach.restore()
     tape.guards = Guards(reach, changes, recorder.looked, device)
     tape.places, tape.carried = places, [found for found, _ in carried]
-    lines = calls(recorder.nodes) if recorder.reentrant else None
-    return tape, [weakref.ref(t) for t in recorder.held if writes.own(t)], lines
+    return tape, calls(recorder.nodes) if recorder.reentrant else None
 
 
 def _check_iterators(reach: Reach, error: type[UsageError] = UsageError) -> None:
@@ -417,15 +419,11 @@ def _lives(stand_ins: Sequence[weakref.ref[Tensor]]) -> bool:
     return any(ref() is not None for ref in stand_ins)
 
 
-_STAND_INS = "_stand_ins"
-
-
-def _forget(problem: UsageError) -> None:
+def _forget(problem: UsageError, stand_ins: Sequence[weakref.ref[Tensor]]) -> None:
     """Take stand-ins out of the caches that a forward has filled before it failed.
 
     Raises `LeftBehind` if somebody else holds one.
     """
-    stand_ins: list[weakref.ref[Tensor]] = vars(problem).pop(_STAND_INS, [])
     failed: list[BaseException] = [problem]
     for one in failed:  # frames hold them as well
         traceback.clear_frames(one.__traceback__)
