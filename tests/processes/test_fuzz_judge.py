@@ -118,6 +118,17 @@ def test_the_judge_trains_as_anyone_would(judge: Judge, micro: Any) -> None:
     assert found["state"]["blocks.3.calls"] == 2 * len(micro or [0])
 
 
+def test_hooks_that_see_a_micro_batch_at_a_time_are_no_case(judge: Judge) -> None:
+    """A reentrant checkpoint goes backward by itself, for each micro-batch."""
+    inner = [["accumulate_hook", {"how": "step"}]]
+    blocks = [["group_norm", {"groups": 1}], ["checkpointed", {"reentrant": True, "inner": inner}]]
+    asked = request(plain(net={**PLAIN["net"], "blocks": blocks}))
+    judge.ask(asked)
+    asked["steps"][0]["micro_batches"] = [[0, 1, 2], [3, 4]]
+    with pytest.raises(Rejected, match="see a micro-batch at a time"):
+        judge.ask(asked)
+
+
 def test_masks_are_those_that_are_documented() -> None:
     for shape, origin in (((5, 3), 0), ((4, 2, 3), 7)):
         key = key_of(11, 2, "a.b", 3)

@@ -50,6 +50,37 @@ def test_replicas_weigh_their_means_by_their_samples(rows: int, training: bool, 
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
+class Standardised(nn.Conv2d):
+    """Normalises its weights by batch norm, as timm's ResNetV2 and NFNet do."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(flat, None, None, training=True, momentum=0.0)
+        return F.conv2d(input, weight.reshape_as(self.weight), self.bias, padding=1)
+
+
+def test_weights_that_are_normalised_are_no_samples() -> None:
+    """In training, where norms join replicas, they would be joined too."""
+    net = nn.Sequential(Standardised(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)).double()
+
+    def check(mesh: Mesh) -> list[Tensor | None]:
+        model = ff.parallelize(copy.deepcopy(net), mesh)
+        x, y = model.shard(X, Y)
+        with pytest.raises(UsageError, match=r"samples depend on each other in batch_norm in '0'"):
+            model(x)
+        model.eval()
+        F.cross_entropy(model(x), y).backward()
+        return [p.grad for p in model.parameters()]
+
+    F.cross_entropy(net.eval()(X), Y).backward()
+    wanted = [p.grad for p in net.parameters()]
+    net.train().zero_grad()
+    for plan in REPLICAS:
+        for got in run_ranks(plan.layout, check):
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
 def test_outputs_that_depend_on_each_other_are_weighed_once() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

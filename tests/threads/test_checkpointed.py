@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fivefold.errors import UsageError
 from fivefold.plan import Layout
 from joined import CHECKED, DATA, PIPE, WIDTH, Images, Net, expect_exact
 
@@ -84,3 +85,39 @@ def test_a_norm_counts_as_often_as_one_process_runs_it(
     inner: Callable[[Any, Tensor], Tensor], how: str, layout: Layout, kind: type[Net]
 ) -> None:
     expect_exact(layout, part(inner, how), lambda: held(kind), kind)
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e-2, 1e-2)
+
+
+def clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-2, 1e-2)
+
+
+def hooked(how: str) -> dict[str, Any]:
+    layer = nn.Conv2d(4, 4, 1)
+    if how == "gradient":
+        layer.weight.register_hook(clamped)
+    else:
+        layer.weight.register_post_accumulate_grad_hook(clamp)
+    return {"layer": layer}
+
+
+def reentrant(net: Any, x: Tensor) -> Tensor:
+    y = checkpoint(net.layer, x, use_reentrant=True)
+    assert isinstance(y, Tensor)
+    return y
+
+
+@pytest.mark.parametrize("how", ["gradient", "afterwards"])
+@pytest.mark.parametrize("layout", [DATA, WIDTH, PIPE])
+def test_hooks_of_what_a_reentrant_checkpoint_reads(layout: Layout, how: str) -> None:
+    expect_exact(layout, reentrant, lambda: hooked(how), Images)
+
+    def twice(net: Any, x: Tensor) -> Tensor:
+        return net.layer(reentrant(net, x))  # which goes backward, and calls the hooks, by itself
+
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        expect_exact(layout, twice, lambda: hooked(how), Images)

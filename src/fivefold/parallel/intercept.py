@@ -69,6 +69,8 @@ class Share:
     (True), or nowhere in it (False); None: elsewhere"""
     known: bool = False
     """whether the net was recorded, so that it takes the same way on all ranks"""
+    hooked: frozenset[str] = frozenset()
+    """parameters of the net whose hooks are called at the end of the step"""
     keys: Keys = field(init=False)
 
     def __post_init__(self) -> None:

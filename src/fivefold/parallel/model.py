@@ -201,7 +201,9 @@ class ParallelModel(Wrapped):
         self.steps, self.samples = self.steps + 1, self.samples + share.total
         check_alike(self.module, self._everyone, self.steps)
         of_loss = self._of_loss
-        with nullcontext() if self._hooks is None else self._hooks.once():
+        with (
+            nullcontext(share.hooked) if self._hooks is None else self._hooks.once() as share.hooked
+        ):
             if of_loss is not None:
                 of_loss.begin()
             if self._stages is not None:

@@ -31,6 +31,7 @@ _Hooks = dict[int, Callable[..., Any]]
 class _Taken:
     """A parameter within a step."""
 
+    name: str
     parameter: nn.Parameter
     on_gradient: list[tuple[_Hooks, _Hooks]]
     """dicts of hooks that torch knows, and what was in them"""
@@ -57,13 +58,15 @@ class ParameterHooks:
         ]
 
     @contextmanager
-    def once(self) -> Generator[None]:
+    def once(self) -> Generator[frozenset[str]]:
         """Within the block a step is made; at its end the hooks are called. Collective where replicas divide
         parameters, as all of them have the same hooks.
+
+        Yields the names of the parameters of the first module that have some.
         """
         taken = [one for name, p in self._parameters() if (one := self._taken(name, p))]
         try:
-            yield
+            yield frozenset(one.name.removeprefix("0.") for one in taken if one.name[:2] == "0.")
             for one in reversed(taken):  # as gradients come
                 _apply(one)
         finally:
@@ -96,7 +99,7 @@ class ParameterHooks:
         if not (on_gradient or afterwards):
             return None
         before, parameter.grad = parameter.grad, None
-        return _Taken(parameter, on_gradient, afterwards, before)
+        return _Taken(name, parameter, on_gradient, afterwards, before)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

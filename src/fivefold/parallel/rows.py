@@ -132,13 +132,14 @@ class Rows:
             return None, None if norms else _norm_of_batches(self._net)
         if self._divides:
             check_divided(program.tape)
-        if program.meeting is None:
+        if norms not in program.meeting:
             with quietly():
-                program.meeting = self._meeting(program, call, inputs, share)
-            self._tell_unknown(program)
-            for what in dict.fromkeys(told) if program.meeting else ():
+                found = program.meeting[norms] = self._meeting(program, call, inputs, share, norms)
+            for node in program.gathered if found else ():
+                _tell_unknown(node)
+            for what in dict.fromkeys(told) if found else ():
                 warn_layout(what)  # replicas that compute apart tell it themselves
-        meeting = program.meeting
+        meeting = program.meeting[norms]
         if not meeting and given is not share:
             meeting = _unlike(
                 program.tape, self.tiles.recorded(call, _resized(inputs, given.total))
@@ -169,14 +170,6 @@ class Rows:
         if self._program is not None:
             self.tiles.note_left(self._program)
 
-    def _tell_unknown(self, program: Program) -> None:
-        for node in program.gathered if program.meeting else ():
-            warn(
-                f"it is not known whether samples depend on each other in {node.where}, so every rank "
-                "gathers the whole batch there, which is exact and slow: if they do not, parallel.rows = "
-                '"apart" in the plan says so',
-            )
-
     def _tell(self, problem: UsageError) -> None:
         told, self._problem = bool(self._problem), f"no, {problem}"
         if not told:
@@ -188,10 +181,10 @@ class Rows:
             )
 
     def _meeting(
-        self, program: Program, call: Callable[..., Any], inputs: Any, share: Share
+        self, program: Program, call: Callable[..., Any], inputs: Any, share: Share, norms: bool
     ) -> str:
         """Where samples meet, in words; empty if nowhere."""
-        found = _joined(program)
+        found = _joined(program, norms)
         if found and not _fresh(program):
             return found
         sizes = {b - a: rank for rank, (a, b) in enumerate(itertools.pairwise(share.bounds))}
@@ -207,10 +200,18 @@ class Rows:
         alike = _alike(program.tape, [*alone.values()]) if found else frozenset[int]()
         if alike:
             again = self.tiles.planned_with(program, share, alike)
-            found = _joined(again) or _different(again, alone, self.tiles)
+            found = _joined(again, norms) or _different(again, alone, self.tiles)
         if not found:
             program.masks = _masks(program.tape, [*alone.values()])
         return found
+
+
+def _tell_unknown(node: Node) -> None:
+    warn(
+        f"it is not known whether samples depend on each other in {node.where}, so every rank gathers the "
+        "whole batch there, which is exact and slow: if they do not, parallel.rows = "
+        '"apart" in the plan says so',
+    )
 
 
 def _norm_of_batches(net: nn.Module) -> str | None:
@@ -233,13 +234,17 @@ def _without_empty(share: Share) -> Share:
     )
 
 
-def _joined(program: Program) -> str:
-    """The first step in which replicas exchange something, but for the statistics of norms."""
+def _joined(program: Program, norms: bool) -> str:
+    """The first step in which replicas exchange something, but for the statistics of norms.
+
+    `norms` that join replicas join weights too, which all of them have: that is one exchange too many.
+    """
     for step in program.steps:
         if isinstance(step, Compute):
             by_samples = all(program.spreads[i].cut_dims in ((), (0,)) for i in step.node.outputs)
             apart = step.local.collective is None or (by_samples and _is_norm(step.node))
-            if step.local.differs_apart or not apart:
+            joins = norms or not _is_norm(step.node)
+            if (step.local.differs_apart and joins) or not apart:
                 return step.node.where
         moved = exchange_of(step)
         if moved is not None:

@@ -359,6 +359,7 @@ def _tape(recorder: CallRecorder, returned: Any, effects: Effects) -> Tape:
         effects,
         recorder.statistics,
         recorder.twice,
+        frozenset(name for name, passes in recorder.passes.items() if len(passes) > 1),
     )
 
 

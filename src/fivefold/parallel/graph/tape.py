@@ -119,6 +119,8 @@ class Tape:
     """names of the buffers that norms update by themselves"""
     twice: set[str] = field(default_factory=set[str])
     """those of them that one process updates once more while it goes backward"""
+    in_parts: frozenset[str] = frozenset()
+    """names of parameters whose gradient one process finds in several backward passes"""
     guards: Guards | None = None
     """what the recording has seen; None for a tape that was not recorded"""
     places: Mapping[str, Found] = field(default_factory=dict[str, Found])

@@ -37,7 +37,10 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         grad = grad and torch.is_grad_enabled()
         recorder.reentrant |= grad
         first = grad and not recorder.as_before
-        with torch.set_grad_enabled(grad), recorder.again(), torch.set_grad_enabled(first):
+        with (
+            torch.set_grad_enabled(grad), recorder.again(), recorder.own_pass(),
+            torch.set_grad_enabled(first),
+        ):  # fmt: skip
             return args[0](*args[2:])
     return recorder.opaque(apply, f"{cls.__name__}.apply", args)
 

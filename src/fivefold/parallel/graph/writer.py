@@ -9,13 +9,15 @@ What a call changes in place becomes a new value, and so does everything that sh
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fivefold.errors import UsageError
@@ -94,9 +96,21 @@ class Writer(TorchFunctionMode):
         self._draws: Counter[str] = Counter()
         self._again = 0
         """within how many parts that one process runs twice"""
+        self.passes: dict[str, set[int]] = {}
+        """by parameter: the backward passes of one process that read it, 0 being the one around all"""
+        self._pass, self._numbers = 0, itertools.count(1)
         self._around = self._autocast()
         self.named = [(tensor, self._bind(tensor, ref)) for tensor, ref in named]
         self.inputs = tuple(self._new(tensor) for tensor in inputs)
+
+    @contextmanager
+    def own_pass(self) -> Generator[None]:
+        """One process goes backward through the block in a pass of its own."""
+        outside, self._pass = self._pass, next(self._numbers)
+        try:
+            yield
+        finally:
+            self._pass = outside
 
     # ---- nodes
 
@@ -126,6 +140,10 @@ class Writer(TorchFunctionMode):
         stops: bool = False,
     ) -> None:
         scope, autocast = self.scopes[-1], self._autocast()
+        held = func.parameters(recurse=False) if isinstance(func, nn.Module) else ()
+        for ref in (*refs, *(self._refs.get(id(parameter)) for parameter in held)):
+            if isinstance(ref, State):
+                self.passes.setdefault(ref.name, set()).add(self._pass)
         self.nodes.append(
             Node(
                 function=func,

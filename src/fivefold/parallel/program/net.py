@@ -302,6 +302,7 @@ class RecordedNet:
             check_divided(program.tape)
         if self._recompute not in {0, "none"} and torch.is_grad_enabled():
             _check_recomputed(program.tape)
+        _check_hooked(program.tape, share.hooked)
         carried = [found.now() for found in program.tape.carried]
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
@@ -557,6 +558,16 @@ def _check_recomputed(tape: Tape) -> None:
                 f"the forward changes {name}, which is trained, so its activations cannot be computed again "
                 'from what it was: set memory.recompute = "none"'
             )
+
+
+def _check_hooked(tape: Tape, hooked: frozenset[str]) -> None:
+    """Refuse hooks that one process calls several times in a step, each time with a part of the gradient."""
+    for name in sorted(hooked & tape.in_parts):
+        raise UsageError(
+            f"{name} has hooks and is used in several places, of which some are checkpointed with "
+            "use_reentrant=True: one process calls the hooks for each of them, with a part of the gradient. "
+            "Give the checkpoints use_reentrant=False"
+        )
 
 
 def _one_row(leaf: Tensor) -> Tensor:

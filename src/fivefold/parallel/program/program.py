@@ -92,8 +92,8 @@ class Program:
     """how many layers share an exchange, or how that was decided"""
     mark: Fingerprint | None = None
     """of the tape"""
-    meeting: str | None = None
-    """where samples of different replicas meet, empty if nowhere; None: not looked for"""
+    meeting: dict[bool, str] = field(default_factory=dict[bool, str])
+    """where samples of different replicas meet, empty if nowhere; by whether norms join replicas"""
     masks: dict[tuple[str, int], bool | None] = field(
         default_factory=dict[tuple[str, int], bool | None]
     )

@@ -54,7 +54,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -273,10 +273,6 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
-
-
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A copy of a leaf, which a net may change; floating-point numbers in `dtype`."""
     if not isinstance(leaf, Tensor):
@@ -392,8 +388,8 @@ class OneProcess:
             self._load(self._states[number])
         rounded = self._told.get("round")
         if rounded is not None:
-            dtype: torch.dtype = getattr(torch, rounded)
-            self._load(_mapped(functools.partial(_rounded, dtype=dtype), self._state()))
+            to = functools.partial(_moved, device=self._device, dtype=getattr(torch, rounded))
+            self._load(_mapped(to, self._state()))
         return self._state() if "cast" in self._told else {}
 
     def _state(self) -> dict[str, Any]:
@@ -474,7 +470,8 @@ class OneProcess:
         outputs = made[0] if len(made) == 1 else _mapped(joined, *made)
         told = {path: _copy(leaf) for path, leaf in flat(outputs).items()}
         loss = self.loss(outputs, targets)
-        with entered(), _LaidOut():  # what is checkpointed runs again
+        once = nullcontext() if len(made) == 1 else _hooks_once(self._parameters().values())
+        with entered(), _LaidOut(), once:  # what is checkpointed runs again
             loss.backward()
         return told, loss
 
@@ -485,6 +482,19 @@ class OneProcess:
         outputs = self._call(self._batch(number)[0])
         self.net.train()
         return {path: _copy(leaf) for path, leaf in flat(outputs).items()}
+
+
+@contextmanager
+def _hooks_once(parameters: Iterable[Tensor]) -> Generator[None]:
+    """Raise `ValueError` if a hook sees parts of a gradient, as reentrant checkpoints go backward apart."""
+    kinds, called = ("_backward_hooks", "_post_accumulate_grad_hooks"), list[Tensor]()
+    hooked = [p for p in parameters if any(getattr(p, kind, None) for kind in kinds)]
+    ours = [p.register_post_accumulate_grad_hook(called.append) for p in hooked]
+    yield
+    for hook in ours:
+        hook.remove()
+    if len(called) > len(set(map(id, called))):
+        raise ValueError("with use_reentrant=True, hooks of parameters see a micro-batch at a time")
 
 
 class _LaidOut(TorchDispatchMode):
@@ -520,10 +530,8 @@ class _Joined:
             return each[0]
         for leaf, count in zip(each, self._counts, strict=True):
             if not leaf.dim() or leaf.shape[0] != count:
-                raise ValueError(
-                    f"an output of shape {tuple(leaf.shape)} does not have the {count} samples of a "
-                    "micro-batch on its leading dim"
-                )
+                shape = tuple(leaf.shape)
+                raise ValueError(f"an output of {shape} lacks the {count} samples of a micro-batch")
         return torch.cat(each)[self._order]
 
 
@@ -535,8 +543,7 @@ def answered(told: Mapping[str, Any]) -> dict[str, Any]:
         torch.set_default_dtype(getattr(torch, told.get("dtype", "float64")))
         torch.set_num_threads(told.get("threads", 1))
         run = OneProcess(told)
-        found: dict[str, Any] = run.results()
-        found["nudged"] = None
+        found: dict[str, Any] = {**run.results(), "nudged": None}
         if told.get("nudged"):
             run = OneProcess(told, nudged=told["nudged"])
             found["nudged"] = run.results()
