@@ -76,6 +76,20 @@ def test_ranks_that_differ(loader: str, forward: str, says: str, tmp_path: Path)
     assert says in done.stderr
 
 
+@pytest.mark.parametrize("backend", ["fivefold", "gloo"])
+def test_a_rank_that_computes_with_its_batch_first(backend: str, tmp_path: Path) -> None:
+    """It does not know its samples any more, and would ask the others, which do not answer."""
+    script = SCRIPT.format(loader="batch_size=20", forward="x")
+    script = script.replace("model.step(x, y)", "model.step(x * 1 if mesh.rank else x, y)")
+    (tmp_path / "train.py").write_text(script)
+    done = fivefold("run", "-n", 2, "--set", f"comm.backend={backend}", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: the batch of rank 1 does not say which samples of the whole"
+    )
+    assert done.stderr.count("\n") == 1
+
+
 def test_ranks_that_draw_alike_train(tmp_path: Path) -> None:
     script = SCRIPT.format(loader="batch_size=20", forward="x * random.random()")
     (tmp_path / "train.py").write_text(f"import random; random.seed(3)\n{script}")

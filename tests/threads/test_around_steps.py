@@ -41,6 +41,23 @@ def test_a_step_without_gradients_is_refused(layout: Layout) -> None:
     run_ranks(layout, check, plan=plan_for(layout))
 
 
+@pytest.mark.parametrize("layout", [DATA, Layout(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("later", [0, 2], ids=["at once", "later"])
+def test_replicas_of_which_some_do_not_know_their_samples(layout: Layout, later: int) -> None:
+    """Who does not know asks all others, which have to answer. Those of other stages are left waiting."""
+
+    def check(mesh: Mesh) -> None:
+        data = [(x.double(), y.double()) for x, y in batches(Net)]
+        net = made(Net, lambda _n, h: h, dict)
+        model = parallelize(net, mesh, example=data[0][0], loss=nn.MSELoss())
+        for number, batch in enumerate(data):
+            x, y = model.shard(*batch)
+            model.step(x * 1 if number >= later and mesh.coordinate("data") else x, y)
+
+    with pytest.raises(UsageError, match="does not say which samples of the whole one it has"):
+        run_ranks(layout, check, plan=plan_for(layout))
+
+
 def test_a_tensor_without_dims_is_no_part_of_a_batch() -> None:
     def check(mesh: Mesh) -> None:
         x, y = batches(Net)[0]

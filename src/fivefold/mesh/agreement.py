@@ -87,10 +87,24 @@ class Agreement:
             return True
         own = 0 if self.position is None else self.position.token
         tokens, positions = self._every(torch.tensor([token, own])).unbind(1)
+        _check_known(tokens, range(len(tokens)))
         known = positions[positions != 0]
         if len(known) and bool((known != known[0]).any()):
             self._tell_positions()
         return bool((tokens == tokens[0]).all())
+
+    def rows(self, own: int, group: dist.ProcessGroup, *, known: bool) -> list[int]:
+        """How many samples each rank of `group` has of a batch, given one's own number.
+
+        A rank whose tensors say so itself (`known`) goes on to `same` if these are the ranks of the mesh.
+        Raises `UsageError` on all of them then, as here, if others do not know.
+        """
+        if group.size() == 1:
+            return [own]
+        mine = torch.tensor([own if known else _UNKNOWN - own, 0], device=self._device)
+        found = comm.all_gather(mine, group, Tag.CONTROL)[:, 0].cpu()
+        _check_known(found, dist.get_process_group_ranks(group))
+        return (found if known else _UNKNOWN - found).tolist()
 
     def check_problem(self, problem: FivefoldError | None) -> None:
         """Raise on all ranks what one of them could not do; its own on that rank."""
@@ -156,6 +170,22 @@ class Agreement:
     def _every(self, tensor: Tensor) -> Tensor:
         assert self._group is not None
         return comm.all_gather(tensor.to(self._device), self._group, Tag.CONTROL).cpu()
+
+
+_UNKNOWN = -2
+"""from here down, a number tells how many samples a rank has that does not know which"""
+
+
+def _check_known(tokens: Tensor, ranks: Sequence[int]) -> None:
+    without = [
+        rank for rank, token in zip(ranks, tokens.tolist(), strict=True) if token <= _UNKNOWN
+    ]
+    if 0 < len(without) < len(tokens):
+        raise UsageError(
+            f"the batch of {listed(without)} does not say which samples of the whole one it has, as that of "
+            "other ranks does: tensors know that as fivefold.loader and model.shard give them, and results "
+            "such as x * 2 do not. Do the same with it on all ranks, or do it in the dataset"
+        )
 
 
 _NOTHING: Line = ("nothing", "")

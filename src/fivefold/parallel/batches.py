@@ -12,7 +12,6 @@ from fivefold import comm
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.parallel.alike import bits_of
-from fivefold.parallel.exchange import row_counts
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.program.net import RecordedNet
 from fivefold.parallel.trees import flatten, leaves, map_tensors, rows_of
@@ -92,6 +91,8 @@ class Batches:
     def __init__(self, mesh: Mesh, tiles: RecordedNet | None) -> None:
         self._mesh, self._tiles, self._group = mesh, tiles, mesh.group("data")
         self._joint = mesh.plan.parallel.batch_norm == "global" and self._group.size() > 1
+        self._asks = mesh.layout.pipe > 1
+        """whether to ask the other replicas in any case: who does not know would wait for those who do"""
         self._compared = set[str]()
         """for what replicas have compared their first shares"""
 
@@ -139,11 +140,13 @@ class Batches:
         """
         rows = rows_of(inputs, "inputs")
         part, replicas = part_of(leaves(inputs)[0]), self._group.size()
+        counts: list[int] = []
+        if part is None or self._asks:
+            counts = self._mesh.agreement.rows(rows, self._group, known=part is not None)
         if part is not None:
             total = part.shape[0]
             bounds = (*(owned(total, replicas, r).start for r in range(replicas)), total)
         else:
-            counts = row_counts(rows, self._group, self._mesh.device)
             if told_as and replicas > 1 and told_as not in self._compared:
                 self._compare(inputs, told_as)
             bounds = tuple(itertools.accumulate(counts, initial=0))

@@ -195,11 +195,11 @@ class ParallelModel(Wrapped):
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
         if self._stages is not None and inputs is None:
             inputs = self._stages.stand_in()
+        check_alike(self.module, self._everyone, self.steps + 1)
         share = self._share(inputs, targets, told_as="model.step")
         if self._apart and self.steps % _SELDOM == 0:
             self._mesh.agreement.same(self.steps)
         self.steps, self.samples = self.steps + 1, self.samples + share.total
-        check_alike(self.module, self._everyone, self.steps)
         of_loss = self._of_loss
         with (
             nullcontext(share.hooked) if self._hooks is None else self._hooks.once() as share.hooked
