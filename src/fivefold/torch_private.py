@@ -15,11 +15,12 @@ import functools
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "own_parameters",
     "put_in_place",
     "pytree",
+    "refuse_numbers",
     "registered_backends",
     "restore_apply",
     "save_state_dict",
@@ -481,6 +484,29 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a tensor is divided among ranks. Nothing is imported: DTensor takes most of a second."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
+
+
+def refuse_numbers(mesh: DeviceMesh, refuse: Callable[[], NoReturn]) -> None:
+    """Have `refuse` called where a number is asked of a tensor of which the ranks of `mesh` have parts.
+
+    Torch gives that of this rank's part: DTensor's `item()`, `float()` and truth values gather nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def item(op_call: object, args: Any, kwargs: object) -> Any:  # noqa: ARG001 - torch's names
+        tensor: DTensor = args[0]
+        in_parts = any(not placement.is_replicate() for placement in tensor.placements)
+        if in_parts and tensor.device_mesh.size() > 1 and tensor.device_mesh in _REFUSING:
+            _REFUSING[tensor.device_mesh]()
+        return tensor.to_local().item()
+
+    _REFUSING[mesh] = refuse
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+_REFUSING: weakref.WeakKeyDictionary[DeviceMesh, Callable[[], NoReturn]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def class_of(module: nn.Module) -> type:

@@ -6,6 +6,8 @@ to the outputs are weighed with:
 
     mean over replicas of (rows here * replicas / rows of all) * gradient here
 
+Behind the inputs gradients are unweighed again: another model may have made them, which weighs them itself.
+
 `torch.autograd.grad` of inputs alone gives each sample's own, unweighed. What is made of them, a penalty,
 is a mean over samples again, so what comes back to them is weighed. Of parameters it would give this rank's.
 
@@ -24,9 +26,7 @@ from fivefold.errors import UsageError
 from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.torch_private import is_reached
 
-__all__ = ["entered", "refused", "weighed"]
-
-_Weight = Callable[[], float]
+__all__ = ["Weighing", "refused"]
 
 
 def refused(outputs: Any, why: str) -> Any:
@@ -43,62 +43,68 @@ def refused(outputs: Any, why: str) -> Any:
     return outputs
 
 
-def weighed(outputs: Any, weight: _Weight, trained: Sequence[Tensor]) -> Any:
-    """The outputs of a net, to which gradients come back times `weight()`; `trained` are its parameters.
+class Weighing:
+    """One call of a net: gradients within it are weighed, with `weight()`; `trained` are its parameters."""
 
-    `torch.autograd.grad` of one of these raises `UsageError`.
-    """
-    always = torch.zeros((), requires_grad=True)
+    def __init__(self, weight: Callable[[], float], trained: Sequence[Tensor]) -> None:
+        self.weight, self._trained = weight, trained
+        self.always = torch.zeros((), requires_grad=True)
+        """a leaf that every `loss.backward()` through the outputs reaches"""
 
-    def weigh(leaf: Tensor) -> Tensor:
-        if not leaf.requires_grad:
-            return leaf
-        return _Weighed.apply(leaf, always, weight, trained)  # pyright: ignore[reportReturnType]
+    def entered(self, inputs: Any) -> Any:
+        """The inputs of the net; what is made of their gradients gets its own times `weight()`."""
 
-    return map_tensors(weigh, outputs)
+        def leave(gradient: Tensor) -> Tensor:
+            gradient = gradient / self.weight() if self.adds() else gradient
+            return _Times.apply(gradient, self.weight) if torch.is_grad_enabled() else gradient  # pyright: ignore[reportReturnType]
 
+        def enter(leaf: Tensor) -> Tensor:
+            if not leaf.requires_grad:
+                return leaf
+            view = leaf.view_as(leaf)  # its own: the same tensor may be given again
+            view.register_hook(leave)
+            return view
 
-def entered(inputs: Any, weight: _Weight) -> Any:
-    """The inputs of a net; what is made of their gradients gets its own times `weight()`."""
+        return map_tensors(enter, inputs)
 
-    def weigh(gradient: Tensor) -> Tensor | None:
-        return _Times.apply(gradient, weight) if torch.is_grad_enabled() else None  # pyright: ignore[reportReturnType]
+    def left(self, outputs: Any) -> Any:
+        """The outputs of the net, to which gradients come back times `weight()`.
 
-    def enter(leaf: Tensor) -> Tensor:
-        if not leaf.requires_grad:
-            return leaf
-        view = leaf.view_as(leaf)  # its own: the same tensor may be given again
-        view.register_hook(weigh)
-        return view
+        `torch.autograd.grad` of one of its parameters raises `UsageError`.
+        """
 
-    return map_tensors(enter, inputs)
+        def weigh(leaf: Tensor) -> Tensor:
+            return _Weighed.apply(leaf, self.always, self) if leaf.requires_grad else leaf  # pyright: ignore[reportReturnType]
 
+        return map_tensors(weigh, outputs)
 
-class _Weighed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, always: Tensor, weight: _Weight, trained: Sequence[Tensor]
-    ) -> Tensor:
-        ctx.always, ctx.weight, ctx.trained = always, weight, trained
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def adds(self) -> bool:
+        """Whether the backward that runs now adds to gradients of parameters."""
         try:
-            adds = is_reached(ctx.always) or any(map(is_reached, ctx.trained))
+            return is_reached(self.always) or any(map(is_reached, self._trained))
         except ValueError:
             raise UsageError(
                 "torch.autograd.grad outside of model.step would give the gradients of parameters for this "
                 "rank's samples alone: use model.step(x, y), or loss.backward() and p.grad"
             ) from None
-        return grads[0] * ctx.weight() if adds else grads[0], None, None, None
+
+
+class _Weighed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _always: Tensor, of: Weighing) -> Tensor:
+        ctx.of = of
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.of.weight() if ctx.of.adds() else grads[0], None, None
 
 
 class _Times(torch.autograd.Function):
     """The same number, whose gradient is weighed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: _Weight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Callable[[], float]) -> Tensor:
         ctx.weight = weight
         return x.view_as(x)
 

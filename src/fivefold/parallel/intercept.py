@@ -35,6 +35,7 @@ from fivefold.parallel.norms import (
     global_instance_norm,
     laid_out,
 )
+from fivefold.parallel.trained import begun
 from fivefold.torch_private import in_backward
 
 __all__ = [
@@ -186,7 +187,7 @@ def _batch_norm(share: Share, func: Any, args: tuple[Any, ...], kwargs: dict[str
     held = [one for one in (x, a.get("weight"), a.get("bias")) if one is not None]
     if not share.known and torch.is_grad_enabled() and not any(one.requires_grad for one in held):
         # What goes another way on another rank may need a gradient there, which meets the others' backward.
-        x = x.detach().requires_grad_()
+        x = begun(x)
     return global_batch_norm(
         x, a.get("running_mean"), a.get("running_var"), a.get("weight"), a.get("bias"),
         momentum=a["momentum"], eps=a["eps"], group=share.group, counted=share.rows > 0,

@@ -25,6 +25,7 @@ from fivefold.mesh import Mesh
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.exchange import gather_rows, row_counts
 from fivefold.parallel.torch_losses import Loss, split_loss
+from fivefold.parallel.trained import functions, trained_by
 from fivefold.parallel.trees import leaves, map_tensors
 from fivefold.torch_private import is_dtensor, sequence_number
 from fivefold.trace import Tag
@@ -227,7 +228,7 @@ class SharedLoss:
             return
         own = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
         ours = {id(p) for p in (*self._net.parameters(), *own, *leaves(outputs))}
-        for leaf in _leaves(loss, _functions_of(outputs)):
+        for leaf in trained_by(loss, _functions_of(outputs)):
             if id(leaf) not in ours and not is_dtensor(leaf):
                 raise UsageError(
                     f"the loss trains a tensor of shape {tuple(leaf.shape)} that is a parameter neither "
@@ -300,23 +301,5 @@ def _reaches(loss: Tensor, known: Iterable[Any], since: int) -> bool:
     """Whether a graph leads to something made before `since`, other than `known` and leaves."""
     return any(
         not hasattr(function, "variable") and _number(function) < since
-        for function in _graph(loss, known)
+        for function in functions(loss, known)
     )
-
-
-def _leaves(loss: Tensor, known: Iterable[Any]) -> list[Tensor]:
-    """The tensors that backward gives gradients, without going beyond `known`."""
-    return [f.variable for f in _graph(loss, known) if hasattr(f, "variable")]
-
-
-def _graph(loss: Tensor, known: Iterable[Any]) -> list[Any]:
-    """All functions of a graph, but for `known` and what is behind them."""
-    seen, todo, found = set(known), [loss.grad_fn], list[Any]()
-    while todo:
-        function = todo.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        found.append(function)
-        todo.extend(inner for inner, _ in function.next_functions)
-    return found

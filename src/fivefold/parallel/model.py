@@ -44,6 +44,7 @@ from fivefold.parallel.program.table import table
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import check_net, refuse_joint
 from fivefold.parallel.rows import Rows
+from fivefold.parallel.trained import check_given, check_trained
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
 from fivefold.parallel.wrapped import Wrapped
 from fivefold.plan import AXES
@@ -192,6 +193,8 @@ class ParallelModel(Wrapped):
                 "step computes gradients, and here torch.no_grad() or inference_mode() forbids that: use "
                 "model.evaluate(x, y, score), or model(x)"
             )
+        if self._mesh.size > 1:
+            check_given(inputs, targets)
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
         if self._stages is not None and inputs is None:
             inputs = self._stages.stand_in()
@@ -237,10 +240,21 @@ class ParallelModel(Wrapped):
                 rows = self._rows if self._loss.split is None else None  # else nothing is gathered
                 lie = None if rows is None else rows.outputs_lie()
                 own = self._loss.share(outputs, targets, weight, share.rows, share.total, lie=lie)
+            self._check_trained(own, inputs, targets)
             # Still within `exact`: what is checkpointed runs again during backward.
             with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
                 scaled = _as_it_is if scaler is None else scaler.scale
                 return self._reducer[0].backward(own, scaled, counted=share.rows > 0)
+
+    def _check_trained(self, own: Tensor, inputs: Any, targets: Any) -> None:
+        """Refuse a share of the loss that trains others than the net and the loss; looked at now and then."""
+        seldom = self.steps > 2 and self.steps % _SELDOM
+        if self._mesh.size == 1 or seldom or self._mesh.plan.memory.shard == "parameters":
+            return
+        of_loss = self._loss.loss if self._loss is not None else None
+        modules = [one for one in (self.module, of_loss) if isinstance(one, nn.Module)]
+        parameters = (parameter for one in modules for parameter in one.parameters())
+        check_trained(own, [*parameters, *leaves(inputs), *leaves(targets)])
 
     def _check_shards(self, found: str) -> None:
         if self._mesh.plan.memory.shard == "parameters":
@@ -270,6 +284,7 @@ class ParallelModel(Wrapped):
             if self.on_outputs is not None:
                 self.on_outputs(tiles.own(outputs))
             own = loss.share(outputs, targets, weight, share)
+        self._check_trained(own, inputs, targets)
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             scaled = _as_it_is if scaler is None else scaler.scale
             return self._reducer[0].backward(own, scaled, counted=outputs.samples.rows > 0)
@@ -404,11 +419,12 @@ class ParallelModel(Wrapped):
         else:
             share = self._share_alone(inputs)
         weight = self._weight(rows, share.bounds if self.training else None)
+        weighing = bare.Weighing(weight, [p for p in self.parameters() if p.requires_grad])
         if self._group.size() > 1:
-            inputs = bare.entered(inputs, weight)
+            inputs = weighing.entered(inputs)
         with exact(self._watched, share) as mode, mode:
             outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
-        return self._averaged(outputs, weight)
+        return self._averaged(outputs, weighing)
 
     def _weight(self, rows: int, bounds: Sequence[int] | None = None) -> Callable[[], float]:
         """How much a mean over `rows` samples counts; `bounds` are those of all shares, if known."""
@@ -421,7 +437,7 @@ class ParallelModel(Wrapped):
 
         return weight
 
-    def _averaged(self, outputs: Any, weight: Callable[[], float]) -> Any:
+    def _averaged(self, outputs: Any, weighing: bare.Weighing) -> Any:
         """Outputs of some samples, ready for a bare `loss.backward()`."""
         trains = any(leaf.requires_grad for leaf in leaves(outputs))
         if self._group.size() == 1 or not trains:
@@ -435,7 +451,7 @@ class ParallelModel(Wrapped):
                 outputs,
                 "hooks of parameters would see the gradients of this rank, not of the whole batch",
             )
-        return bare.weighed(outputs, weight, [p for p in self.parameters() if p.requires_grad])
+        return weighing.left(outputs)
 
     @torch.no_grad()
     def evaluate(

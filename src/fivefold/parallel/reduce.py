@@ -96,16 +96,18 @@ class Bucketed:
         self._tell([*net.parameters(), *net.buffers()])
 
     def begin(self) -> None:
-        """Take note of what is trained now, and share buffers."""
-        self._follow()
+        """Share buffers."""
         if self._share_buffers and torch.is_grad_enabled():
             self._tell(list(self._net.buffers()))
 
-    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:
+    def forward(self, run: Callable[[], Any], *, step: bool) -> Any:  # noqa: ARG002 - both alike
         """What `run` returns."""
-        if not step and torch.is_grad_enabled():
-            self._follow()  # a bare backward may come
-        return run()
+        returned = run()
+        if (
+            torch.is_grad_enabled()
+        ):  # a backward may come, of parameters that the forward has thawed or made
+            self._follow()
+        return returned
 
     def rest(self) -> None:
         """Nothing to do."""

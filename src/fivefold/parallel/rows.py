@@ -33,6 +33,7 @@ from fivefold.parallel.program.costs import Costs
 from fivefold.parallel.program.net import ALIKE, RecordedNet, check_divided
 from fivefold.parallel.program.program import Compute, Program, exchange_of
 from fivefold.parallel.randomness import key_of
+from fivefold.parallel.trained import check_read
 from fivefold.parallel.trees import map_tensors
 from fivefold.torch_private import AnyBatchNorm, pytree
 
@@ -130,6 +131,7 @@ class Rows:
             self._program = None
             self._tell(problem)
             return None, None if norms else _norm_of_batches(self._net)
+        check_read(program.tape)
         if self._divides:
             check_divided(program.tape)
         if norms not in program.meeting:

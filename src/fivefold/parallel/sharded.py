@@ -27,7 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.trees import map_tensors
-from fivefold.torch_private import base_of, is_dtensor, memory_of, own_parameters, version_of
+from fivefold.torch_private import (
+    base_of,
+    is_dtensor,
+    memory_of,
+    own_parameters,
+    refuse_numbers,
+    version_of,
+)
 from fivefold.trace import Tag
 
 if TYPE_CHECKING:
@@ -113,6 +120,7 @@ def held(net: nn.Module, names: Iterable[str], mesh: DeviceMesh, *, keep: bool) 
     """
     from torch.distributed.fsdp import fully_shard
 
+    refuse_numbers(mesh, _refuse_number)
     mine, found = set(names), dict(net.named_parameters())
     for name in mine:  # `fully_shard` needs the usual order of dims
         found[name].data = found[name].data.contiguous()
@@ -122,6 +130,14 @@ def held(net: nn.Module, names: Iterable[str], mesh: DeviceMesh, *, keep: bool) 
     )
     made.set_force_sum_reduction_for_comms(True)  # gloo cannot average
     return made
+
+
+def _refuse_number() -> NoReturn:
+    raise UsageError(
+        "a number was asked of a tensor of which this rank has a part (.item(), float(), bool(), if), as "
+        "memory.shard divides parameters and their gradients: it would be that of the part. Call "
+        "full_tensor() on the tensor before, on all ranks"
+    )
 
 
 def averages(holders: Iterable[FSDPModule], divisor: int) -> None:

@@ -135,5 +135,9 @@ def in_graph(made: Tensor, tree: object) -> Tensor:
 
 
 def stand_in(leaf: Tensor) -> Tensor:
-    """One sample of zeros in place of none: models may not run on an empty batch (`view(0, -1)`)."""
-    return torch.zeros((1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+    """One sample of zeros in place of none: models may not run on an empty batch (`view(0, -1)`).
+
+    Of the same graph: another model that has made the leaf waits for gradients on all ranks.
+    """
+    made = torch.zeros((1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+    return made + leaf.sum() * 0 if leaf.requires_grad else made

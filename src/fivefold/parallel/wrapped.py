@@ -67,7 +67,11 @@ class Wrapped(nn.Module):
             name: whole(value) if isinstance(value, Tensor) else value
             for name, value in held_here.items()
         }
-        return state if self._stages is None else dict(self._stages.everywhere(state))
+        if self._stages is None:
+            return state
+        # What modules add (get_extra_state), and buffers that came later, all ranks have.
+        held = {name: value for name, value in state.items() if name in self._stages.holders}
+        return state | self._stages.everywhere(held)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load a state_dict of the plain net, whole or from `state_dict`; a rank takes what it holds."""

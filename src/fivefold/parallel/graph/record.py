@@ -129,6 +129,7 @@ def _recorded(  # noqa: PLR0917 - what `record` was given
             with _ours_apart(net), _no_cache(), _no_inference(), writes, recorder:
                 returned = _run(recorder, net, call, given_inputs)
             recorder.check_counted()
+            recorder.check_flags()
             _check_iterators(reach, LeftBehind)
             changes = reach.changes()
             sets = noted(changes, recorder.ref, writes.own)

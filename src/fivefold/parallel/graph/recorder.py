@@ -335,9 +335,7 @@ class CallRecorder(Writer):
     def _set_attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """`x.data = y`, and other attributes of tensors."""
         target, value = args
-        if name == "requires_grad" and not isinstance(
-            self._refs.get(id(target)), (State, Constant)
-        ):
+        if name == "requires_grad":
             return func(*args)
         if name != "data":
             self.refuse(f"sets .{name} of a tensor in its forward")

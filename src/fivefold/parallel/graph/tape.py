@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.effects import Effects
 from fivefold.parallel.graph.guards import Guards
-from fivefold.parallel.graph.refs import Ref, Slot, State, Value, filled
+from fivefold.parallel.graph.refs import Ref, Slot, State, Value, filled, refs_of
 
 __all__ = ["Autocast", "Node", "Tape", "depends"]
 
@@ -144,6 +145,25 @@ class Tape:
         return frozenset(
             ref.name for node in self.nodes for ref in node.operands if isinstance(ref, State)
         )
+
+    @functools.cached_property
+    def trained(self) -> tuple[str, ...]:
+        """What gets gradients and is no parameter of the net, in words."""
+        wanted = {ref.index for ref in refs_of(self.outputs) if isinstance(ref, Value)}
+        found = dict[str, None]()
+        for node in reversed(self.nodes):
+            if node.stops or not node.grad or not wanted.intersection(node.outputs):
+                continue
+            for ref in node.operands:
+                if isinstance(ref, Value):
+                    wanted.add(ref.index)
+                    continue
+                held = isinstance(ref, State) and not ref.name.startswith(".")
+                tensor = self.places[ref.name].now() if isinstance(ref, State) else ref.tensor
+                if tensor.requires_grad and not (held and isinstance(tensor, nn.Parameter)):
+                    shape = f"a tensor of shape {tuple(tensor.shape)} that no module holds"
+                    found[ref.name.lstrip(".") if isinstance(ref, State) else shape] = None
+        return tuple(found)
 
     @functools.cached_property
     def stops(self) -> bool:

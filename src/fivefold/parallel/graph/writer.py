@@ -141,7 +141,7 @@ class Writer(TorchFunctionMode):
     ) -> None:
         scope, autocast = self.scopes[-1], self._autocast()
         held = func.parameters(recurse=False) if isinstance(func, nn.Module) else ()
-        for ref in (*refs, *(self._refs.get(id(parameter)) for parameter in held)):
+        for ref in (*refs, *(self.ref(parameter) for parameter in held)):
             if isinstance(ref, State):
                 self.passes.setdefault(ref.name, set()).add(self._pass)
         self.nodes.append(
@@ -306,7 +306,24 @@ class Writer(TorchFunctionMode):
             self.named.append((tensor, self._bind(tensor, Constant(tensor))))
         if self._is_stale(tensor):
             self._make_again(tensor)
+        self._check_flag(tensor)
         return self._refs[id(tensor)]
+
+    def check_flags(self) -> None:
+        """Refuse tensors of the net that the forward has frozen or thawed."""
+        for tensor, _ in self.named:
+            self._check_flag(tensor)
+
+    def _check_flag(self, tensor: Tensor) -> None:
+        changed = tensor.requires_grad == (id(tensor) in self._leaves)
+        if not changed or not isinstance(self._refs[id(tensor)], (State, Constant)):
+            return
+        silent, self._silent = self._silent, True
+        leaf, self._silent = tensor.grad_fn is None, silent
+        if leaf:
+            self.refuse(
+                "freezes or thaws a parameter (requires_grad) in its forward: do it between steps"
+            )
 
     def _is_stale(self, tensor: Tensor) -> bool:
         """Whether its memory was changed by way of another tensor."""

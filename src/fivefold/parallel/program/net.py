@@ -32,6 +32,7 @@ from fivefold.parallel.program.run import execute
 from fivefold.parallel.program.spread import Cut, Grid, Spread
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.sharded import refuse_write
+from fivefold.parallel.trained import check_read
 from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
@@ -303,6 +304,7 @@ class RecordedNet:
         if self._recompute not in {0, "none"} and torch.is_grad_enabled():
             _check_recomputed(program.tape)
         _check_hooked(program.tape, share.hooked)
+        check_read(program.tape)
         carried = [found.now() for found in program.tape.carried]
         moment = Moment(
             groups=lambda axes, joint: self._groups[axes, joint],
