@@ -202,12 +202,17 @@ class WholeForLayers(_Gathering):
         self._had = [parameter.grad is not None for parameter in self._net.parameters()]
         self._follow()
         self._versions = [version_of(parameter) for parameter in self._whole]
-        with explained():
-            outputs = cast(Any, self._holder)(lambda: self._order.to_the_end(run))
-        if not torch.is_grad_enabled():
-            self.rest()
-            self._parts.note()
-        return outputs
+        ends = not torch.is_grad_enabled()
+        try:
+            with explained():
+                return cast(Any, self._holder)(lambda: self._order.to_the_end(run))
+        except BaseException:
+            ends = True  # the next step begins with parts, as this one did
+            raise
+        finally:
+            if ends:
+                self.rest()
+                self._parts.note()
 
     def _follow(self) -> None:
         """Watch which parameters get a gradient, also after some were frozen or thawed."""

@@ -303,3 +303,54 @@ def test_what_a_forward_writes_to_a_divided_parameter_is_refused(shard: str, row
             model.step(*batch)
 
     run_ranks(2, check, plan=plan_of(shard, 2, parallel=Parallel(rows=rows)))
+
+
+class Fails(nn.Module):
+    """Raises in the middle, or its loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).tanh())
+        if self.fails == "net":
+            raise ValueError("this batch is not for me")
+        return self.last(x.tanh())
+
+    def compare(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.fails == "loss":
+            raise ValueError("this batch is not for me")
+        return F.mse_loss(outputs, targets)
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["net", "loss"])
+@pytest.mark.usefixtures("_layer_by_layer")
+@pytest.mark.filterwarnings("ignore:whether the samples", "ignore:the loss")
+def test_training_goes_on_after_a_step_that_raised(where: str, shard: str) -> None:
+    torch.manual_seed(7)
+    start = Fails().double()
+    x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
+
+    def check(mesh: Mesh) -> None:
+        net, one = copy.deepcopy(start), copy.deepcopy(start)
+        model = parallelize(net, mesh, loss=net.compare)
+        ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        theirs = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            net.fails = where if step == 2 else ""
+            if net.fails:
+                with pytest.raises(ValueError, match="not for me"):
+                    model.step(*model.shard(x, y))
+                continue
+            model.step(*model.shard(x, y))
+            F.mse_loss(one(x), y).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        for got, wanted in zip(model.full_state_dict().values(), one.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted.detach(), rtol=1e-10, atol=1e-12)
+
+    on(shard, 2, check)
