@@ -71,7 +71,7 @@ def blind_settings() -> Any:
 
 def hooks_of_parts() -> Any:
     """Hooks: those of parameters see what a rank has found."""
-    return _changed(ParameterHooks, "once", lambda _self: contextlib.nullcontext())
+    return _changed(ParameterHooks, "once", lambda _self: contextlib.nullcontext(frozenset[str]()))
 
 
 def deaf_hooks() -> Any:

@@ -86,12 +86,15 @@ def _digest(tree: Any) -> int:
 
 
 class Batches:
-    """Batches of a model on a mesh; `tiles` cuts images, if there are tiles."""
+    """Batches of a model on a mesh; `tiles` cuts images, if there are tiles.
 
-    def __init__(self, mesh: Mesh, tiles: RecordedNet | None) -> None:
+    `asks`: whether other replicas are there to be asked.
+    """
+
+    def __init__(self, mesh: Mesh, tiles: RecordedNet | None, *, asks: bool = True) -> None:
         self._mesh, self._tiles, self._group = mesh, tiles, mesh.group("data")
         self._joint = mesh.plan.parallel.batch_norm == "global" and self._group.size() > 1
-        self._asks = mesh.layout.pipe > 1
+        self._asks = asks and mesh.layout.pipe > 1
         """whether to ask the other replicas in any case: who does not know would wait for those who do"""
         self._compared = set[str]()
         """for what replicas have compared their first shares"""

@@ -96,7 +96,8 @@ class Bucketed:
         self._tell([*net.parameters(), *net.buffers()])
 
     def begin(self) -> None:
-        """Share buffers."""
+        """Take note of what is trained now, and share buffers."""
+        self._follow()
         if self._share_buffers and torch.is_grad_enabled():
             self._tell(list(self._net.buffers()))
 

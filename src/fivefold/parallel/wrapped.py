@@ -59,6 +59,8 @@ class Wrapped(nn.Module):
     def full_state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
         """The plain net's whole state_dict, on every rank. Collective.
 
+        What this rank holds whole is not copied, as in `nn.Module.state_dict`: clone what is to stay.
+
         `of`: instead, that of a copy of `.module` with the same names, such as an average of it.
         """
         self._rest()

@@ -114,7 +114,7 @@ class _Step:
     def counted(self, held: list[Tensor], batch: tuple[Any, Any]) -> Predicted:
         """Make a step, as a second one would be made; `held` are this rank's parameters and buffers."""
         seed = self._mesh.plan.numerics.seed
-        share = Batches(self._mesh, self._stages.tiles).share(batch[0], seed, 1)
+        share = Batches(self._mesh, self._stages.tiles, asks=False).share(batch[0], seed, 1)
         buckets = self._prepare(batch[0], share)
         given = [leaf for leaf in leaves(batch) if not leaf.is_meta]
         saved = 0
