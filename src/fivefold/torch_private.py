@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "CHECKPOINT",
     "FUNCTION",
     "LOCAL_SCALAR",
     "SCRIPTED",
@@ -256,6 +257,10 @@ def watch_total_norm(look: Callable[[Sequence[Tensor]], None]) -> None:
 
 SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 """what TorchScript calls: of functions, and of modules"""
+
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+CHECKPOINT = max((name for name in vars(torch_checkpoint) if name.startswith(_CHECKPOINT)), key=len)
+"""what `checkpoint` does around a function; from 2.15 on, another name calls the one that does it"""
 
 
 def in_backward() -> bool:

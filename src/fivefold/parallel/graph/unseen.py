@@ -14,15 +14,21 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fivefold.parallel.graph.recorder import CallRecorder
-from fivefold.torch_private import FUNCTION, SCRIPTED, apply_of, early_stops, restore_apply
+from fivefold.torch_private import (
+    CHECKPOINT,
+    FUNCTION,
+    SCRIPTED,
+    apply_of,
+    early_stops,
+    restore_apply,
+)
 
 __all__ = ["unseen_calls_noted"]
 
 _recording = threading.local()
 _lock = threading.Lock()
 _watchers = 0
-_CHECKPOINT = "_checkpoint_without_reentrant_generator"
-_plain_checkpoint: Any = vars(torch_checkpoint)[_CHECKPOINT]
+_plain_checkpoint: Any = vars(torch_checkpoint)[CHECKPOINT]
 _plain_scripts: dict[Any, Any] = {kind: kind.__call__ for kind in SCRIPTED}
 
 
@@ -75,7 +81,7 @@ def unseen_calls_noted(recorder: CallRecorder) -> Generator[None]:
     with _lock:
         _watchers += 1
         FUNCTION.apply = classmethod(_watched_apply)
-        setattr(torch_checkpoint, _CHECKPOINT, _watched_checkpoint)
+        setattr(torch_checkpoint, CHECKPOINT, _watched_checkpoint)
         for kind in SCRIPTED:
             kind.__call__ = _watched_script
     _recording.recorder = recorder
@@ -87,6 +93,6 @@ def unseen_calls_noted(recorder: CallRecorder) -> Generator[None]:
             _watchers -= 1
             if not _watchers:
                 restore_apply()
-                setattr(torch_checkpoint, _CHECKPOINT, _plain_checkpoint)
+                setattr(torch_checkpoint, CHECKPOINT, _plain_checkpoint)
                 for kind, call in _plain_scripts.items():
                     kind.__call__ = call
