@@ -327,9 +327,12 @@ class Fails(nn.Module):
 
 @BOTH
 @pytest.mark.parametrize("where", ["net", "loss"])
-@pytest.mark.usefixtures("_layer_by_layer")
+@pytest.mark.parametrize("least", [1, gathering.LEAST_BYTES], ids=["by layer", "at once"])
 @pytest.mark.filterwarnings("ignore:whether the samples", "ignore:the loss")
-def test_training_goes_on_after_a_step_that_raised(where: str, shard: str) -> None:
+def test_training_goes_on_after_a_step_that_raised(
+    least: int, where: str, shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "LEAST_BYTES", least)
     torch.manual_seed(7)
     start = Fails().double()
     x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
