@@ -16,11 +16,11 @@ In tiles and stages a rank's outputs are a part of the net's, of which no loss o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.errors import UsageError
 from fivefold.parallel.trees import leaves, map_tensors
@@ -44,10 +44,10 @@ def refused(outputs: Any, why: str) -> Any:
 
 
 class Weighing:
-    """One call of a net: gradients within it are weighed, with `weight()`; `trained` are its parameters."""
+    """One call of a net: gradients within it are weighed, with `weight()`."""
 
-    def __init__(self, weight: Callable[[], float], trained: Sequence[Tensor]) -> None:
-        self.weight, self._trained = weight, trained
+    def __init__(self, weight: Callable[[], float], net: nn.Module) -> None:
+        self.weight, self._net = weight, net
         self.always = torch.zeros((), requires_grad=True)
         """a leaf that every `loss.backward()` through the outputs reaches"""
 
@@ -81,7 +81,8 @@ class Weighing:
     def adds(self) -> bool:
         """Whether the backward that runs now adds to gradients of parameters."""
         try:
-            return is_reached(self.always) or any(map(is_reached, self._trained))
+            trained = (p for p in self._net.parameters() if p.requires_grad)
+            return is_reached(self.always) or any(map(is_reached, trained))
         except ValueError:
             raise UsageError(
                 "torch.autograd.grad outside of model.step would give the gradients of parameters for this "

@@ -419,7 +419,7 @@ class ParallelModel(Wrapped):
         else:
             share = self._share_alone(inputs)
         weight = self._weight(rows, share.bounds if self.training else None)
-        weighing = bare.Weighing(weight, [p for p in self.parameters() if p.requires_grad])
+        weighing = bare.Weighing(weight, self.module)
         if self._group.size() > 1:
             inputs = weighing.entered(inputs)
         with exact(self._watched, share) as mode, mode:

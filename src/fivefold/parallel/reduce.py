@@ -104,9 +104,7 @@ class Bucketed:
     def forward(self, run: Callable[[], Any], *, step: bool) -> Any:  # noqa: ARG002 - both alike
         """What `run` returns."""
         returned = run()
-        if (
-            torch.is_grad_enabled()
-        ):  # a backward may come, of parameters that the forward has thawed or made
+        if torch.is_grad_enabled():  # the forward may have thawed or made parameters
             self._follow()
         return returned
 

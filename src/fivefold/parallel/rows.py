@@ -244,9 +244,9 @@ def _joined(program: Program, norms: bool) -> str:
     for step in program.steps:
         if isinstance(step, Compute):
             by_samples = all(program.spreads[i].cut_dims in ((), (0,)) for i in step.node.outputs)
-            apart = step.local.collective is None or (by_samples and _is_norm(step.node))
-            joins = norms or not _is_norm(step.node)
-            if (step.local.differs_apart and joins) or not apart:
+            norm = _is_norm(step.node)
+            apart = step.local.collective is None or (by_samples and norm)
+            if (step.local.differs_apart and (norms or not norm)) or not apart:
                 return step.node.where
         moved = exchange_of(step)
         if moved is not None:
