@@ -161,8 +161,8 @@ def named(operation: str, group: dist.ProcessGroup, tag: Tag) -> Generator[None]
             told = explained(problem)
             raise CommError(
                 f"rank {group.rank()} of {group.size()}: {operation} for {tag.value} failed: {first}. "
-                "A rank died, is stuck, ended before this, or called something else; its log says which. "
-                "If ranks are only slow, raise comm.timeout_s in the plan."
+                "A rank died, is stuck, is cut off, ended before this, or called something else; its log "
+                "says which. If ranks are only slow, raise comm.timeout_s in the plan."
                 + (f"\n{told}" if told else "")
             ) from problem
         finally:
