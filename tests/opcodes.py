@@ -235,6 +235,8 @@ class _Watch:
 
     def _note(self, event: str, given: tuple[Any, ...]) -> None:
         writes = event == "open" and str(given[1] or "r").strip("bt") != "r"
+        if event == "import" and str(given[0]).startswith("encodings."):
+            return  # the name of an encoding is looked for in that package of Python's, nowhere else
         if self.on and (writes or event.startswith(_FORBIDDEN)):
             self.seen.append(f"{event} {given!r:.200}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["SUFFIX", "TraceError", "TraceFile", "name_of"]
 
 SUFFIX = ".trace"
 _PAGE = 4096
+_NUMBER = re.compile("[<|]?[iuf][1248]")
 
 
 class TraceError(UsageError):
@@ -155,6 +157,10 @@ def _parsed(told: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _fields(told: list[Any]) -> tuple[Any, ...]:
+    for _, kind, *_ in told:
+        # numpy knows more names, and warns of some
+        if not _NUMBER.fullmatch(kind):
+            raise ValueError(f"{kind!r} is no number")
     return tuple(tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in told)
 
 

@@ -150,7 +150,9 @@ def test_another_save_of_that_step_is_left_alone(disks: Disks) -> None:
 # ---- bit flips
 
 
-@pytest.mark.parametrize("flips", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flips", [1_000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_all_flipped_bits_are_noticed(flips: int, tmp_path: Path) -> None:
     """Every class of file, on the nodes and in the persistent directory."""
     disks = Disks(tmp_path)

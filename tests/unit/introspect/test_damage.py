@@ -20,7 +20,7 @@ from fivefold.introspect.document import document
 from fivefold.introspect.page import html
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.text import show
-from fivefold.trace.file import TraceFile
+from fivefold.trace.file import TraceError, TraceFile
 from fivefold.trace.schema import LIVE
 
 # Figures of nonsense become nan; the command leaves out what numpy says to that.
@@ -185,6 +185,17 @@ def test_a_loss_that_is_no_number_is_no_damage(run: Path) -> None:
         found = TracedRun.load(run)
         assert "a note cannot be read" not in " ".join(found.problems)
         assert [n["kind"] for n in found.ranks[0].notes] == ["loss"] and told(run)
+    finally:
+        path.write_bytes(data)
+
+
+def test_fields_of_no_known_kind(run: Path) -> None:
+    path = min(run.rglob("*.trace"))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"<i8"', b'"<a8"', 1))
+    try:
+        with pytest.raises(TraceError, match="'<a8' is no number"):
+            TraceFile.open(path)
     finally:
         path.write_bytes(data)
 
