@@ -22,5 +22,6 @@ KINDS = {
         Kind("ddp-heap", "torchrun, DDP, heap kept", _TORCHRUN, RANKS, 1, _HEAP),
         Kind("replica", "fivefold run, statistics of each replica", _FIVEFOLD, RANKS, 1),
         Kind("exact", "fivefold run, exact", _FIVEFOLD, RANKS, 1),
+        Kind("exact-shared", "fivefold run, exact, shared memory", _FIVEFOLD, RANKS, 1),
     )
 }

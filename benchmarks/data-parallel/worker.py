@@ -102,13 +102,16 @@ def _loop(
     return step
 
 
-def fivefold(setting: Setting, batch_norm: Literal["global", "replica"]) -> Callable[[], None]:
-    """Fivefold, started by `fivefold run`."""
+def fivefold(
+    setting: Setting,
+    batch_norm: Literal["global", "replica"],
+    backend: Literal["gloo", "fivefold"] = "gloo",
+) -> Callable[[], None]:
+    """Fivefold, started by `fivefold run`; by default with DDP's backend, to compare all but that."""
     import fivefold as ff
     from fivefold.plan import Comm, Parallel
 
-    # As DDP has it: what is compared is everything but the backend.
-    comm = Comm(backend="gloo") if setting.device.type == "cpu" else Comm()
+    comm = Comm(backend=backend) if setting.device.type == "cpu" else Comm()
     mesh = ff.start(ff.Plan(parallel=Parallel(batch_norm), comm=comm), device=setting.device)
     model = ff.parallelize(setting.net(), mesh, loss=nn.CrossEntropyLoss())
     optimiser, source = (
@@ -133,6 +136,7 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], None]]] = {
     "ddp-heap": ddp,
     "replica": lambda setting: fivefold(setting, "replica"),
     "exact": lambda setting: fivefold(setting, "global"),
+    "exact-shared": lambda setting: fivefold(setting, "global", "fivefold"),
 }
 
 

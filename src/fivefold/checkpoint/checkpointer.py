@@ -24,15 +24,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fivefold.checkpoint.compare import Agreed, Comparing, check_given, given
-from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.members import members_of, resolved_scheme
 from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.notices import Notices
-from fivefold.checkpoint.opening import claim, open_run, seen
+from fivefold.checkpoint.opening import open_run, seen
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
-from fivefold.checkpoint.saving import GOES_ON, Saved
+from fivefold.checkpoint.saving import GOES_ON, Saved, Stamp
 from fivefold.checkpoint.settings import settings_of
 from fivefold.checkpoint.sharing import agents_share
 from fivefold.checkpoint.signals import STOPPED, Signals
@@ -161,30 +160,26 @@ class Checkpointer(Closing):
         ranks, values = self._channels.training, self._settings.plan
         self._state = State(objects, ranks.rank)
         check_given(ranks.agree("checking the state", self._check_state))
-        self._persistent = PersistentStore(self._settings.directory)
-        self._opened = open_run(ranks, self._persistent)
+        self._opened = open_run(ranks, PersistentStore(self._settings.directory))
         store = LocalStore(self._settings.local, self._opened.run.run)
         members = members_of(ranks, self._settings.node, store.root, store.files)
         self._scheme = resolved_scheme(values.scheme, members, values.set_size)
         self._node = RankNode(store, members, timeout_s=min(self._settings.timeout_s, 60.0))
-        self._shared = agents_share(ranks, members, self._threads)
+        self._rhythm = Rhythm(
+            values.every_steps, values.mtbf_s, values.max_overhead, values.flush_every,
+            agents_share=agents_share(ranks, members, self._threads),
+        )  # fmt: skip
 
     def _hook(self, objects: Mapping[str, Any], *, signals: bool) -> None:
         """Be called before the optimisers' steps, and by signals."""
-        values = self._settings.plan
         optimizers = {n: thing for n, thing in objects.items() if isinstance(thing, Optimizer)}
         self._staging = Staging(at_once=not optimizers)
         self._unhook = wait_before_steps(optimizers, self._wait_for_staging)
         self._comparing = Comparing(self._channels.training)
-        self._rhythm = Rhythm(
-            values.every_steps, values.mtbf_s, values.max_overhead, values.flush_every
-        )
         self._signals = Signals() if signals else None
         self._writing: Writing | None = None
-        self._resumed: tuple[int, int] | None = None
         self.resumed = ""
         """from where the run went on, in words: "after step 120, from ..."; empty if it began"""
-        self._claimed, self._lease = False, cast("Lease | None", None)
         self._seen: Mapping[str, str] | None = None
         """what the directory told when saves were looked for"""
         self._asked = self._closed = False
@@ -215,12 +210,11 @@ class Checkpointer(Closing):
         self._asked = True
         notes: list[str] = []
         with span(Phase.CHECKPOINT):
-            self._seen = seen(self._channels.training, self._persistent)
+            self._seen = seen(self._channels.training, self._opened.store)
             found = load(
                 self._channels.training,
                 self._node,
-                self._persistent,
-                opened=self._opened,
+                self._opened,
                 state=self._state,
                 local=self._settings.local,
                 begin_again=self._begin_again,
@@ -231,7 +225,7 @@ class Checkpointer(Closing):
         self._notices.meet()
         if found is None:
             return None
-        self._resumed = found.step, found.epoch
+        self._opened.resumed = found.step, found.epoch
         self.resumed = str(found)
         self._step = found.step
         return found.step
@@ -394,30 +388,24 @@ class Checkpointer(Closing):
                 "resume(), or save to another directory"
             )
         self._claim()
+        scheme, sets = self._scheme
+        layout = {axis: int(getattr(self._layout, axis)) for axis in vars(self._layout)}
         self._writing = Writing(
             self._channels,
             self._node,
-            self._persistent,
             opened=self._opened,
-            lease=self._lease,
             settings=self._settings,
             staging=self._staging,
-            layout=self._layout,
-            scheme=self._scheme,
-            resumed=self._resumed,
+            stamp=Stamp(self._opened.run.run, self._opened.epoch, layout, scheme, sets),
             rhythm=self._rhythm,
-            shared=self._shared,
         )
         return self._writing
 
     def _claim(self) -> None:
-        """Once. Collective; see `claim`."""
+        """Collective; see `Opened.claim`."""
         if self._closed:
             raise UsageError("this Checkpointer is closed: make another one to save more")
-        if not self._claimed:
-            ranks = self._channels.training
-            self._lease = claim(ranks, self._persistent, self._opened, self._seen)
-            self._claimed = True
+        self._opened.claim(self._channels.training, self._seen)
 
     def _wait_for_staging(self) -> None:
         begun = time.perf_counter()
@@ -432,8 +420,7 @@ class Checkpointer(Closing):
             if self.last.problem:
                 self._notices.warn(self.last.problem)
             else:
-                agent_s = self.last.agent_cpu_s if self._shared else 0.0
-                self._rhythm.measured(self._stall_s + self.last.cpu_s + agent_s)
+                self._rhythm.measured(self._stall_s + self.last.cpu_s, self.last.agent_cpu_s)
         for problem in self._writing.problems() if self._writing is not None else ():
             self._notices.warn(problem)
 
@@ -458,8 +445,5 @@ class Checkpointer(Closing):
         self._staging.abandon()
         if self._signals is not None:
             self._signals.close()
-        if self._writing is not None:
-            self._writing.abandon()
-        if self._lease is not None:
-            self._lease.close()
+        self._opened.close()
         self._node.close()

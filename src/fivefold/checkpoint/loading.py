@@ -49,19 +49,22 @@ class _Loading:
 
     ranks: Ranks
     node: RankNode
-    persistent: PersistentStore
-    state: State
     opened: Opened
+    state: State
     begin_again: bool
     warn: Callable[[str], None]
+
+    @property
+    def persistent(self) -> PersistentStore:
+        """The directory that all nodes see."""
+        return self.opened.store
 
 
 def load(
     ranks: Ranks,
     node: RankNode,
-    persistent: PersistentStore,
-    *,
     opened: Opened,
+    *,
     state: State,
     local: Path,
     begin_again: bool,
@@ -74,7 +77,8 @@ def load(
         AllLost: there were saves, and none can be loaded, and nobody said to begin again then.
         UsageError: the save is of another model, or of a number of ranks that will not do.
     """
-    loading = _Loading(ranks, node, persistent, state, opened, begin_again, warn)
+    loading = _Loading(ranks, node, opened, state, begin_again, warn)
+    persistent = opened.store
     if not _any_left(ranks, node, persistent):
         return _again(loading, "", ())
     node.start(ranks, local)

@@ -49,6 +49,8 @@ class RankNode(Closing):
         self.addresses: Sequence[Address] = ()
         """of the agents, by node"""
         self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
+        self._root: Path | None = None
+        """where agents of this node keep what is theirs"""
         self._agent: Agent | None = None
         self._used_cpu_s = 0.0
 
@@ -70,22 +72,23 @@ class RankNode(Closing):
         """
         if self.addresses:
             return
+        self._root = root
         self.key = ranks.from_first(new_key() if ranks.rank == 0 else None)
-        self._meet(ranks, root)
+        self._meet(ranks)
 
-    def revive(self, ranks: Ranks, root: Path) -> None:
+    def revive(self, ranks: Ranks) -> None:
         """Start agents again that have ended. Collective; `CheckpointError` as from `start`."""
         gone = self._agent is not None and self._agent.gone
         told = ranks.agree("looking after the checkpoint agents", lambda: {"gone": gone})
         if any(one["gone"] for one in told):
-            self._meet(ranks, root)
+            self._meet(ranks)
 
-    def _meet(self, ranks: Ranks, root: Path) -> None:
+    def _meet(self, ranks: Ranks) -> None:
         def begin() -> dict[str, object]:
             if not self.members.leads:
                 return {}
             if self._agent is None or self._agent.gone:
-                self._agent = self._begun(root)
+                self._agent = self._begun()
             return {"address": self._agent.address}
 
         told = ranks.agree("starting the checkpoint agents", begin)
@@ -96,12 +99,13 @@ class RankNode(Closing):
         if self.members.leads:
             self.agent.peers(dict(enumerate(self.addresses))).result(self._timeout_s)
 
-    def _begun(self, root: Path) -> Agent:
+    def _begun(self) -> Agent:
         if self._agent is not None:
             self._agent.close()
         assert self.store.run is not None
+        assert self._root is not None
         return Agent(
-            root,
+            self._root,
             self.store.run,
             self.key,
             host=own_address(len(self.members.hosts)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,30 @@ from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.run import LOCAL, Run, new_run_id
 from fivefold.checkpoint.store import PersistentStore
+from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, FivefoldError, UsageError
 from fivefold.launch import slurm
 from fivefold.launch.environment import locate
 from fivefold.launch.variables import read_seconds
 
-__all__ = ["Opened", "claim", "open_run", "record", "seen"]
+__all__ = ["Opened", "open_run", "seen"]
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The run of a directory."""
+class Opened(Closing):
+    """The run of a directory, and what this start of it may do there.
 
-    run: Run
-    """as recorded; without starts where nothing was saved yet"""
+    Args:
+        store: the directory.
+        run: as recorded; without starts where nothing was saved yet.
+    """
+
+    def __init__(self, store: PersistentStore, run: Run) -> None:
+        self.store, self.run = store, run
+        self.resumed: tuple[int, int] | None = None
+        """(step, epoch) of the save that this start went on from"""
+        self._claimed = False
+        self._lease: Lease | None = None
+        """of the first rank"""
 
     @property
     def known(self) -> bool:
@@ -39,9 +49,63 @@ class Opened:
         """The number of this start."""
         return self.run.epoch + 1
 
-    def started(self, resumed: tuple[int, int] | None) -> Run:
-        """The record with this start, which went on from (step, epoch)."""
-        return self.run.started(resumed, self.epoch)
+    @property
+    def started(self) -> Run:
+        """The record with this start."""
+        return self.run.started(self.resumed, self.epoch)
+
+    def claim(self, ranks: Ranks, before: Mapping[str, str] | None = None) -> None:
+        """Make sure that no other job writes there; the first rank keeps the lease. Collective.
+
+        Once it has succeeded, another call does nothing.
+
+        Args:
+            ranks: all of them.
+            before: what was `seen` there when saves were looked for; None if they have not been yet.
+
+        Raises:
+            InUse: another job writes there.
+            UsageError: it cannot be written to.
+            CheckpointError: it was written to since it was opened, or since saves were looked for.
+        """
+        if self._claimed:
+            return
+
+        def take() -> dict[str, Any]:
+            if ranks.rank == 0:
+                self._lease = _lease(self.store)
+                now = self.store.read_run()
+                saved_since = before is not None and notes(self.store.place) != before
+                if saved_since or (now is not None and now != self.run):
+                    raise CheckpointError(
+                        f"{self.store.place.where()} was written to by another job since this one began: "
+                        "start again"
+                    )
+            return {}
+
+        try:
+            ranks.agree(f"claiming {self.store.place.where()}", take)
+        except FivefoldError:
+            self.close()
+            raise
+        self._claimed = True
+
+    def check(self) -> None:
+        """Raise `InUse` if another job has taken the directory over; on the first rank."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def record(self, local: Path) -> None:
+        """Enter this start into the record of the run, and where nodes save, before its first save."""
+        self.check()
+        run = self.started
+        self.store.write_run(replace(run, extra={**run.extra, LOCAL: str(local)}))
+
+    def close(self) -> None:
+        """Let go of the directory, and wait for nobody."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
 
 def open_run(ranks: Ranks, store: PersistentStore) -> Opened:
@@ -57,7 +121,7 @@ def open_run(ranks: Ranks, store: PersistentStore) -> Opened:
         return {"run": (run or Run(new_run_id(), ())).to_json()}
 
     told = ranks.agree(f"reading {store.place.where()}", read)
-    return Opened(Run.parse(told[0]["run"]))
+    return Opened(store, Run.parse(told[0]["run"]))
 
 
 def seen(ranks: Ranks, store: PersistentStore) -> Mapping[str, str]:
@@ -67,44 +131,6 @@ def seen(ranks: Ranks, store: PersistentStore) -> Mapping[str, str]:
         return {"notes": notes(store.place) if ranks.rank == 0 else {}}
 
     return ranks.agree(f"reading {store.place.where()}", read)[0]["notes"]
-
-
-def claim(
-    ranks: Ranks, store: PersistentStore, opened: Opened, before: Mapping[str, str] | None = None
-) -> Lease | None:
-    """Make sure that no other job writes to the directory; the first rank keeps the lease. Collective.
-
-    Args:
-        ranks: all of them.
-        store: the directory.
-        opened: what it was found to hold.
-        before: what was `seen` there when saves were looked for; None if they have not been yet.
-
-    Raises:
-        InUse: another job writes there.
-        UsageError: it cannot be written to.
-        CheckpointError: it was written to since it was opened, or since saves were looked for.
-    """
-    held: list[Lease] = []
-
-    def take() -> dict[str, Any]:
-        if ranks.rank == 0:
-            held.append(_lease(store))
-            now = store.read_run()
-            saved_since = before is not None and notes(store.place) != before
-            if saved_since or (now is not None and now != opened.run):
-                raise CheckpointError(
-                    f"{store.place.where()} was written to by another job since this one began: start again"
-                )
-        return {}
-
-    try:
-        ranks.agree(f"claiming {store.place.where()}", take)
-    except FivefoldError:
-        for lease in held:
-            lease.close()
-        raise
-    return held[0] if held else None
 
 
 def _lease(store: PersistentStore) -> Lease:
@@ -137,11 +163,3 @@ def _job() -> tuple[str, int]:
     with contextlib.suppress(UsageError):  # an allocation without srun: nothing is known of the job
         return locate().job or "", 0
     return "", 0
-
-
-def record(
-    store: PersistentStore, opened: Opened, resumed: tuple[int, int] | None, local: Path
-) -> None:
-    """Enter this start into the record of the run, and where nodes save, before its first save."""
-    run = opened.started(resumed)
-    store.write_run(replace(run, extra={**run.extra, LOCAL: str(local)}))

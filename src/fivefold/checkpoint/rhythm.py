@@ -24,10 +24,18 @@ class Rhythm:
     """
 
     def __init__(
-        self, every: int, mtbf_s: float, max_overhead: float, flush_every: int = 0
+        self,
+        every: int,
+        mtbf_s: float,
+        max_overhead: float,
+        flush_every: int = 0,
+        *,
+        agents_share: bool = True,
     ) -> None:
         self._every, self._flush_every = every, flush_every
         self._mtbf_s, self._max_overhead = mtbf_s, max_overhead
+        self._agents_share = agents_share
+        """whether agents run on the cores of training: their time is training's, then"""
         self._costs_s: list[float] = []
         self._flushes_s: list[float] = []
         self._last = time.monotonic()
@@ -70,12 +78,14 @@ class Rhythm:
         """A save begins."""
         self._last = time.monotonic()
 
-    def measured(self, cost_s: float) -> None:
-        """A save lengthened training by so much."""
+    def measured(self, cost_s: float, agent_s: float = 0.0) -> None:
+        """A save lengthened training by so much, and took so much processor time of the agent."""
+        cost_s += agent_s if self._agents_share else 0.0
         self._costs_s = [*self._costs_s[1 - _REMEMBERED :], max(0.0, cost_s)]
 
-    def flushed(self, cost_s: float) -> None:
-        """A flush lengthened training by so much."""
+    def flushed(self, agent_s: float) -> None:
+        """A flush took so much processor time of the agent."""
+        cost_s = agent_s if self._agents_share else 0.0
         self._flushes_s = [*self._flushes_s[1 - _REMEMBERED :], max(0.0, cost_s)]
 
 

@@ -18,10 +18,10 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -31,44 +31,45 @@ from fivefold.checkpoint.agent_client import Protection
 from fivefold.checkpoint.events import tell_saved
 from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.manifest import METADATA, Item, Manifest, Member
-from fivefold.checkpoint.members import Members
+from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
-from fivefold.checkpoint.store import Generation, LocalStore
+from fivefold.checkpoint.store import Generation
 from fivefold.checkpoint.values import fingerprint
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, UsageError
 from fivefold.trace.current import usage
 
-__all__ = ["GOES_ON", "Saved", "Saver", "Setting"]
+__all__ = ["GOES_ON", "Saved", "Saver", "Stamp"]
 
 GOES_ON = ", and training goes on"
 """said of a save that failed, unless the run ends with it"""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What stays the same from save to save."""
+class Stamp:
+    """What the manifests of all saves of a start say."""
 
     run: str
     epoch: int
     layout: Mapping[str, int]
     scheme: str
     sets: tuple[tuple[int, ...], ...]
-    begin: Callable[[], None]
-    """called by the first rank before the first save: the record of the run is written"""
-    revive: Callable[[Ranks], None]
-    """starts agents again that have ended"""
-    protect: Callable[[Manifest], Future[Protection] | None]
-    """begins to make what this node keeps for the others; None on all but its first rank"""
-    settled: Callable[[Manifest], None]
-    """called on every rank with a save that is protected"""
-    used_cpu_s: Callable[[], float]
-    """what `RankNode.used_cpu_s` tells"""
-    ended: Callable[[Manifest], None]
-    """called on every rank with a save that is there, protected or not"""
+
+
+class Keeper(Protocol):
+    """What becomes of saves; called in the saver's thread."""
+
+    def first(self) -> None:
+        """On the first rank, before the first save: the record of the run is written."""
+
+    def saved(self, manifest: Manifest) -> None:
+        """On every rank: a save is there, protected or not."""
+
+    def protected(self, manifest: Manifest) -> None:
+        """On every rank: a save is protected."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,11 @@ class Saver(Closing):
     """Makes the saves of one rank. Its thread alone uses `ranks`."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        members: Members,
-        store: LocalStore,
-        staging: Staging,
-        setting: Setting,
+        self, ranks: Ranks, node: RankNode, staging: Staging, stamp: Stamp, keeper: Keeper
     ) -> None:
-        self._ranks, self._members, self._store = ranks, members, store
-        self._staging, self._setting = staging, setting
+        self._ranks, self._node = ranks, node
+        self._members, self._store = node.members, node.store
+        self._staging, self._stamp, self._keeper = staging, stamp, keeper
         self._planner = dcp.Planner()
         self._begun = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -182,14 +179,14 @@ class Saver(Closing):
         job.mark()
         problem = self._protected(generation)
         assert generation.manifest is not None
-        self._setting.ended(generation.manifest)
+        self._keeper.saved(generation.manifest)
         job.mark()
         told = self._told(job, problem, generation.manifest)
-        return replace(told, agent_cpu_s=self._setting.used_cpu_s())
+        return replace(told, agent_cpu_s=self._node.used_cpu_s())
 
     def _clear(self, step: int) -> None:
         """Give back the room that a save without manifest takes."""
-        generation = self._store.find(self._store.path(step, self._setting.epoch).name)
+        generation = self._store.find(self._store.path(step, self._stamp.epoch).name)
         if self._members.leads and generation is not None and generation.manifest is None:
             with contextlib.suppress(OSError):
                 self._store.files.remove_tree(generation.path)
@@ -206,7 +203,7 @@ class Saver(Closing):
             self._staging.copy()
             crash_at("staged")
             if self._ranks.rank == 0 and not self._begun:
-                self._setting.begin()
+                self._keeper.first()
             params, buffers = fingerprint(captured.params()), fingerprint(captured.buffers())
             prints = captured.prints()
             return {"step": job.step, "prints": prints, "params": params, "buffers": buffers}
@@ -243,18 +240,17 @@ class Saver(Closing):
         self, job: _Job, captured: Captured, differ: frozenset[str]
     ) -> tuple[list[Item], bytes]:
         """Let DCP write this rank's part; its metadata comes from the first rank, byte for byte."""
-        setting = self._setting
 
         def prepare() -> None:
             if self._members.leads:
-                self._store.begin(job.step, setting.epoch)
+                self._store.begin(job.step, self._stamp.epoch)
 
         state, paths = captured.flat(self._ranks.rank, differ | {"rng"})
         metadata, items = dcp.save(
             state,
             paths,
             self._planner,
-            self._store.path(job.step, setting.epoch),
+            self._store.path(job.step, self._stamp.epoch),
             self._store.files,
             group=self._ranks.group,
             prepare=prepare,
@@ -289,7 +285,7 @@ class Saver(Closing):
     def _manifest(
         self, step: int, save: str, by_rank: Sequence[Sequence[Item]], metadata: bytes
     ) -> Manifest:
-        setting, members = self._setting, self._members
+        stamp, members = self._stamp, self._members
         held = tuple(
             Member(
                 number,
@@ -300,14 +296,14 @@ class Saver(Closing):
             for number, (host, ranks) in enumerate(zip(members.hosts, members.ranks, strict=True))
         )
         return Manifest(
-            run=setting.run,
-            epoch=setting.epoch,
+            run=stamp.run,
+            epoch=stamp.epoch,
             step=step,
             save=save,
-            layout=setting.layout,
+            layout=stamp.layout,
             world=self._ranks.size,
-            scheme=setting.scheme,
-            sets=setting.sets,
+            scheme=stamp.scheme,
+            sets=stamp.sets,
             members=held,
             metadata=_item(METADATA, metadata),
             me=members.me,
@@ -316,7 +312,7 @@ class Saver(Closing):
 
     def _encoding(self, manifest: Manifest) -> Future[Protection] | None:
         """What the agent is asked to keep; a problem that it tells becomes an exception."""
-        asked = self._setting.protect(manifest)
+        asked = self._node.protect(manifest)
         if asked is None:
             return None
         made: Future[Protection] = Future()
@@ -338,7 +334,7 @@ class Saver(Closing):
         manifest = generation.manifest
         assert manifest is not None
         try:
-            self._setting.revive(self._ranks)
+            self._node.revive(self._ranks)
             made = self._ranks.agree_later(
                 f"encoding step {manifest.step}", lambda: self._encoding(manifest)
             )
@@ -355,7 +351,7 @@ class Saver(Closing):
             self._ranks.agree(f"noting the protection of step {manifest.step}", settle)
         except CheckpointError as problem:
             return f"step {manifest.step} is saved, but not noted as protected: {problem}"
-        self._setting.settled(manifest)
+        self._keeper.protected(manifest)
         return ""
 
 

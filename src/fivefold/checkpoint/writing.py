@@ -8,23 +8,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from fivefold.checkpoint.flushing import Flusher
-from fivefold.checkpoint.lease import Lease
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.note import Note, SavingCosts, write_note
-from fivefold.checkpoint.opening import Opened, record
+from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
 from fivefold.checkpoint.run import Run
-from fivefold.checkpoint.saving import Saved, Saver, Setting
+from fivefold.checkpoint.saving import Saved, Saver, Stamp
 from fivefold.checkpoint.settings import Settings
 from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import Captured
-from fivefold.checkpoint.store import Generation, PersistentStore, Store, check
+from fivefold.checkpoint.store import Generation, Store, check
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
-from fivefold.plan import Layout
 
 __all__ = ["Channels", "Writing", "retain"]
 
@@ -44,16 +42,11 @@ class Writing(Closing):
     Args:
         channels: to the other ranks.
         node: of this rank; its agent is started.
-        persistent: the directory that all nodes see.
-        opened: the run that it holds.
-        lease: what `claim` gave.
+        opened: the run, in the directory that all nodes see; it is claimed.
         settings: what was decided.
         staging: where states are copied.
-        layout: of the mesh.
-        scheme: what nodes keep for each other, and in which sets.
-        resumed: (step, epoch) of the save that the run went on from.
+        stamp: what manifests say.
         rhythm: is told what copies cost.
-        shared: whether agents run on the cores of training.
 
     Raises:
         CheckpointError: the agents do not start.
@@ -63,21 +56,15 @@ class Writing(Closing):
         self,
         channels: Channels,
         node: RankNode,
-        persistent: PersistentStore,
         *,
         opened: Opened,
-        lease: Lease | None,
         settings: Settings,
         staging: Staging,
-        layout: Layout,
-        scheme: tuple[str, tuple[tuple[int, ...], ...]],
-        resumed: tuple[int, int] | None,
+        stamp: Stamp,
         rhythm: Rhythm,
-        shared: bool,
     ) -> None:
-        self._channels, self._node, self._persistent = channels, node, persistent
-        self._opened, self._settings, self._resumed = opened, settings, resumed
-        self._rhythm, self._shared = rhythm, shared
+        self._channels, self._node, self._persistent = channels, node, opened.store
+        self._opened, self._settings, self._rhythm = opened, settings, rhythm
         self._lock = threading.Lock()
         self._flushes: list[Future[str]] = []
         self._failed: list[str] = []
@@ -86,7 +73,6 @@ class Writing(Closing):
         """saves that were protected"""
         self._settled: Manifest | None = None
         self._flushed_last: Manifest | None = None
-        self._lease = lease
         node.start(channels.training, settings.local)
         self._flusher = Flusher(
             channels.flushes,
@@ -94,23 +80,10 @@ class Writing(Closing):
             settings.directory,
             bytes_per_s=settings.plan.flush_bytes_per_s or None,
             patience_s=settings.timeout_s,
-            allowed=self._still_ours,
+            allowed=opened.check,
             flushed=self._flushed,
         )
-        setting = Setting(
-            run=opened.run.run,
-            epoch=opened.epoch,
-            layout={axis: int(getattr(layout, axis)) for axis in vars(layout)},
-            scheme=scheme[0],
-            sets=scheme[1],
-            begin=self._record,
-            revive=lambda ranks: node.revive(ranks, settings.local),
-            protect=node.protect,
-            settled=self._protected,
-            used_cpu_s=node.used_cpu_s,
-            ended=self._note,
-        )
-        self._saver = Saver(channels.saves, node.members, node.store, staging, setting)
+        self._saver = Saver(channels.saves, node, staging, stamp, self)
 
     def start(self, step: int, captured: Captured | Exception) -> Future[Saved]:
         """Begin a save; see `Saver.start`."""
@@ -147,29 +120,23 @@ class Writing(Closing):
 
     def abandon(self) -> None:
         """Let go of the directory, and wait for nobody."""
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
+        self._opened.close()
 
     # ---- called in the thread of saves
 
-    def _record(self) -> None:
-        self._still_ours()
-        record(self._persistent, self._opened, self._resumed, self._settings.local)
+    def first(self) -> None:
+        """Enter this start into the record of the run."""
+        self._opened.record(self._settings.local)
 
-    def _still_ours(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
-
-    def _protected(self, manifest: Manifest) -> None:
-        """On every rank: flush what is due, and drop what is not needed any more."""
+    def protected(self, manifest: Manifest) -> None:
+        """Flush what is due, and drop what is not needed any more."""
         self._settled = manifest
         self._count += 1
         every = self._settings.plan.flush_every
         if every and self._count % every == 0:
             self._flush(manifest)
         if self._node.members.leads:
-            run = self._opened.started(self._resumed)
+            run = self._opened.started
             self._node.store.keep(self._settings.plan.keep, run=run, busy=self._flusher.busy)
 
     def _flush(self, manifest: Manifest) -> None:
@@ -178,8 +145,8 @@ class Writing(Closing):
         with self._lock:
             self._flushes.append(flush)
 
-    def _note(self, manifest: Manifest) -> None:
-        """On the first rank: tell in the persistent directory what was saved, and at what costs."""
+    def saved(self, manifest: Manifest) -> None:
+        """On the first rank, tell in the persistent directory what was saved, and at what costs."""
         if self._channels.saves.rank != 0:
             return
         rhythm, plan = self._rhythm, self._settings.plan
@@ -193,7 +160,7 @@ class Writing(Closing):
         hosts = tuple(member.host for member in manifest.members)
         note = Note(manifest.run, manifest.epoch, manifest.step, hosts, manifest.scheme, costs)
         try:
-            self._still_ours()
+            self._opened.check()
             write_note(self._persistent.place, note)
         except (CheckpointError, OSError) as problem:
             where = self._persistent.place.where()
@@ -204,11 +171,11 @@ class Writing(Closing):
     # ---- called in the thread of flushes, on the first rank
 
     def _flushed(self, manifest: Manifest, cpu_s: float) -> None:
-        self._rhythm.flushed(cpu_s if self._shared else 0.0)
-        run = self._opened.started(self._resumed)
+        self._rhythm.flushed(cpu_s)
+        run = self._opened.started
         count = self._settings.plan.keep_flushed
         try:
-            retain(self._persistent, manifest, count, run, self._still_ours)
+            retain(self._persistent, manifest, count, run, self._opened.check)
         except (CheckpointError, OSError) as problem:
             where = self._persistent.place.where()
             self._tell(f"old copies in {where} were not removed: {described(problem)}")

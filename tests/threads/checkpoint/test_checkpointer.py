@@ -179,7 +179,7 @@ def test_what_saves_and_copies_cost_is_measured_and_noted(tmp_path: Path) -> Non
         node, weight = "ab"[mesh.rank], torch.ones(2 << 20)
         given: dict[str, Any] = {"local": tmp_path / node, "node": node, "flush_every": 1}
         with Checkpointer(tmp_path / "far", mesh, **given, every=1, weight=weight) as ckpt:
-            ckpt._shared = True
+            ckpt._rhythm._agents_share = True
             for step in range(1, 4):
                 ckpt.maybe_save(step)
                 ckpt.wait()

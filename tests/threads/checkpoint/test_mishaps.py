@@ -287,7 +287,7 @@ def record_only(mesh: Mesh, folder: Path, **how: Any) -> None:
         ckpt.load()
         writing = ckpt._prepare()
         if mesh.rank == 0:
-            writing._record()
+            writing.first()
 
 
 def test_a_directory_that_takes_no_note_costs_a_warning(

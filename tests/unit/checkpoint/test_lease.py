@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint.lease import LEASE, Lease, this_process
-from fivefold.checkpoint.opening import Opened, claim
+from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.run import Run
@@ -188,20 +188,16 @@ def test_a_job_that_was_requeued_does_not_wait(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     store = PersistentStore(tmp_path)
-    opened = Opened(Run("r", ()))
     for start in (0, 1):
         left(store.place, host="elsewhere", job="17", start=start)
-        lease = claim(Ranks(None), store, opened)
-        assert lease is not None
-        lease.close()
+        with Opened(store, Run("r", ())) as opened:
+            opened.claim(Ranks(None))
     left(store.place, host="elsewhere", job="17", start=2, beats=1)
     monkeypatch.setenv("FIVEFOLD_LEASE_S", "0.5")
     began = time.monotonic()
-    lease = claim(
-        Ranks(None), store, opened
-    )  # another step of the same allocation: it is waited for
-    assert lease is not None and time.monotonic() - began > 0.3
-    lease.close()
+    with Opened(store, Run("r", ())) as opened:
+        opened.claim(Ranks(None))  # another step of the same allocation: it is waited for
+        assert time.monotonic() - began > 0.3
 
 
 def test_a_directory_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
