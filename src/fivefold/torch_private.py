@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT",
     "FUNCTION",
+    "KEPT_APPLY_SEEN",
     "LOCAL_SCALAR",
     "SCRIPTED",
     "TRIED",
@@ -207,6 +208,7 @@ FUNCTION: Any = (
 )
 """whose `apply` all autograd functions call. Until torch 2.14 a base class, by way of which a call is seen
 also where `apply` was kept as a function; later that is written in C, and what was kept is not seen"""
+KEPT_APPLY_SEEN = FUNCTION is not torch.autograd.Function
 
 
 _OF_TORCH = {"aten", "prim", "prims", "quantized", "torchvision"}
@@ -221,14 +223,14 @@ def has_own_backward(function: Any, name: str) -> bool:
 
 def apply_of(cls: Any) -> Any:
     """The `apply` of an autograd function, as it is when nobody watches."""
-    if FUNCTION is torch.autograd.Function:
+    if not KEPT_APPLY_SEEN:
         return _APPLY.__get__(None, cls)
     return super(FUNCTION, cls).apply
 
 
 def restore_apply() -> None:
     """Undo what has been set as `FUNCTION.apply`."""
-    if FUNCTION is torch.autograd.Function:
+    if not KEPT_APPLY_SEEN:
         FUNCTION.apply = _APPLY
     else:
         del FUNCTION.apply

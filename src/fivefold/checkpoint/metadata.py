@@ -41,7 +41,7 @@ _KNOWN = {
 _FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _MOST_DIMS = 64
 _DTYPES = re.compile(
-    r"bool|u?int[1-8]|u?int(16|32|64)|b?float16|float(32|64)|complex(32|64|128)|q(u?int8|int32|uint4x2|uint2x4)"
+    r"bool|u?int[1-8]|u?int(16|32|64)|b?float16|float(32|64)|b?complex32|complex(64|128)|q(u?int8|int32|uint4x2|uint2x4)"
     r"|float8_e4m3fn(uz)?|float8_e5m2(fnuz)?|float8_e8m0fnu|float4_e2m1fn_x2|bits(8|16|1x8|2x4|4x2)",
     re.ASCII,
 )

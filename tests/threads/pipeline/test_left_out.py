@@ -13,6 +13,7 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
 from fivefold.plan import Layout, Plan
+from fivefold.torch_private import KEPT_APPLY_SEEN
 from joined import CHECKED, USER, expect_close
 from ranks import run_ranks
 
@@ -119,6 +120,10 @@ def test_gradients_that_end_within_the_net(
 
     plan = Plan(layout=Layout(pipe=ranks))
     plan = plan.replace({f"pipeline.{key}": value for key, value in pipeline.items()}, USER)
+    if ends == _Stopping.apply and not KEPT_APPLY_SEEN:
+        with pytest.raises(UsageError, match=r"kept as f = F\.apply.*, or F\.apply\(x\)"):
+            run_ranks(plan.layout, check, plan=plan)
+        return
     run_ranks(plan.layout, check, plan=plan)
 
 

@@ -26,7 +26,7 @@ from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value, fill
 from fivefold.parallel.graph.tape import Autocast, Node
 from fivefold.parallel.graph.writes import Writes, user_line
 from fivefold.parallel.intercept import draws_mask
-from fivefold.torch_private import pytree
+from fivefold.torch_private import KEPT_APPLY_SEEN, pytree
 
 __all__ = ["Writer", "tensors_of"]
 
@@ -340,9 +340,11 @@ class Writer(TorchFunctionMode):
         finally:
             self._silent = silent
         if found:
+            kept = ", or with this torch an autograd function kept as f = F.apply"
             self.refuse(
-                "uses a tensor whose gradient is computed where calls cannot be seen, as a scripted function "
-                "(torch.jit) does: call the plain function"
+                "uses a tensor whose gradient is computed where calls cannot be seen, by a scripted function "
+                f"(torch.jit){'' if KEPT_APPLY_SEEN else kept}: call the plain function"
+                f"{'' if KEPT_APPLY_SEEN else ', or F.apply(x)'}"
             )
 
     def _make_again(self, tensor: Tensor) -> None:
