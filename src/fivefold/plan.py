@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from fivefold.errors import PlanError, UsageError, suggest
+from fivefold.errors import PlanError, suggest
 from fivefold.sections import (
     AXES,
     TILE_AXES,
@@ -44,6 +43,7 @@ from fivefold.sections import (
     Trace,
     Train,
 )
+from fivefold.writing import write_whole
 
 __all__ = [
     "AXES",
@@ -189,20 +189,7 @@ class Plan:
 
         Raises `UsageError` if it cannot be written.
         """
-        whole = Path(path).resolve()
-        special = whole.exists() and not whole.is_file()  # /dev/stdout
-        part = whole if special else whole.with_name(f".{whole.name}.{os.getpid()}")
-        try:
-            part.write_text(self.to_toml(), encoding="utf-8")
-            if part != whole:
-                part.replace(whole)
-        except OSError as problem:
-            if part != whole:
-                part.unlink(missing_ok=True)
-            raise UsageError(
-                f"cannot write the plan {path}: {problem.strerror}; free space there, make the folder "
-                "writable, or name another file"
-            ) from None
+        write_whole(path, self.to_toml(), "the plan")
 
 
 def parse_setting(text: str) -> tuple[str, object]:

@@ -231,6 +231,25 @@ def test_a_failed_run_names_the_log_and_has_the_exit_code_of_the_rank(folder: Pa
     assert re.search(r"logs of all ranks: fivefold-logs/.*/rank-\*\.log", done.stderr)
 
 
+def test_the_rank_that_failed_is_named_though_others_end_before_it(folder: Path) -> None:
+    (folder / "leaves.py").write_text("""
+import atexit, time, torch
+import fivefold as ff
+
+with ff.start() as mesh:
+    model = ff.parallelize(torch.nn.Linear(2, 1), mesh, loss=torch.nn.MSELoss())
+    x, y = model.shard(torch.ones(3, 2), torch.ones(3, 1))
+    if mesh.rank == 1:
+        atexit.register(time.sleep, 1)
+        raise RuntimeError("the sensor is gone")
+    model.step(x, y)
+""")
+    done = fivefold("run", "-n", 3, "leaves.py", cwd=folder)
+    assert done.returncode == 1
+    assert "error: rank 1 of 3 exited with code 1; the other ranks were stopped" in done.stderr
+    assert "RuntimeError: the sensor is gone" in done.stderr.partition("error: rank 1")[2]
+
+
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_output_that_a_full_disk_does_not_keep_is_not_called_nothing(folder: Path) -> None:
     (folder / "fail.py").write_text("import sys; sys.exit('the reason')")
@@ -242,6 +261,17 @@ def test_output_that_a_full_disk_does_not_keep_is_not_called_nothing(folder: Pat
         "    (what it wrote is not kept: No space left on device; free space there" in done.stderr
     )
     assert "it wrote nothing" not in done.stderr
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_a_placement_that_a_full_disk_does_not_take_is_named(folder: Path) -> None:
+    (folder / "fine.py").write_text("print('fine')")
+    (full := folder / "full").mkdir()
+    command = [sys.executable, "-m", "fivefold", "run", "--explain", "fine.py"]
+    done = on_full_disk(full, command, CLEAN, folder / "fine.py")
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr
+    assert "rank 0 cannot tell where it runs: cannot write where this rank runs to " in done.stderr
+    assert "placement/rank-0.json: No space left on device; free space there" in done.stderr
 
 
 def test_a_run_that_saved_because_a_signal_asked_has_not_failed(folder: Path) -> None:

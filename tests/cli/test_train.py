@@ -22,6 +22,7 @@ from commands import CLEAN
 from fivefold import recipes
 from fivefold.plan import Plan
 from fivefold.recipes import models
+from full_disk import on_full_disk, refusal
 
 BIN = Path(sys.executable).parent
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
@@ -166,3 +167,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(pictures, tmp_path, words, mes
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stdout == ""
     assert list(work.iterdir()) == [], "nothing half-written"
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
+    (full := tmp_path / "full").mkdir()
+    command = [sys.executable, "-m", "fivefold", "train", "digits", "-n", "1", "--out", "out"]
+    done = on_full_disk(full, command, ENVIRON)
+    assert done.returncode == 2, done.stderr
+    assert "cannot write the run's out/digits-001/plan.toml: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from fivefold.checkpoint.ranks import Ranks
-from fivefold.errors import CheckpointWarning
+from fivefold.errors import CheckpointWarning, warn
 
 __all__ = ["Notices"]
 
@@ -26,7 +24,7 @@ class Notices:
         """Tell it, on the first rank."""
         if self._ranks.rank == 0:
             try:
-                warnings.warn(problem, CheckpointWarning, stacklevel=4)
+                warn(problem, CheckpointWarning)
             except CheckpointWarning as error:
                 self._error = self._error or str(error)
 

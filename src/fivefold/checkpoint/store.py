@@ -6,7 +6,6 @@ Persistent level:   DIR/step-00000120-epoch-1/          a plain DCP directory an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from fivefold.checkpoint.manifest import (
 from fivefold.checkpoint.note import is_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.run import Run, check_run_id
-from fivefold.errors import CheckpointError, Damaged, Foreign, UsageError
+from fivefold.errors import CheckpointError, Damaged, Foreign, UsageError, warn
 
 __all__ = [
     "RUN_COPY",
@@ -298,7 +297,7 @@ class PersistentStore(Store):
                     remedy="restore the file, or use another directory for a new run",
                 ) from None  # fmt: skip
             return None
-        warnings.warn(f"{first}: its copy is used instead", stacklevel=2)
+        warn(f"{first}: its copy is used instead")
         return copy
 
     def _run(self, name: str) -> Run:

@@ -13,6 +13,7 @@ import tyro
 
 from fivefold.cli import parse_options
 from fivefold.errors import UsageError, suggest
+from fivefold.writing import write_whole
 
 if TYPE_CHECKING:
     from fivefold.bench import MeasureTask, Sweep
@@ -78,7 +79,7 @@ class Bench:
 
         show(sweep, Console())
         if self.json is not None:
-            self.json.write_text(json.dumps(sweep.record(), indent=1) + "\n", encoding="utf-8")
+            write_whole(self.json, json.dumps(sweep.record(), indent=1) + "\n", "the figures")
         if self.plot is not None:
             plot(sweep, self.plot)
         return 0 if all(m.right for found in sweep.results.values() for m in found) else 1

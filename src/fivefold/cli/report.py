@@ -79,7 +79,7 @@ class Report:
             warnings.simplefilter("ignore", RuntimeWarning)
             made = self._made([TracedRun.load(path) for path in self.runs])
         if self.json:
-            json.dump(made, sys.stdout, allow_nan=False, ensure_ascii=False)
+            json.dump(made, sys.stdout, allow_nan=False)  # ASCII: no terminal obeys it
             sys.stdout.write("\n")
         else:
             self._show(made)
@@ -112,8 +112,10 @@ class Report:
         traces, problems = exports.read(run)
         for problem in problems:
             sys.stderr.write(f"note: {printable(problem)}\n")
-        home = run if run.is_dir() else run.parent
-        print(exports.export(self.export, traces, Path(self.out or home / self.export)))
+        folder = (run if run.is_dir() else run.parent) / self.export
+        if not self.out and folder.is_symlink():
+            raise UsageError(f"{folder} is a link, maybe of somebody else: name a place with --out")
+        print(exports.export(self.export, traces, Path(self.out or folder)))
         return 0
 
     def _made(self, runs: list[TracedRun]) -> Any:
@@ -143,7 +145,7 @@ class Report:
     def _write(self, made: Mapping[str, Any]) -> None:
         """The page. A directory that cannot be written to is no error unless it was asked for."""
         from fivefold.introspect.page import html
-        from fivefold.introspect.writing import opened_anew
+        from fivefold.writing import opened_anew, reason_of
 
         name = "report.html" if made["kind"] == "run" else "compare.html"
         home = self.runs[-1] if self.runs[-1].is_dir() else self.runs[-1].parent
@@ -152,8 +154,7 @@ class Report:
             with opened_anew(path) as file:
                 file.write(html(made))
         except OSError as problem:
-            reason = problem.strerror or str(problem)
-            said = f"cannot write the page {path}: {reason}; choose another place with --html"
+            said = f"cannot write the page {path}: {reason_of(problem)}; choose another place with --html"
             if self.html:
                 raise UsageError(said) from None
             sys.stderr.write(f"note: {said}\n")

@@ -20,6 +20,7 @@ from fivefold.launch.environment import launched, locate
 from fivefold.launch.job import RankFailure
 from fivefold.launch.relaunch import launch_self
 from fivefold.plan import AXES, Plan, Provenance
+from fivefold.writing import write_whole
 
 if TYPE_CHECKING:
     from fivefold.mesh import Mesh
@@ -224,7 +225,7 @@ class Verify:
 
         show(report, Console())
         if self.json is not None:
-            self.json.write_text(json.dumps(report.figures(), indent=2) + "\n", encoding="utf-8")
+            write_whole(self.json, json.dumps(report.figures(), indent=2) + "\n", "the figures")
 
 
 def _alone() -> bool:

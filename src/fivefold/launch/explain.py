@@ -25,6 +25,7 @@ from fivefold.launch.placement import Placement, place, text_of_findings, text_o
 from fivefold.launch.rank_facts import RankFacts, gather, look, tell
 from fivefold.launch.situation import Situation
 from fivefold.launch.torch_facts import Probe, TorchFacts
+from fivefold.writing import write_whole
 
 __all__ = ["REPORT", "describe", "main", "save", "told_by_plan", "where_they_meet", "wrapped"]
 
@@ -146,10 +147,8 @@ def describe(report: Placement) -> str:
 
 
 def save(report: Placement, path: Path) -> None:
-    """Write the report; the file appears whole or not at all. Raises `OSError`."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    unfinished.rename(path)
+    """Write the report; the file appears whole or not at all. Raises `UsageError`."""
+    write_whole(path, json.dumps(asdict(report), indent=1) + "\n", "the report")
 
 
 if __name__ == "__main__":

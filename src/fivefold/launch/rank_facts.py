@@ -17,6 +17,7 @@ from fivefold.cluster.network import resolve
 from fivefold.cluster.node import Node
 from fivefold.cluster.processors import processors
 from fivefold.launch.environment import RankPlace
+from fivefold.writing import write_whole
 
 __all__ = ["RankFacts", "expected", "gather", "look", "tell"]
 
@@ -92,11 +93,10 @@ def threads_of(environ: Mapping[str, str]) -> int | None:
 
 
 def tell(folder: Path, facts: RankFacts) -> None:
-    """Write this rank's facts for rank 0 to read. Raises `OSError`."""
+    """Write this rank's facts for rank 0 to read. Raises `OSError`, `UsageError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"rank-{facts.rank}.tmp"
-    unfinished.write_text(json.dumps(asdict(facts)))
-    unfinished.rename(folder / f"rank-{facts.rank}.json")
+    path = folder / f"rank-{facts.rank}.json"
+    write_whole(path, json.dumps(asdict(facts)), "where this rank runs to")
 
 
 def gather(folder: Path, ranks: int, limit_s: float) -> tuple[RankFacts, ...]:

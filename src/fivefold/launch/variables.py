@@ -7,6 +7,7 @@ The variables of other launchers (Open MPI, Slurm, ...) are in the table of `fiv
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,8 +25,11 @@ class Variable:
     default: str = ""
     choices: tuple[str, ...] = ()
     """all that it may be; empty: anything"""
+    form: str = ""
+    """regular expression of all that it may be; empty: anything"""
 
 
+_ADDRESS = r"(unix:/[^,]+|[^,]+:\d{1,5})"
 READ = (
     Variable(
         "FIVEFOLD_CRASH_AT",
@@ -58,11 +62,13 @@ READ = (
         "FIVEFOLD_HELPERS",
         "addresses of the helpers that trainers connect to, such as `dpu01:21001,unix:/tmp/a.sock`; set by "
         "`fivefold run --helpers`",
+        form=rf"{_ADDRESS}(,{_ADDRESS})*",
     ),
     Variable(
         "FIVEFOLD_HELPER_KEY",
         "64 hexadecimal digits by which trainers and helpers of a job know each other; set by "
         "`fivefold run --helpers`",
+        form="[0-9A-Fa-f]{64}",
     ),
     Variable(
         "FIVEFOLD_LEASE_S",
@@ -137,6 +143,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
             read_seconds(name, float(known[name].default), environ)
         elif text and choices and text not in choices:
             raise UsageError(f"{name}={text} is not a choice{suggest(text, choices)}")
+        elif text and (form := known[name].form) and not re.fullmatch(form, text):
+            raise UsageError(f"{name} cannot be that: it is {known[name].meaning}")
 
 
 def read_seconds(name: str, default: float, environ: Mapping[str, str] = os.environ) -> float:

@@ -35,6 +35,8 @@ __all__ = ["Watch"]
 
 FAILURE_GRACE_S = 3.0
 SWEEP_GRACE_S = 1.0
+CAUSE_S = 2.0
+"""how long a rank that failed since another one had gone waits for that one to end"""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _CHUNK_BYTES = 65536
@@ -62,6 +64,8 @@ class Watch:
         self._codes: dict[int, int] = {}
         """by rank, of all that have ended"""
         self._first: tuple[int, int] | None = None
+        self._follower: tuple[int, int] | None = None
+        """the first that failed, where that was the failure of another one"""
         self._stopping = False
         self._stopped_by = 0
         self._deadline = float("inf")
@@ -164,6 +168,7 @@ class Watch:
             self._turn()
         self._sweep(SWEEP_GRACE_S)
         self._drain()
+        self._first = self._first or self._follower
         if self._first is not None:
             raise self._failure(*self._first)
         if self._stopped_by:
@@ -202,13 +207,27 @@ class Watch:
         self._codes.update(self._ended)
         failed = sorted((code > 0, rank, code) for rank, code in self._ended if code != 0)
         if failed and not self._stopping:
-            _, rank, code = failed[0]
-            self._first = rank, code
+            self._note(failed)
         usage = self._first is not None and _usage_error(self.job, *self._first) is not None
         for rank, _ in self._ended:
             self.display.close(rank, usage_error=usage)
         self._ended.clear()
         if self._first is not None and not self._stopping:
+            self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+
+    def _note(self, failed: list[tuple[bool, int, int]]) -> None:
+        """Who failed first; a rank that another one has left often ends before that one."""
+        causes = [(rank, code) for _, rank, code in failed if not _followed(self.job, rank)]
+        if causes:
+            self._first = causes[0]
+        elif self._follower is None:
+            _, *found = failed[0]
+            self._follower = (found[0], found[1])
+            self.later(CAUSE_S, self._take_follower)
+
+    def _take_follower(self) -> None:
+        self._first = self._first or self._follower
+        if not self._stopping:
             self._stop(signal.SIGTERM, FAILURE_GRACE_S)
 
     def _stop(self, signum: int, grace_s: float) -> None:
@@ -304,6 +323,11 @@ class Watch:
 
 def _wake(_signum: int, _frame: FrameType | None) -> None:
     """Python writes the signal's number to the wake-up socket only if it has a handler."""
+
+
+def _followed(job: Job, rank: int) -> bool:
+    """Whether a rank says that it failed in talking with the others."""
+    return any("CommError: " in line for line in tail(log_path(job.log_dir, rank)))
 
 
 def _usage_error(job: Job, rank: int, code: int) -> str | None:

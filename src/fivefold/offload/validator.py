@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from fivefold import comm
 from fivefold.closing import Closing
 from fivefold.data import Loader
-from fivefold.errors import OffloadWarning, UsageError
+from fivefold.errors import OffloadWarning, UsageError, warn
 from fivefold.mesh.duty import help_instead
 from fivefold.offload.evaluation import Evaluator, Score
 from fivefold.offload.results import Result, Stand, UnderWay
@@ -145,7 +144,7 @@ class Validator(Closing):
             return None
         problem = self._packing.problem
         if problem:
-            warnings.warn(f"helpers do not validate: {problem}", OffloadWarning, stacklevel=4)
+            warn(f"helpers do not validate: {problem}", OffloadWarning)
         if problem or not self._wanted():
             dispatcher.number("validator")  # both sides count
             return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.plan import AXES
+from fivefold.writing import opened_anew, reason_of, told_if_unwritten, write_whole
 
 __all__ = ["RunDirectory"]
 
@@ -56,26 +57,27 @@ class RunDirectory:
         return sorted(path.name for path in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file."""
+        """Write a text file. Like `log` and `save_weights`, raises `UsageError` if it cannot be written."""
         if self.writes:
-            _whole(self.path / name, lambda to: to.write_text(text, encoding="utf-8"))
+            write_whole(self.path / name, text, "the run's")
 
     def log(self, figures: Mapping[str, object]) -> None:
         """Append one line to metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
         if self.writes:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with told_if_unwritten(path, "the run's"), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(figures) + "\n")
 
     def save_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Write the state_dict of a plain net, on the CPU and in the usual order of dims."""
+        path = self.path / "weights.pt"
         if self.writes:
             state = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
-            _whole(self.path / "weights.pt", lambda to: _save_privately(state, to))
-
-
-def _save_privately(state: Mapping[str, Tensor], path: Path) -> None:
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
-        torch.save(state, file)
+            with (
+                told_if_unwritten(path, "the run's"),
+                opened_anew(path, binary=True, mode=0o600) as file,
+            ):
+                torch.save(state, file)
 
 
 def _attempt(parent: Path, name: str) -> str:
@@ -83,8 +85,7 @@ def _attempt(parent: Path, name: str) -> str:
     try:
         return f"made {_next_free(parent, name)}"
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        return f"failed cannot write runs to {parent}: {reason}; choose another place with --out"
+        return f"failed cannot write runs to {parent}: {reason_of(problem)}; choose another place with --out"
 
 
 def _next_free(parent: Path, name: str) -> Path:
@@ -100,13 +101,3 @@ def _next_free(parent: Path, name: str) -> Path:
             number += 1
         else:
             return path
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path` first, so that no reader ever finds half a file."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -49,6 +49,8 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         ("FIVEFOLD_LEASE_S", "-1", "FIVEFOLD_LEASE_S=-1: expected a positive number of seconds"),
         ("FIVEFOLD_ENGINE", "alon", "FIVEFOLD_ENGINE=alon is not a choice; did you mean 'alone'"),
         ("FIVEFOLD_ROLE", "spare", "FIVEFOLD_ROLE=spare is not a choice; valid: trainer, helper"),
+        ("FIVEFOLD_HELPERS", "dpu01", "FIVEFOLD_HELPERS cannot be that: it is addresses of the helpers"),
+        ("FIVEFOLD_HELPER_KEY", "zz", "FIVEFOLD_HELPER_KEY cannot be that: it is 64 hexadecimal digits"),
         ("FIVEFOLD_DEBUG", "yes", "FIVEFOLD_DEBUG=yes is not a choice; valid: 0, 1"),
     ],
 )  # fmt: skip
@@ -58,4 +60,5 @@ def test_a_launcher_refuses_what_cannot_be(name: str, value: str, said: str) -> 
 
 
 def test_what_fivefold_sets_itself_is_taken() -> None:
+    check_variables({"FIVEFOLD_HELPERS": "[::1]:21001,unix:/tmp/a.sock", "FIVEFOLD_HELPER_KEY": "0f" * 32})
     check_variables({"FIVEFOLD_LOG_DIR": "logs", "FIVEFOLD_ENGINE": "mpirun", "FIVEFOLD_DEBUG": ""})

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.introspect.exports.clock import begin_ns, offset_ns
-from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS
+from fivefold.writing import opened_anew
 
 __all__ = ["EVENTS", "write_perfetto"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import BINS, KINDS, PHASES, TAGS, ProcessState
+from fivefold.writing import opened_anew
 
 __all__ = ["METRICS", "Metric", "dashboard", "text", "write_prometheus"]
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from fivefold.errors import UsageError
 from fivefold.introspect.exports.clock import begin_ns, seconds
-from fivefold.introspect.writing import opened_anew
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS
+from fivefold.writing import opened_anew
 
 __all__ = ["TABLES", "Columns", "write_csv", "write_parquet"]
 
