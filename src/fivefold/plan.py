@@ -199,14 +199,22 @@ def parse_setting(text: str) -> tuple[str, object]:
     ('train.epochs', 3)
     >>> parse_setting("parallel.batch_norm=replica")
     ('parallel.batch_norm', 'replica')
+    >>> parse_setting("tiles.fuse=4")
+    ('tiles.fuse', '4')
     """
     key, equals, value = text.partition("=")
     if not equals:
         raise PlanError(f"{text!r} is not KEY=VALUE, such as train.epochs=3")
+    key = key.strip()
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+        found = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        return key, value.strip()
+    section, _, name = key.partition(".")
+    hints = get_type_hints(_sections()[section]) if section in _sections() else {}
+    # tiles.fuse=4 without the quotes that TOML wants
+    text_of_number = hints.get(name) is str and type(found) in (int, float)
+    return key, value.strip() if text_of_number else found
 
 
 def _sections() -> dict[str, type]:

@@ -22,20 +22,28 @@ def test_a_link_is_followed_where_a_person_named_it_and_replaced_else(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("/dev/full", "No space left on device"), ("no/file", "No such file or directory")]
+    ("name", "why"),
+    [("/dev/full", "No space left on device"), ("no/file", "No such file or directory")],
 )
 def test_what_cannot_be_written_is_told_with_its_name(
     name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"^cannot write the figures {name}: {why}; free space there, "):
+    with pytest.raises(
+        UsageError, match=f"^cannot write the figures {name}: {why}; free space there, "
+    ):
         write_whole(name, "{}", "the figures")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_interrupted_leaves_what_was_there(tmp_path: Path) -> None:
     (path := tmp_path / "file").write_text("before")
-    with pytest.raises(KeyError), opened_anew(path) as file:
+    with opened_anew(path) as file:
         file.write("half")
-        raise KeyError
+        file.flush()
+        assert path.read_text() == "before"
+    with pytest.raises(AttributeError), opened_anew(path) as file:
+        file.no_such_method()
+    assert path.read_text() == "half"
+    path.write_text("before")
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

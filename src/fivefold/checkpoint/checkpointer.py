@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from fivefold.checkpoint.compare import Agreed, Comparing, check_given, given
 from fivefold.checkpoint.loading import load
+from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.members import members_of, resolved_scheme
 from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.notices import Notices
@@ -184,6 +185,8 @@ class Checkpointer(Closing):
         """what the directory told when saves were looked for"""
         self._asked = self._closed = False
         self._under_way: Future[Saved] | None = None
+        self._unflushed: Manifest | None = None
+        """what was loaded, where it is on the nodes alone"""
         self._step = self._saved_step = -1
         self._stall_s = 0.0
         self.last: Saved | None = None
@@ -226,6 +229,7 @@ class Checkpointer(Closing):
         if found is None:
             return None
         self._opened.resumed = found.step, found.epoch
+        self._unflushed = found.unflushed
         self.resumed = str(found)
         self._step = found.step
         return found.step
@@ -399,6 +403,8 @@ class Checkpointer(Closing):
             stamp=Stamp(self._opened.run.run, self._opened.epoch, layout, scheme, sets),
             rhythm=self._rhythm,
         )
+        if self._unflushed is not None:
+            self._writing.adopt(self._unflushed)
         return self._writing
 
     def _claim(self) -> None:

@@ -133,6 +133,6 @@ def _checked(path: Path, item: Item, files: FileOps, rate: Rate) -> Iterator[mem
 
 def _failed(place: Place, name: str, problem: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{place.where(name)} was not written: {described(problem)}. The generation stays on the nodes, and "
-        "the next flush goes on where this one ended"
+        f"{place.where(name)} was not written: {described(problem)}. The generation stays on the nodes: "
+        "the next start of the run copies it, or `fivefold checkpoint flush`"
     )

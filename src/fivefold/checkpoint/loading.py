@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.checkpoint import dcp
 from fivefold.checkpoint.files import crash_at
 from fivefold.checkpoint.inventory import PERSISTENT
-from fivefold.checkpoint.manifest import generation_name
+from fivefold.checkpoint.manifest import Manifest, generation_name
 from fivefold.checkpoint.metadata import metadata_of
 from fivefold.checkpoint.node import RankNode
 from fivefold.checkpoint.note import last_save, noted, read_note
@@ -20,7 +20,7 @@ from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.recovery import Pieces, Recovery
 from fivefold.checkpoint.recovery_plan import Passed, RecoveryChoice, RecoveryPlan
 from fivefold.checkpoint.state import Request, State, saved_in
-from fivefold.checkpoint.store import PersistentStore
+from fivefold.checkpoint.store import PersistentStore, check
 from fivefold.errors import AllLost, CheckpointError, Unrecoverable, UsageError
 
 __all__ = ["Loaded", "load"]
@@ -36,6 +36,8 @@ class Loaded:
     """members whose files had to be made anew"""
     where: str
     """the save, as a path or URL, and on which nodes"""
+    unflushed: Manifest | None = None
+    """the save, where it is whole on its nodes and not in the persistent directory: a copy failed, say"""
 
     def __str__(self) -> str:
         nodes = f"{self.rebuilt} node{'s' if self.rebuilt > 1 else ''}"
@@ -110,7 +112,25 @@ def load(
             recovery.protect(choice.plan)
         except CheckpointError as problem:
             warn(f"{manifest.name} is loaded, and not protected: {problem}")
-        return Loaded(manifest.step, manifest.epoch, rebuilt, _where(loading, choice.plan))
+        where, unflushed = _where(loading, choice.plan), _unflushed(loading, choice.plan)
+        return Loaded(manifest.step, manifest.epoch, rebuilt, where, unflushed)
+
+
+def _unflushed(loading: _Loading, plan: RecoveryPlan) -> Manifest | None:
+    """The save, if the nodes that made it are here, have it, and nobody else does. Collective."""
+    manifest, ranks, store = plan.manifest, loading.ranks, loading.persistent
+
+    def look() -> dict[str, Any]:
+        found = store.find(manifest.name) if ranks.rank == 0 else None
+        there = found is not None and found.manifest is not None
+        return {
+            "there": there and not check(store.place, manifest.name, manifest.items(), deep=False)
+        }
+
+    if ranks.agree(f"looking for {manifest.name} in {store.place.where()}", look)[0]["there"]:
+        return None
+    hosts = tuple(member.host for member in manifest.members)
+    return manifest if plan.complete and hosts == tuple(loading.node.members.hosts) else None
 
 
 def _where(loading: _Loading, plan: RecoveryPlan) -> str:

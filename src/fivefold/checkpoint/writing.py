@@ -89,6 +89,10 @@ class Writing(Closing):
         """Begin a save; see `Saver.start`."""
         return self._saver.start(step, captured)
 
+    def adopt(self, manifest: Manifest) -> None:
+        """Before the first save: copy this one of an earlier start at the end, unless a later one is."""
+        self._settled = manifest
+
     def problems(self) -> Iterator[str]:
         """What went wrong with copies that have ended, and in the persistent directory; each is told once."""
         with self._lock:

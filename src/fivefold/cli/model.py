@@ -17,7 +17,7 @@ from fivefold.recipes import models
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FORMS", "check", "check_shape", "load", "load_loss", "parse_shape"]
+__all__ = ["FORMS", "check", "check_shape", "load", "load_loss", "parse_shape", "with_hint"]
 
 FORMS = (
     "a model is one of Fivefold's own by name, package.module:callable (a function without arguments, a "
@@ -59,6 +59,15 @@ def parse_shape(text: str) -> tuple[int, ...]:
             "first: 3x32x32, or 64 for a vector"
         )
     return tuple(int(part) for part in parts)
+
+
+def with_hint(problem: str, integers: int) -> str:
+    """What went wrong with a net, and what torch does not say of one that looks its inputs up."""
+    if not integers and "Long, Int" in problem:
+        return f"{problem}; --integers N gives it whole numbers below N, such as tokens"
+    if integers and "index out of range" in problem:
+        return f"{problem}; --integers {integers} draws numbers that the model does not know: fewer"
+    return problem
 
 
 def load(text: str, classes: int, channels: int) -> nn.Module:

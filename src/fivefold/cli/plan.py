@@ -37,7 +37,7 @@ class Plan:
 
     Looks at all ways to divide a model over data, stages and tiles, with all schedules, predicts the time of
     a training step and the memory of a rank, and explains its choice. Nothing is trained, and the devices
-    need not be here: describe them in a cluster file. The model takes one tensor of images or volumes.
+    need not be here: describe them in a cluster file. The model takes one tensor: images, volumes, tokens.
 
     Example: fivefold plan resnet50 --input 3x2048x2048 --batch 4 --devices 8 --memory 16GiB
     """
@@ -58,6 +58,8 @@ class Plan:
     """sgd (with momentum) or adam"""
     classes: Annotated[int, _option("N")] = 10
     """how many classes a model of Fivefold's own tells apart"""
+    integers: Annotated[int, _option("N")] = 0
+    """the model takes whole numbers below N, such as tokens, instead of images"""
     measure: bool = False
     """time the steps of candidates here, on one core, instead of estimating them"""
     out: Annotated[Path | None, _option("FILE", hint="")] = None
@@ -83,7 +85,10 @@ class Plan:
             self.model, sample, self.batch, self.devices or cluster.devices,
             memory or cluster.device.memory_bytes, cluster, self.optimizer, self.measure,
         )  # fmt: skip
-        found, question = self._found(question)
+        try:
+            found, question = self._found(question)
+        except UsageError as problem:
+            raise UsageError(models.with_hint(str(problem), self.integers)) from None
         if not found.best:
             raise nothing_fits(found, question)
         _show(found, question, Console())
@@ -97,6 +102,8 @@ class Plan:
         models.check(self.model)
         sample = models.parse_shape(self.shape)
         models.check_shape(self.model, sample)
+        if self.integers < 0:
+            raise UsageError(f"--integers {self.integers}: at least 0 is needed")
         counts = {"batch": self.batch, "classes": self.classes, "devices": self.devices}
         for name, value in counts.items():
             if value is not None and value < 1:
@@ -148,17 +155,20 @@ class Plan:
 
     @contextmanager
     def _subject(self, question: Question, progress: Callable[[str], None]) -> Generator[Subject]:
+        import torch
+
         from fivefold.tune import Subject, measuring
 
         net = models.load(self.model, self.classes, question.sample[0])
+        dtype = torch.int64 if self.integers else torch.float32
         if not self.measure:
-            yield Subject(net, question.sample, question.cluster)
+            yield Subject(net, question.sample, question.cluster, dtype=dtype)
             return
         with measuring(
             net, question.sample, question.devices, optimizer=self.optimizer,
-            progress=lambda what: progress(f"time {what}"),
+            progress=lambda what: progress(f"time {what}"), dtype=dtype,
         ) as measured:  # fmt: skip
-            yield Subject(net, question.sample, question.cluster, measured=measured)
+            yield Subject(net, question.sample, question.cluster, measured=measured, dtype=dtype)
 
 
 def _here(devices: int | None) -> Cluster:

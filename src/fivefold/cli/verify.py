@@ -179,7 +179,7 @@ class Verify:
             assert told.exists()
         finally:
             if told.exists() and self.json is not None:
-                shutil.copyfile(told, self.json)
+                write_whole(self.json, told.read_text(encoding="utf-8"), "the figures")
             passed = told.exists() and bool(json.loads(told.read_text())["passed"])
             if not keep:
                 shutil.rmtree(logs, ignore_errors=True)
@@ -189,7 +189,10 @@ class Verify:
         from fivefold import start
 
         with start(plan) as mesh:
-            report = self._report(mesh)
+            try:
+                report = self._report(mesh)
+            except UsageError as problem:
+                raise UsageError(models.with_hint(str(problem), self.integers)) from None
             if mesh.rank == 0:
                 self._tell(report)
             _wait_for_first(mesh)

@@ -137,7 +137,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
     known = {variable.name: variable for variable in (*READ, *GIVEN)}
     for name in sorted(name for name in environ if name.startswith("FIVEFOLD_")):
         if name not in known:
-            raise UsageError(f"unknown environment variable {name}{suggest(name, known)}")
+            offered = [v.name for v in READ if not v.meaning.startswith("for tests")]
+            raise UsageError(f"unknown environment variable {name}{suggest(name, offered)}")
         text, choices = environ[name], known[name].choices
         if name.endswith("_S"):
             read_seconds(name, float(known[name].default), environ)

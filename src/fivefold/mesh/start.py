@@ -21,7 +21,7 @@ from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import RankPlace, locate
 from fivefold.launch.meet import meeting
 from fivefold.launch.role import is_helper
-from fivefold.launch.variables import read_seconds
+from fivefold.launch.variables import check_variables, read_seconds
 from fivefold.mesh.groups import named_mesh
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
@@ -47,9 +47,11 @@ def start(
 
     Raises:
         PlanError: the layout does not fit the number of processes.
-        UsageError: the environment of the launcher contradicts itself, or srun was forgotten.
+        UsageError: the environment of the launcher contradicts itself, srun was forgotten, or a variable
+            FIVEFOLD_... does not exist or cannot be what it is.
         LaunchError: the processes did not meet.
     """
+    check_variables(os.environ)
     if is_helper():
         return _mesh_of_helper(plan or _told_plan())
     adopted = dist.is_initialized()

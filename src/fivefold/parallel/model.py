@@ -42,7 +42,7 @@ from fivefold.parallel.program.memory import Predicted, predicted
 from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
 from fivefold.parallel.program.table import table
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
-from fivefold.parallel.refuse import check_net, refuse_joint
+from fivefold.parallel.refuse import check_loss, check_net, check_scaler, refuse_joint
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.trained import check_given, check_trained
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
@@ -82,6 +82,7 @@ def parallelize(
             example for a layout with a `pipe` axis; or ranks were given different things.
     """
     check_net(net, mesh.layout.data)
+    check_loss(loss)
     check_shard(net, mesh)
     if mesh.size > 1:
         mesh.agreement.check(given(net, mesh, example, loss), "the arguments of parallelize")
@@ -193,6 +194,7 @@ class ParallelModel(Wrapped):
                 "step computes gradients, and here torch.no_grad() or inference_mode() forbids that: use "
                 "model.evaluate(x, y, score), or model(x)"
             )
+        check_scaler(scaler)
         if self._mesh.size > 1:
             check_given(inputs, targets)
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)

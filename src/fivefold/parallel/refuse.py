@@ -29,6 +29,26 @@ def check_net(net: nn.Module, replicas: int = 1) -> None:
             raise UsageError(f"{where} {reason}")
 
 
+def check_loss(loss: object) -> None:
+    """Raise `UsageError` for what cannot be called as loss(outputs, targets)."""
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise UsageError(f"loss={loss.__name__} is a class: make one, loss={loss.__name__}()")
+    if loss is not None and not callable(loss):
+        raise UsageError(
+            f"loss is called as loss(outputs, targets), which {loss!r:.60} cannot be: give a loss of "
+            "torch's, such as torch.nn.CrossEntropyLoss(), or a function"
+        )
+
+
+def check_scaler(scaler: object) -> None:
+    """Raise `UsageError` for a third argument of `step` that scales no gradients: another input, say."""
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise UsageError(
+            f"step takes inputs and targets; its third argument is a torch.amp.GradScaler, not a "
+            f"{type(scaler).__name__}: several inputs are a tuple, step((a, b), y), and so are targets"
+        )
+
+
 def held(name: str, parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, if this rank has it. Raises `UsageError` if a stage of another rank does."""
     if parameter.is_meta:

@@ -23,8 +23,8 @@ def main() -> None:
     """Say that it is ready, and compute until whoever began it is gone."""
     torch.set_num_threads(1)
     keep_memory()
-    net, shape = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that began this one
-    x = torch.rand(shape)
+    net, shape, dtype = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that began this one
+    x = torch.rand(shape).to(dtype)  # whole numbers are 0: a token that every net knows
     _train(net, x)
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -33,7 +33,12 @@ class Measured:
     """Times of a net on one core, each measured when it is first asked for. See `measuring`."""
 
     def __init__(
-        self, net: nn.Module, optimizer: str, fuse: str, progress: Callable[[str], None]
+        self,
+        net: nn.Module,
+        optimizer: str,
+        fuse: str,
+        progress: Callable[[str], None],
+        dtype: torch.dtype,
     ) -> None:
         self._net = net
         self.alone = 1.0
@@ -42,7 +47,7 @@ class Measured:
         """between two ranks, where more than one shall run"""
         self.action_s = 0.0
         """of a pipeline: what a forward or backward of a stage takes besides computing"""
-        self._optimizer, self._fuse, self._progress = optimizer, fuse, progress
+        self._optimizer, self._fuse, self._progress, self._dtype = optimizer, fuse, progress, dtype
         self._known: dict[tuple[Layout, tuple[int, ...]], Timed] = {}
         self._update_s: float | None = None
 
@@ -61,7 +66,7 @@ class Measured:
     ) -> Timed:
         """The same, whether it was measured or not."""
         plan = Plan(layout=layout, tiles=Tiles(fuse=self._fuse))
-        example = torch.empty(shape, device="meta")
+        example = torch.empty(shape, dtype=self._dtype, device="meta")
         with _one_thread():
             return timed(self._net, plan, rank, example, costs=costs, kept=True)
 
@@ -84,21 +89,22 @@ def measuring(
     fuse: str = "never",
     backend: str = "auto",
     progress: Callable[[str], None] = lambda _what: None,
+    dtype: torch.dtype = torch.float32,
 ) -> Generator[Measured]:
     """Within the block, a net can be measured as one of `ranks` on this machine, while others compute.
 
-    `sample` is the shape of one; `backend` is what ranks talk over, as in `comm.backend`. For a net whose
-    step takes seconds, every shape takes some of these.
+    `sample` and `dtype` are shape and dtype of one; `backend` is what ranks talk over, as in `comm.backend`.
+    For a net whose step takes seconds, every shape takes some of these.
     """
     keep_memory()  # as ranks do
-    found, shape = Measured(net, optimizer, fuse, progress), (1, *sample)
+    found, shape = Measured(net, optimizer, fuse, progress, dtype), (1, *sample)
     if ranks > 1:
         progress("messages")
         between = measured_between(backend)
         found.link, found.action_s = between.link, between.action_s
     others = min(ranks, granted_cores()) - 1
     quiet_s = _total(found.again(Layout(), 0, shape)) if others else 0.0
-    with others_busy(others, net, (2, *sample)):  # one pixel of one sample has no statistics
+    with others_busy(others, net, (2, *sample), dtype):  # one pixel of one sample has no statistics
         if others:
             found.alone = max(_total(found.steps(Layout(), 0, shape)) / quiet_s, 1.0)
         yield found
@@ -129,14 +135,16 @@ def _update_s(net: nn.Module, optimizer: str, repeats: int = 5) -> float:
 
 
 @contextmanager
-def others_busy(count: int, net: nn.Module, shape: tuple[int, ...]) -> Generator[None]:
+def others_busy(
+    count: int, net: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Generator[None]:
     """Within the block, as many other processes train copies of `net` with samples of this shape.
 
     Other nets would not do: how much ranks slow each other depends on what they compute. Raises `UsageError`
     for a net that cannot be copied to another process, and `FivefoldError` if a process does not begin.
     """
     words = [sys.executable, "-m", "fivefold.tune.load"]
-    told = _pickled(net, shape) if count else b""
+    told = _pickled(net, shape, dtype) if count else b""
     with contextlib.ExitStack() as stack:
         begun = [_begun(words, stack) for _ in range(count)]
         for process in begun:
@@ -154,9 +162,9 @@ def others_busy(count: int, net: nn.Module, shape: tuple[int, ...]) -> Generator
         yield
 
 
-def _pickled(net: nn.Module, shape: tuple[int, ...]) -> bytes:
+def _pickled(net: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     try:
-        return pickle.dumps((net, shape))
+        return pickle.dumps((net, shape, dtype))
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise UsageError(
             f"the net cannot be copied to another process ({problem}), which computes while it is measured: "

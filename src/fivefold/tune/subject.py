@@ -97,13 +97,18 @@ class Subject:
         cluster: Cluster,
         *,
         measured: Measured | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """With `measured`, what candidates compute is timed here, and so are the messages within a node."""
+        """With `measured`, what candidates compute is timed here, and so are the messages within a node.
+
+        `dtype` is that of samples: int64 for a net that takes numbers of tokens.
+        """
         if measured is not None:
             device = dataclasses.replace(cluster.device, alone=measured.alone)
             link = measured.link or cluster.within
             cluster = dataclasses.replace(cluster, device=device, within=link)
         self.net, self.sample, self.cluster, self.measured = net, sample, cluster, measured
+        self.dtype = dtype
         self._tapes: dict[tuple[int, ...], Tape] = {}
         self._programs: dict[_Shape, _Laid] = {}
         self._staged: dict[tuple[_Shape, int], Staged] = {}
@@ -131,7 +136,7 @@ class Subject:
         """
         shape = (rows, *(sample or self.sample))
         if shape not in self._tapes:
-            example = torch.empty(shape, device="meta")
+            example = torch.empty(shape, dtype=self.dtype, device="meta")
             with _told_briefly(shape):
                 self._tapes[shape] = record(self.net, call_with, example, [torch.Size(shape)])
         return self._tapes[shape]
@@ -156,7 +161,11 @@ class Subject:
         if stages == 1:
             cut, spans = Cut((), ()), (range(len(program.steps)),)
             tile = program.spreads[program.tape.inputs[0]].local_shape(here.grid, here.rank)
-            takes, bound, packed = (4.0 * math.prod(tile) / shape.rows,), (0.0,), (0.0,)
+            takes, bound, packed = (
+                (1.0 * self.dtype.itemsize * math.prod(tile) / shape.rows,),
+                (0.0,),
+                (0.0,),
+            )
         else:
             # Runs cut by estimates that grow with the batch, or by what they measure.
             tape = program.tape if laid.timed else self.tape(1)

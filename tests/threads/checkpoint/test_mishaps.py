@@ -21,7 +21,7 @@ from torch import nn
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.files import FileOps
-from fivefold.checkpoint.store import LocalStore
+from fivefold.checkpoint.store import LocalStore, PersistentStore, check
 from fivefold.errors import AllLost, CheckpointError, CheckpointWarning, UsageError
 from fivefold.mesh import Mesh
 from ranks import run_ranks
@@ -277,6 +277,38 @@ def test_a_run_that_began_again_and_made_no_save_has_nothing_to_lose(tmp_path: P
         assert run_ranks(2, run, tmp_path, range(1, 2)) == [(None, 1)] * 2
     assert "a later start of the run went on from before it" in warned[0]
     assert "it completed no save: it begins again" in warned[-1]
+
+
+@pytest.mark.parametrize("scheme", ["single", "partner"])
+def test_a_save_that_could_not_be_copied_is_copied_by_the_next_start(
+    tmp_path: Path, scheme: str
+) -> None:
+    far = tmp_path / "far"
+    taken = far / "step-00000002-epoch-1"
+
+    def run(mesh: Mesh, last: int) -> int | None:
+        node = "ab"[mesh.rank]
+        given: dict[str, Any] = {"local": tmp_path / node, "node": node, "scheme": scheme}
+        with Checkpointer(far, mesh, **given, weight=torch.ones(5) * mesh.rank) as ckpt:
+            begun = ckpt.load()
+            for step in range((begun or 0) + 1, last + 1):
+                ckpt.save(step)
+            ckpt._prepare()
+        return begun
+
+    far.mkdir()
+    taken.write_text("in the way")
+    with told() as warned:
+        assert run_ranks(2, run, 2) == [None, None]
+    assert any("was not flushed" in text and "fivefold checkpoint flush" in text for text in warned)
+    taken.unlink()
+    assert run_ranks(2, run, 2) == [2, 2]  # finished: it saves nothing
+    kept = [g for g in PersistentStore(str(far)).generations() if g.manifest is not None]
+    assert [(g.step, g.epoch) for g in kept] == [(2, 1)]
+    assert not check(kept[0].place, kept[0].name, kept[0].manifest.items(), deep=True)
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
+    assert run_ranks(2, run, 2) == [2, 2]
 
 
 def record_only(mesh: Mesh, folder: Path, **how: Any) -> None:

@@ -60,5 +60,7 @@ def test_a_launcher_refuses_what_cannot_be(name: str, value: str, said: str) -> 
 
 
 def test_what_fivefold_sets_itself_is_taken() -> None:
-    check_variables({"FIVEFOLD_HELPERS": "[::1]:21001,unix:/tmp/a.sock", "FIVEFOLD_HELPER_KEY": "0f" * 32})
+    check_variables(
+        {"FIVEFOLD_HELPERS": "[::1]:21001,unix:/tmp/a.sock", "FIVEFOLD_HELPER_KEY": "0f" * 32}
+    )
     check_variables({"FIVEFOLD_LOG_DIR": "logs", "FIVEFOLD_ENGINE": "mpirun", "FIVEFOLD_DEBUG": ""})

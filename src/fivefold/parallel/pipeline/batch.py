@@ -67,7 +67,8 @@ class Schedules:
         if count < 1:
             raise UsageError(
                 f"a batch of {total} samples on {self._mesh.layout.data} replicas is too small for schedule "
-                f"{self.usual.name!r}, which needs {self.usual.chains} micro-batches: use larger ones"
+                f"{self.usual.name!r}, which needs {self.usual.chains} micro-batches: use larger ones, and "
+                "drop_last=True in the loader where it is the last of an epoch"
             )
         if count not in self._found:
             self._found[count] = _schedule(self._mesh, count)
