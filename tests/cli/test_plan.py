@@ -69,6 +69,19 @@ def test_a_plan_for_this_machine_with_operations_timed(tmp_path: Path) -> None:
     assert "data=1" in done.stdout
 
 
+def test_a_plan_for_a_net_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "boxes.toml").write_text(CLUSTER)
+    (tmp_path / "tokens.py").write_text(
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 5))\n"
+    )
+    words = "tokens:build --input 6 --batch 4 --devices 2 --cluster boxes.toml"
+    done = plan(tmp_path, words)
+    assert done.returncode == 2 and "--integers N gives it whole numbers below N" in done.stderr
+    done = plan(tmp_path, f"{words} --integers 9")
+    assert (done.returncode, done.stderr) == (0, "") and "pipe=" in done.stdout
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     (tmp_path / "boxes.toml").write_text(CLUSTER)
     done = plan(

@@ -247,5 +247,7 @@ def test_integers_and_a_loss_of_ones_own(folder: Path) -> None:
     words = "tokens:build --input 6 --integers 9 --batch 5"
     done = verify(folder, f"{words} --loss tokens:Quartic --targets likewise")
     assert done.returncode == 0 and "exact: tokens:build under data=2" in done.stdout, done.stderr
+    done = verify(folder, "tokens:build --input 6 --batch 5")
+    assert done.returncode == 2 and "--integers N gives it whole numbers below N" in done.stderr
     done = verify(folder, f"{words} --loss tokens:number")
     assert done.returncode == 2 and "--loss tokens:number is of type int" in done.stderr

@@ -291,6 +291,16 @@ def test_mistakes_are_told_with_their_remedy() -> None:
             model.step((X, Y[:3]), Y)
         with pytest.raises(UsageError, match="no tensors"):
             model.step("text", Y)
+        with pytest.raises(
+            UsageError, match=r"third argument is a torch.amp.GradScaler, not a Tensor"
+        ):
+            model.step(X, Y, torch.ones(7))
+        with pytest.raises(
+            UsageError, match=r"loss=MSELoss is a class: make one, loss=MSELoss\(\)"
+        ):
+            ff.parallelize(copy.deepcopy(NET), mesh, loss=nn.MSELoss)
+        with pytest.raises(UsageError, match=r"loss\(outputs, targets\), which 'ce' cannot be"):
+            ff.parallelize(copy.deepcopy(NET), mesh, loss="ce")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ class Steps:
         if not traces:
             return None
         least = min(int(t.windows["first_step"].min()) for t in traces)
-        beyond = max(int((t.windows["first_step"] + t.windows["steps"]).max()) for t in traces)
+        # As 64 bits: the numbers of a damaged trace do not fit into the 32 that they are written with.
+        ends = (t.windows["first_step"].astype(np.int64) + t.windows["steps"] for t in traces)
+        beyond = max(int(each.max()) for each in ends)
         width = max(1, *(int(t.windows["steps"].max()) for t in traces))
         width *= max(1, math.ceil((beyond - least) / width / rows))
         return _Filling(traces, least, width, math.ceil((beyond - least) / width)).steps()

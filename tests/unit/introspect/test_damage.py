@@ -189,6 +189,20 @@ def test_a_loss_that_is_no_number_is_no_damage(run: Path) -> None:
         path.write_bytes(data)
 
 
+def test_numbers_of_steps_that_do_not_fit(run: Path) -> None:
+    path = min(run.rglob("*.trace"))
+    data, section = path.read_bytes(), TraceFile.open(path).sections["windows"]
+    fields = np.dtype([tuple(field) for field in section["fields"]])
+    spoilt = bytearray(data)
+    rows = np.frombuffer(spoilt, fields, section["items"], section["offset"])
+    rows["first_step"][0] = 2**32 - 1
+    path.write_bytes(spoilt)
+    try:
+        told(run)
+    finally:
+        path.write_bytes(data)
+
+
 def test_fields_of_no_known_kind(run: Path) -> None:
     path = min(run.rglob("*.trace"))
     data = path.read_bytes()
