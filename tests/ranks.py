@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 import fivefold.mesh as ff_mesh
 from fivefold.mesh import Mesh
@@ -105,26 +104,6 @@ class _GlooOnOneDevice(metaclass=_AsGloo):
 
 
 @contextmanager
-def _shapes_in_turn() -> Any:
-    """Torch 2.11 ends with the process where two threads find out shapes of DTensors at once."""
-    if not torch.__version__.startswith("2.11."):
-        yield
-        return
-    lock, name = threading.RLock(), "_propagate_tensor_meta_non_cached"
-    function = getattr(ShardingPropagator, name)
-
-    def locked(*args: Any) -> Any:
-        with lock:
-            return function(*args)
-
-    setattr(ShardingPropagator, name, locked)
-    try:
-        yield
-    finally:
-        setattr(ShardingPropagator, name, function)
-
-
-@contextmanager
 def _thread_worlds() -> Any:
     before, worlds, start = c10d._world, _WorldPerThread(), threading.Thread.start
     gloo, c10d.ProcessGroupGloo = c10d.ProcessGroupGloo, _GlooOnOneDevice  # type: ignore[misc]
@@ -137,8 +116,7 @@ def _thread_worlds() -> Any:
 
     threading.Thread.start = start_in_world  # type: ignore[method-assign]
     try:
-        with _shapes_in_turn():
-            yield
+        yield
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
