@@ -47,8 +47,8 @@ def start(
 
     Raises:
         PlanError: the layout does not fit the number of processes.
-        UsageError: the environment of the launcher contradicts itself, srun was forgotten, or a variable
-            FIVEFOLD_... does not exist or cannot be what it is.
+        UsageError: the environment of the launcher contradicts itself, srun was forgotten, or a variable of
+            ours, such as `FIVEFOLD_PLAN`, does not exist or cannot be what it is.
         LaunchError: the processes did not meet.
     """
     check_variables(os.environ)
