@@ -172,8 +172,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(pictures, tmp_path, words, mes
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
     (full := tmp_path / "full").mkdir()
-    command = [sys.executable, "-m", "fivefold", "train", "digits", "-n", "1", "--out", "out"]
-    done = on_full_disk(full, command, ENVIRON)
+    train = f"cd .. && {sys.executable} -m fivefold train digits -n 1 --out full/out"
+    done = on_full_disk(full, ["sh", "-c", train], ENVIRON)
     assert done.returncode == 2, done.stderr
-    assert "cannot write the run's out/digits-001/plan.toml: No space left on device" in done.stderr
+    assert (
+        "cannot write the run's full/out/digits-001/plan.toml: No space left on device"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr

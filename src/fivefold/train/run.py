@@ -48,7 +48,8 @@ class RunDirectory:
             raise UsageError(text)
         run = cls(Path(text), writes=mesh.rank == 0)
         if run.writes and (logs := os.environ.get("FIVEFOLD_LOG_DIR")):
-            Path(logs, "run").symlink_to(run.path.resolve())  # tells the launcher where we are
+            with told_if_unwritten(Path(logs, "run"), "the link to the run"):
+                Path(logs, "run").symlink_to(run.path.resolve())  # tells the launcher where we are
         return run
 
     @property
