@@ -19,6 +19,7 @@ the surplus is the cause:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ from fivefold.trace.phases import Phase
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import PHASES
 
-__all__ = ["Cause", "Straggler", "cause_of", "stragglers"]
+__all__ = ["Cause", "Straggler", "cause_of", "stragglers", "usual_place"]
 
 _LEAST_SHARE, _LEAST_S = 0.05, 2e-4
 """of a step, and seconds, that a rank has to be late on average"""
@@ -341,6 +342,18 @@ def place_of(run: TracedRun, rank: int, phase: str) -> CodePlace | None:
         if share - usual > max(surplus, by_chance):
             best, surplus = CodePlace(text, share), share - usual
     return best
+
+
+def usual_place(run: TracedRun, phase: str) -> CodePlace | None:
+    """Where the ranks were seen in more than half of all sightings in `phase`; None: nowhere."""
+    seen: Counter[str] = Counter()
+    for trace in run.ranks:
+        seen.update(dict(trace.stacks.get(phase) or []))
+    total = seen.total()
+    for text, count in seen.most_common(1):
+        if total >= _LEAST and count > total / 2:
+            return CodePlace(text, count / total)
+    return None
 
 
 def _sightings(run: TracedRun, rank: int, phase: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from fivefold.introspect.analysis import Analysis
-from fivefold.introspect.causes import Straggler, stragglers
+from fivefold.introspect.causes import Straggler, stragglers, usual_place
 from fivefold.introspect.facts import first_told
 from fivefold.introspect.findings import Finding, evidence
 from fivefold.introspect.numbers import bytes_text, seconds_text, share_text
@@ -154,8 +154,10 @@ def starved(analysis: Analysis) -> Iterator[Finding]:
     who = "all ranks wait" if len(mean) > 1 else "training waits"
     ready = steps.mean(steps.levels["ready"])
     told = f", {np.nanmean(ready):.1f} batches ready on average" if np.isfinite(ready).any() else ""
+    place = usual_place(analysis.run, Phase.LOAD.value)
+    there = "" if place is None else f", most of it at {place.text}"
     yield Finding(
-        "loader", f"{who} for data {share_text(share)} of the step{told}",
+        "loader", f"{who} for data {share_text(share)} of the step{there}{told}",
         f"more workers for the loader (loader.workers{_now(analysis, 'loader.workers')}), lighter "
         f"transforms, or data "
         "nearer to the node",
@@ -165,8 +167,10 @@ def starved(analysis: Analysis) -> Iterator[Finding]:
                                  f"median "
                      "ranks even longer", phase="load"),
             evidence("series", "batches that were ready when asked for" + told),
+            *([evidence("stacks", f"seen at {place.text}", phase="load")] if place else []),
         ),
-        {"load_s": usual, "ready": float(np.nanmean(ready)) if told else None},
+        {"load_s": usual, "ready": float(np.nanmean(ready)) if told else None,
+         "place": place.text if place else None},
     )  # fmt: skip
 
 

@@ -229,6 +229,14 @@ def test_all_loaders_are_empty(tmp_path: Path) -> None:
     assert "All ranks wait for data 18 % of the step" in text
 
 
+def test_where_all_loaders_are_is_told(tmp_path: Path) -> None:
+    places = {"load": [("data.py:7 __getitem__ (time.sleep)", 90), ("data.py:9 __getitem__", 10)]}
+    story = Story(stacks=dict.fromkeys(range(8), places)).slow_loader(slice(None))
+    text, found = judged(story, tmp_path)
+    assert "of the step, most of it at data.py:7 __getitem__ (time.sleep)" in text
+    assert any("seen at data.py:7" in one.text for one in found["loader"].evidence)
+
+
 def short_waits_for_data(story: Story) -> None:
     story.slow_loader(slice(None), MS)
 
