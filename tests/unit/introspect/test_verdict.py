@@ -234,7 +234,7 @@ def test_where_all_loaders_are_is_told(tmp_path: Path) -> None:
     story = Story(stacks=dict.fromkeys(range(8), places)).slow_loader(slice(None))
     text, found = judged(story, tmp_path)
     assert "of the step, most of it at data.py:7 __getitem__ (time.sleep)" in text
-    assert any("seen at data.py:7" in one.text for one in found["loader"].evidence)
+    assert any("seen at data.py:7" in str(one) for one in found["loader"].evidence)
 
 
 def short_waits_for_data(story: Story) -> None:
