@@ -59,7 +59,7 @@ class Stamp:
     sets: tuple[tuple[int, ...], ...]
 
 
-class Keeper(Protocol):
+class SaveObserver(Protocol):
     """What becomes of saves; called in the saver's thread."""
 
     def first(self) -> None:
@@ -116,11 +116,11 @@ class Saver(Closing):
     """Makes the saves of one rank. Its thread alone uses `ranks`."""
 
     def __init__(
-        self, ranks: Ranks, node: RankNode, staging: Staging, stamp: Stamp, keeper: Keeper
+        self, ranks: Ranks, node: RankNode, staging: Staging, stamp: Stamp, observer: SaveObserver
     ) -> None:
         self._ranks, self._node = ranks, node
         self._members, self._store = node.members, node.store
-        self._staging, self._stamp, self._keeper = staging, stamp, keeper
+        self._staging, self._stamp, self._observer = staging, stamp, observer
         self._planner = dcp.Planner()
         self._begun = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -179,7 +179,7 @@ class Saver(Closing):
         job.mark()
         problem = self._protected(generation)
         assert generation.manifest is not None
-        self._keeper.saved(generation.manifest)
+        self._observer.saved(generation.manifest)
         job.mark()
         told = self._told(job, problem, generation.manifest)
         return replace(told, agent_cpu_s=self._node.used_cpu_s())
@@ -203,7 +203,7 @@ class Saver(Closing):
             self._staging.copy()
             crash_at("staged")
             if self._ranks.rank == 0 and not self._begun:
-                self._keeper.first()
+                self._observer.first()
             params, buffers = fingerprint(captured.params()), fingerprint(captured.buffers())
             prints = captured.prints()
             return {"step": job.step, "prints": prints, "params": params, "buffers": buffers}
@@ -351,7 +351,7 @@ class Saver(Closing):
             self._ranks.agree(f"noting the protection of step {manifest.step}", settle)
         except CheckpointError as problem:
             return f"step {manifest.step} is saved, but not noted as protected: {problem}"
-        self._keeper.protected(manifest)
+        self._observer.protected(manifest)
         return ""
 
 
