@@ -106,7 +106,8 @@ def test_a_mistake_of_one_rank_that_the_other_waits_for(tmp_path: Path) -> None:
     )
     done = fivefold("run", "-n", 2, "train.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: parallelize needs an nn.Module, got str (train.py:4)\n"
+    # On busy cores the other one has told before that it was left.
+    assert done.stderr.endswith("error: parallelize needs an nn.Module, got str (train.py:4)\n")
 
 
 def test_a_plan_that_cannot_be_read(tmp_path: Path) -> None:
