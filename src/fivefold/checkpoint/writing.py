@@ -120,10 +120,6 @@ class Writing(Closing):
         if self._settled is not None and self._settled is not self._flushed_last:
             self._flush(self._settled)
         self._flusher.close()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Let go of the directory, and wait for nobody."""
         self._opened.close()
 
     # ---- called in the thread of saves
