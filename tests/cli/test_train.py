@@ -180,3 +180,16 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
         in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_weights_that_a_full_disk_does_not_take_are_named(tmp_path: Path) -> None:
+    (full := tmp_path / "full").mkdir()
+    script = (
+        "import torch; from pathlib import Path; from fivefold.train.run import RunDirectory\n"
+        "RunDirectory(Path('.'), writes=True).save_weights({'w': torch.zeros(1 << 16)})\n"
+    )
+    done = on_full_disk(full, [sys.executable, "-c", script], ENVIRON)
+    said = done.stderr.splitlines()[-1]
+    assert "UsageError: cannot write the run's weights.pt: No space left on device" in said
+    assert [line for line in done.stdout.splitlines() if "left: " in line] == ["left: filling"]

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -78,7 +79,35 @@ class RunDirectory:
                 told_if_unwritten(path, "the run's"),
                 opened_anew(path, binary=True, mode=0o600) as file,
             ):
-                torch.save(state, file)
+                _save(state, file)
+
+
+class _Kept:
+    """A file that keeps what went wrong, of which torch tells in words of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.problem: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as problem:
+            self.problem = problem
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(state: Mapping[str, Tensor], file: IO[bytes]) -> None:
+    kept = _Kept(file)
+    try:
+        torch.save(state, cast(Any, kept))
+    except RuntimeError:
+        if kept.problem is None:
+            raise
+        raise kept.problem from None
 
 
 def _attempt(parent: Path, name: str) -> str:
