@@ -51,9 +51,9 @@ def start(
             ours, such as `FIVEFOLD_PLAN`, does not exist or cannot be what it is.
         LaunchError: the processes did not meet.
     """
-    check_variables(os.environ)
     if is_helper():
         return _mesh_of_helper(plan or _told_plan())
+    check_variables(os.environ)
     adopted = dist.is_initialized()
     place = _adopted_place() if adopted else locate()
     plan = _timed(_fitted(plan or _told_plan(), place.world_size))
