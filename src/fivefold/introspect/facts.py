@@ -34,16 +34,17 @@ def facts(run: TracedRun, steps: Steps | None, known: Mapping[tuple[int, int], G
         for name in ("engine", "launcher", "backend", "device", "started")
     }
     threads = [t.meta["threads"] for t in run.ranks if isinstance(t.meta.get("threads"), int)]
-    layout = first_told(run, "layout")
+    layout, command = first_told(run, "layout"), first_told(run, "command")
     return {
         "path": str(run.path), "title": _title(run), "state": run.state, "size": run.size,
         "read": len(run.ranks), "nodes": len(set(hosts)), "hosts": list(dict.fromkeys(hosts)),
         "per_node": max(Counter(hosts).values()),
-        "command": [str(word) for word in first_told(run, "command") or []],
+        "command": [str(word) for word in command] if isinstance(command, list) else [],
         "engine": _text(text["engine"]), "launcher": _text(text["launcher"]),
         "backend": _text(text["backend"]), "device": _text(text["device"]),
         "threads": max(threads, default=None), "started": _text(text["started"]),
-        "layout": {str(k): int(v) for k, v in layout.items()} if isinstance(layout, dict) else {},
+        "layout": {str(k): v for k, v in layout.items() if isinstance(v, int)}
+        if isinstance(layout, dict) else {},
         "seconds": steps.seconds if steps else 0.0,
         "steps": int(steps.count.max(0).sum()) if steps else 0,
         "groups": _groups(known),

@@ -203,6 +203,18 @@ def test_numbers_of_steps_that_do_not_fit(run: Path) -> None:
         path.write_bytes(data)
 
 
+def test_a_command_and_a_layout_that_are_none(run: Path) -> None:
+    path = min(run.rglob("*.trace"))
+    data, file = path.read_bytes(), TraceFile.open(path)
+    meta = json.loads(file.text("meta"))
+    spoilt = json.dumps({**meta, "command": True, "layout": {"data": "x"}})
+    path.write_bytes(with_text(file, data, {"meta": spoilt}))
+    try:
+        assert told(run)
+    finally:
+        path.write_bytes(data)
+
+
 def test_fields_of_no_known_kind(run: Path) -> None:
     path = min(run.rglob("*.trace"))
     data = path.read_bytes()
