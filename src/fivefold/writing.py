@@ -7,11 +7,18 @@ import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fivefold.errors import UsageError
 
-__all__ = ["opened_anew", "reason_of", "told_if_unwritten", "write_whole"]
+__all__ = [
+    "TorchStream",
+    "for_torch",
+    "opened_anew",
+    "reason_of",
+    "told_if_unwritten",
+    "write_whole",
+]
 
 
 @contextmanager
@@ -60,6 +67,50 @@ def told_if_unwritten(path: str | Path, what: str) -> Generator[None]:
             f"cannot write {what} {path}: {reason_of(problem)}; free space there, make the folder writable, "
             "or name another place"
         ) from None
+
+
+class _Stream(Protocol):
+    def write(self, data: Any, /) -> int: ...
+
+    def tell(self) -> int: ...
+
+
+class TorchStream:
+    """What torch's writer writes to and may close, after every tensor and at the end; see `for_torch`."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self._stream, self.tell = stream, stream.tell
+        self.problem: OSError | None = None
+        """why nothing more can be written"""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Pass on."""
+        try:
+            return self._stream.write(data)
+        except OSError as problem:
+            self.problem = self.problem or problem
+            raise
+
+    def flush(self) -> None:
+        """Nothing: whoever opened the stream ends it."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def for_torch(stream: _Stream) -> Generator[TorchStream]:
+    """A stream for torch, whose writer, in C++, tells that something failed, and not what.
+
+    Raises the `OSError` of the stream in the place of what torch makes of it.
+    """
+    told = TorchStream(stream)
+    try:
+        yield told
+    except Exception as problem:
+        if told.problem is None or problem is told.problem:
+            raise
+        raise told.problem from problem
 
 
 def reason_of(problem: OSError) -> str:

@@ -36,12 +36,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fivefold.checkpoint.files import Bytes, FileOps, Stream
+from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.manifest import Item
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.values import from_bytes
 from fivefold.errors import CheckpointError
 from fivefold.torch_private import forget_plans, load_state_dict, save_state_dict
+from fivefold.writing import TorchStream, for_torch
 
 __all__ = ["ByteSource", "Planner", "load", "save"]
 
@@ -79,29 +80,6 @@ class Planner(DefaultSavePlanner):
         forget_plans(self)
 
 
-class _Open:
-    """A stream that DCP may close, after every tensor and at the end: whoever opened it commits it."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self.tell = stream, stream.tell
-        self.problem: OSError | None = None
-        """why nothing more can be written: torch's writer, in C++, tells that something failed, not what"""
-
-    def write(self, data: Bytes) -> int:
-        """Pass on."""
-        try:
-            return self._stream.write(data)
-        except OSError as problem:
-            self.problem = self.problem or problem
-            raise
-
-    def flush(self) -> None:
-        """Nothing yet: DCP asks after every tensor."""
-
-    def close(self) -> None:
-        """Nothing yet."""
-
-
 class _Committing(FileSystem):
     """DCP's view of a directory: files that are complete and durable, or not there."""
 
@@ -115,14 +93,10 @@ class _Committing(FileSystem):
         assert mode == "wb"
         place = Path(path)
         stream = self._files.create(place)
-        opened = _Open(stream)
         try:
-            yield opened
-            done = stream.commit()
-        except Exception as problem:
-            if opened.problem is None or problem is opened.problem:
-                raise
-            raise opened.problem from problem
+            with for_torch(stream) as opened:
+                yield opened
+                done = stream.commit()
         finally:
             stream.close()
         self.items.append(Item(place.name, done.length, done.digest))
@@ -131,7 +105,7 @@ class _Committing(FileSystem):
 class _Packed:
     """What `torch.save` writes of a small tensor, passed on as one piece: it writes dozens of them."""
 
-    def __init__(self, stream: _Open) -> None:
+    def __init__(self, stream: TorchStream) -> None:
         self._stream, self._pieces = stream, io.BytesIO()
         self.write = self._pieces.write
 
@@ -147,8 +121,8 @@ class _Packing:
     """In the place of DCP's transformations of streams, of which there are none."""
 
     def transform_save_stream(
-        self, item: WriteItem, stream: _Open
-    ) -> tuple[_Open | _Packed, list[str]]:
+        self, item: WriteItem, stream: TorchStream
+    ) -> tuple[TorchStream | _Packed, list[str]]:
         """Where to write a tensor or value, and the names of what it passes through."""
         told = item.tensor_data
         if told is None:  # a value: one piece already

@@ -350,10 +350,10 @@ def usual_place(run: TracedRun, phase: str) -> CodePlace | None:
     for trace in run.ranks:
         seen.update(dict(trace.stacks.get(phase) or []))
     total = seen.total()
-    for text, count in seen.most_common(1):
-        if total >= _LEAST and count > total / 2:
-            return CodePlace(text, count / total)
-    return None
+    if total < _LEAST:
+        return None
+    [(text, count)] = seen.most_common(1)
+    return CodePlace(text, count / total) if count > total / 2 else None
 
 
 def _sightings(run: TracedRun, rank: int, phase: str) -> int:

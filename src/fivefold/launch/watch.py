@@ -221,14 +221,12 @@ class Watch:
         if causes:
             self._first = causes[0]
         elif self._follower is None:
-            _, *found = failed[0]
-            self._follower = (found[0], found[1])
+            self._follower = failed[0][1:]
             self.later(CAUSE_S, self._take_follower)
 
     def _take_follower(self) -> None:
-        self._first = self._first or self._follower
-        if not self._stopping:
-            self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+        self._first = self._follower
+        self._stop(signal.SIGTERM, FAILURE_GRACE_S)
 
     def _stop(self, signum: int, grace_s: float) -> None:
         self._stopping = self.display.silent = True

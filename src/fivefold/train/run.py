@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.plan import AXES
-from fivefold.writing import opened_anew, reason_of, told_if_unwritten, write_whole
+from fivefold.writing import for_torch, opened_anew, reason_of, told_if_unwritten, write_whole
 
 __all__ = ["RunDirectory"]
 
@@ -78,36 +78,9 @@ class RunDirectory:
             with (
                 told_if_unwritten(path, "the run's"),
                 opened_anew(path, binary=True, mode=0o600) as file,
+                for_torch(file) as stream,
             ):
-                _save(state, file)
-
-
-class _Kept:
-    """A file that keeps what went wrong, of which torch tells in words of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.problem: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as problem:
-            self.problem = problem
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _save(state: Mapping[str, Tensor], file: IO[bytes]) -> None:
-    kept = _Kept(file)
-    try:
-        torch.save(state, cast(Any, kept))
-    except RuntimeError:
-        if kept.problem is None:
-            raise
-        raise kept.problem from None
+                torch.save(state, cast(Any, stream))
 
 
 def _attempt(parent: Path, name: str) -> str:
