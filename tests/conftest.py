@@ -11,6 +11,7 @@ import os
 # Before any test imports torch: ranks share the cores, and a pool of threads per rank would fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 import sys
 import tempfile
 import threading
@@ -22,6 +23,9 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+
+# In the background of a script Ctrl-C is ignored, and would be by all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For every Python that a test starts.
 _PATHS = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
