@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -172,16 +173,18 @@ def test_means_have_the_same_names_on_all_ranks_and_in_all_steps() -> None:
 # ---- progress
 
 
-def shown(mesh: Mesh, *, terminal: bool, stop: bool = False) -> str:
+def shown(
+    mesh: Mesh, *, terminal: bool, stop: bool = False, every: int = 1, epochs: int = 1
+) -> str:
     out = io.StringIO()
     console = Console(
         file=out, force_terminal=terminal, width=100, _environ={"TERM": "xterm-256color"}
     )
     model, data, _ = made(mesh)
     steps = ff.progress(data, mesh, console=console)
-    logger = ff.Logger(model, steps, every=1)
+    logger = ff.Logger(model, steps, every=every)
     try:
-        for step, (x, y) in enumerate(steps, start=1):
+        for step, (x, y) in enumerate(chain(*repeat(steps, epochs)), start=1):
             logger.step(step, model.step(x, y))
             if stop:
                 raise RuntimeError
@@ -196,6 +199,15 @@ def test_the_first_rank_shows_a_line_where_there_is_no_terminal() -> None:
     assert second == ""
     (line,) = first.splitlines()
     assert line.startswith("step 5/5  loss ") and line.endswith(" samples/s")
+
+
+def test_the_last_line_has_figures_that_come_after_the_loop() -> None:
+    """As a logger has them that is due later, or whose messages are under way on busy cores."""
+    first, _ = run_ranks(2, lambda mesh: shown(mesh, terminal=False, every=100))
+    (line,) = first.splitlines()
+    assert line.startswith("step 5/5  loss ") and line.endswith(" samples/s")
+    first, _ = run_ranks(2, lambda mesh: shown(mesh, terminal=False, every=100, epochs=2))
+    assert [line.split()[1] for line in first.splitlines()] == ["5/5", "5/5"], "one of each loop"
 
 
 def test_the_first_rank_shows_a_bar_on_a_terminal() -> None:

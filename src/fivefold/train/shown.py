@@ -20,6 +20,7 @@ from rich.progress import TaskID
 from fivefold.launch.environment import locate
 from fivefold.mesh import Mesh
 from fivefold.trace import StepFigures
+from fivefold.train.logger import LogWriter
 from fivefold.train.progress import BAR_S, LINE_S, bar_of, draws
 
 __all__ = ["Shown", "progress"]
@@ -45,8 +46,8 @@ def progress(
     return Shown(items, mesh, total, console)
 
 
-class Shown(Generic[_T]):
-    """What `progress` returns: iterable, and a writer of a `Logger`."""
+class Shown(LogWriter, Generic[_T]):
+    """What `progress` returns: iterable, and a writer of a `Logger`, which has its last figures after the loop."""
 
     def __init__(
         self, items: Iterable[_T], mesh: Mesh, total: int | None, console: Console | None
@@ -55,6 +56,13 @@ class Shown(Generic[_T]):
         self._shows = mesh.rank == 0 and mesh.role == "trainer"
         self._console = console
         self._figures = ""
+        self._logged = False
+        self._unsaid: _Bar | _Lines | None = None
+        """what ended without its last line, whose figures are still to come"""
+
+    def open(self) -> None:
+        """A logger has begun."""
+        self._logged = True
 
     def __call__(self, figures: StepFigures) -> None:
         """Show figures from now on."""
@@ -65,11 +73,23 @@ class Shown(Generic[_T]):
             parts.append(f"{figures.samples_per_s:,.0f} samples/s")
         self._figures = "  ".join(parts)
 
+    def close(self, *, failed: bool = False) -> None:
+        """The logger has ended: no more figures come."""
+        del failed  # what a loop has come to is said all the same
+        self._logged = False
+        self._say_last()
+
+    def _say_last(self) -> None:
+        display, self._unsaid = self._unsaid, None
+        if display is not None:
+            display.end(self._figures)
+
     def __iter__(self) -> Iterator[_T]:
         """The items."""
         if not self._shows:
             yield from self._items
             return
+        self._say_last()
         console = self._console or Console(stderr=True)
         items = iter(self._items)
         with ExitStack() as held:
@@ -81,8 +101,9 @@ class Shown(Generic[_T]):
                     display = self._display(items, console, step - 1, held)
                 yield item
                 display.at(step, self._figures)
-            if display is not None:
-                display.end()
+            self._unsaid = display
+        if not self._logged:
+            self._say_last()
 
     def _display(
         self, items: Iterator[_T], console: Console, done: int, held: ExitStack
@@ -111,9 +132,10 @@ class _Lines:
         if time.monotonic() >= self._next_s:
             self._say()
 
-    def end(self) -> None:
+    def end(self, figures: str) -> None:
         """No more comes."""
-        if self._said != self._step:
+        if self._said != self._step or figures != self._figures:
+            self._figures = figures
             self._say()
 
     def _say(self) -> None:
@@ -149,11 +171,10 @@ class _Bar:
                 self._task, completed=step, description=_where(step, self._total), figures=figures
             )
 
-    def end(self) -> None:
+    def end(self, figures: str) -> None:
         """No more comes."""
-        self.close()
-        self._lines.at(self._step, self._figures)
-        self._lines.end()
+        self._lines.at(self._step, figures)
+        self._lines.end(figures)
 
     def close(self) -> None:
         """Take the bar away."""
