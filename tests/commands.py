@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 from fivefold.launch.environment import without_places
+from template import OTHERS, TORCH, Template
 
-__all__ = ["CLEAN", "fivefold"]
+__all__ = ["CLEAN", "fivefold", "programs", "python"]
 
 # The suite may itself run in an allocation, or under a launcher.
 CLEAN = {
@@ -19,10 +21,23 @@ CLEAN = {
 }
 
 
+@cache
+def programs() -> Path:
+    """A folder with `python` and `fivefold`, which begin where torch has been imported."""
+    template = Template(*TORCH, *OTHERS)
+    atexit.register(template.close)
+    return template.programs
+
+
+def python() -> str:
+    """What stands for `sys.executable` where it does not matter that torch has been imported."""
+    return str(programs() / "python")
+
+
 def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """`fivefold WORDS` in `cwd`, without a terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "fivefold", *map(str, words)],
+        [str(programs() / "fivefold"), *map(str, words)],
         cwd=cwd,
         env=CLEAN | {"COLUMNS": "100"} | environment,
         stdin=subprocess.DEVNULL,

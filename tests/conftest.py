@@ -42,8 +42,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # How long a thread, process or file that is on its way out may take before it counts as leaked.
 GRACE_S = 2.0
 
-# Helpers that multiprocessing starts once per process and keeps on purpose.
+# Helpers that multiprocessing, and commands.py, start once per process and keep on purpose.
 KEPT_HELPERS = (
+    "tests/template.py",
     "from multiprocessing.resource_tracker import",
     "from multiprocessing.forkserver import",
 )

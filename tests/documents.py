@@ -41,6 +41,8 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import SkipParser
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
+from commands import programs
+
 __all__ = [
     "DATA",
     "PATTERNS",
@@ -58,6 +60,8 @@ PATTERNS = ("*.md", "docs/**/*.md", "examples/*.md", "src/**/README.md", "benchm
 # Languages of blocks that show something and cannot be run.
 DATA = ("text",)
 TIMEOUT_S = 100
+
+_LAUNCHERS = ("mpirun", "mpiexec", "srun", "torchrun")
 
 # Key of the working directory among the names of a document.
 _FOLDER = "_folder"
@@ -152,10 +156,12 @@ def _once(line: str, namespace: dict[str, Any]) -> tuple[int, str]:
 
 def _bash(line: str, folder: str) -> tuple[int, str]:
     """Exit code and output of one command; whatever it has started ends with it."""
+    # Launchers of others start Python as they would anywhere.
+    ours = [] if any(launcher in line for launcher in _LAUNCHERS) else [programs()]
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores, as in tests/conftest.py
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(map(str, [*ours, Path(sys.executable).parent, os.environ["PATH"]])),
         "COLUMNS": "80",
         "NO_COLOR": "1",
         # Open MPI refuses root and more ranks than cores unless told otherwise.

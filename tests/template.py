@@ -3,34 +3,41 @@ r"""Python processes that have imported torch already: each is a fork of one tha
 with Template() as template, Nodes(4, template=template) as nodes:
     nodes.job([sys.executable, "script.py"])          # there in milliseconds instead of seconds
 
-test ──a line──► template ──fork──► watcher: enters the node ──fork──► script.py
-                                      └── waits, and writes down how it ended
+subprocess.run([commands.PYTHON, "script.py"])        # the same: PYTHON is a program that has it forked
+
+test ──order──► template ──fork──► watcher: enters the node ──fork──► script.py
+                                      └── waits, and tells how it ended
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
 import os
-import runpy
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Self
 
+import become
+import shim
+
 __all__ = ["Forked", "Order", "Template"]
 
 # DistributedDataParallel imports the compiler when it is made.
-PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.optim", "fivefold.checkpoint.checkpointer")
+TORCH = ("torch._dynamo.eval_frame", "torch.distributed", "torch.nn.parallel", "torch.optim")
+OTHERS = ("numpy", "tyro", "cattrs", "rich.console", "rich.progress", "rich.table")
+CHECKPOINTS = "fivefold.checkpoint.checkpointer"
 SPACES = ("user", "net", "mnt", "uts", "pid")
 START_LIMIT_S = 60.0  # it imports torch first, maybe on busy cores
 END_LIMIT_S = 30.0
@@ -44,8 +51,9 @@ class Order:
     """script and arguments"""
     env: Mapping[str, str]
     folder: str
-    log: str
-    """what it prints goes here; beside it lie .pid and, once it has ended, .code"""
+    log: str = ""
+    """what it prints goes here; beside it lie .pid and, once it has ended, .code. Without one it has the
+    standard files of who asks for it, who is told both"""
     node: int | None = None
     """a process whose namespaces it enters"""
     errors: str = ""
@@ -91,20 +99,52 @@ class Forked:
 
 
 class Template:
-    """The process that the others are forked from. A context manager."""
+    """The process that the others are forked from. A context manager.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    `modules` are imported beforehand, with the first order.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fivefold-template-")
+        self.path = f"{self._folder.name}/socket"
+        self.programs = Path(self._folder.name, "programs")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen(64)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    str(listener.fileno()),
+                    *(modules or (*TORCH, CHECKPOINTS)),
+                ],
+                stdin=subprocess.PIPE,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+                },
+                pass_fds=[listener.fileno()],
+            )
+        self._program("python", [])
+        self._program("fivefold", [str(Path(sys.executable).with_name("fivefold"))])
+
+    def _program(self, name: str, before: Sequence[str]) -> None:
+        """Write one that stands in for what the template forks."""
+        program = self.programs / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(
+            f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            f"from shim import stand_in\nstand_in({self.path!r}, {before!r} + sys.argv[1:])\n"
         )
+        program.chmod(0o755)
 
     def start(self, order: Order) -> Forked:
         """Have it fork."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        self._process.stdin.flush()
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(self.path)
+            shim.order(line, asdict(order), [])
         return Forked(Path(order.log))
 
     def close(self) -> None:
@@ -112,6 +152,7 @@ class Template:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(END_LIMIT_S)
+        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -120,32 +161,62 @@ class Template:
         self.close()
 
 
-def main() -> None:
-    """Import, then fork for every line until there are no more."""
-    for name in PRELOAD:
-        import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for watchers
-    # Not through a buffer: what it had read ahead would be a child's too.
-    with os.fdopen(0, "rb", buffering=0, closefd=False) as lines:
-        for line in lines:
+def main(listener: socket.socket, modules: Sequence[str]) -> None:
+    """Import, then fork for every order until nobody is there to give one."""
+    waiting = select.poll()
+    waiting.register(0)
+    waiting.register(listener, select.POLLIN)
+    prepared = False
+    while True:
+        ready = dict(waiting.poll())
+        if listener.fileno() not in ready:
+            return
+        if not prepared:
+            prepared = True
+            before = set(sys.modules)
+            for name in modules:
+                import_module(name)
+            packages = {name.partition(".")[0] for name in sys.modules.keys() - before}
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for watchers
+            become.prepare(listener.fileno(), packages - sys.stdlib_module_names)
+        line, _ = listener.accept()
+        with line:
             if os.fork() == 0:
-                order = Order(**json.loads(line))
+                listener.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os._exit(_run(order) if _watch(order) else 0)
+                with contextlib.suppress(EOFError, ConnectionError):
+                    _serve(line)
+                os._exit(0)
 
 
-def _watch(order: Order) -> bool:
+def _serve(line: socket.socket) -> None:
+    head, given, _, _ = socket.recv_fds(line, 8, 3)
+    if not head:
+        raise EOFError
+    (size,) = struct.unpack("Q", head)
+    text = bytearray()
+    while len(text) < size:
+        text += line.recv(size - len(text))
+    order = Order(**json.loads(text))
+    for number, file in enumerate(given):
+        os.dup2(file, number)
+    if _watch(order, line):
+        os.chdir(order.folder)
+        if not become.startable(order.argv, order.env):
+            os.execve(sys.executable, [sys.executable, *order.argv], dict(order.env))
+        become.become(order.argv, order.env)
+
+
+def _watch(order: Order, line: socket.socket) -> bool:
     """True in the new process; False in its watcher, when it has ended."""
-    log = Path(order.log)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.close(out)
-    if order.errors:
-        err = os.open(order.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(err, 2)
-        os.close(err)
-    kept = os.open(log.parent, os.O_DIRECTORY)  # this folder by any name
+    kept = _kept(order) if order.log else -1
+
+    def tell(kind: str, number: int) -> None:
+        if kept >= 0:
+            _write(kept, f"{Path(order.log).stem}.{kind}", number)
+        else:
+            line.sendall(f"{number}\n".encode())
+
     try:
         if order.node is not None:
             _enter(order.node)
@@ -153,16 +224,42 @@ def _watch(order: Order) -> bool:
         child = os.fork()
     except OSError as problem:  # the node has ended meanwhile
         print(problem, flush=True)
-        _write(kept, f"{log.stem}.pid", os.getpid())
-        _write(kept, f"{log.stem}.code", 1)
+        tell("pid", os.getpid())
+        tell("code", 1)
         return False
     if child == 0:
-        os.close(kept)
+        os.setpgid(0, 0)
+        if kept >= 0:
+            os.close(kept)
         return True
-    _write(kept, f"{log.stem}.pid", child)
+    tell("pid", child)
+    if kept < 0:
+        # Who asked is a process that has this one in its place: with it, it ends.
+        ended, asks = os.pidfd_open(child), select.poll()
+        asks.register(ended, select.POLLIN)
+        asks.register(line, select.POLLHUP)
+        if ended not in dict(asks.poll()):
+            os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    _write(kept, f"{log.stem}.code", os.waitstatus_to_exitcode(status))
+    tell("code", os.waitstatus_to_exitcode(status))
     return False
+
+
+def _kept(order: Order) -> int:
+    """The log becomes what the process prints to; the folder of the log, by any name."""
+
+    def opened(path: str, flags: int, *numbers: int) -> None:
+        file = os.open(path, flags, 0o644)
+        for number in numbers:
+            os.dup2(file, number)
+        os.close(file)
+
+    written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    opened(os.devnull, os.O_RDONLY, 0)
+    opened(order.log, written, 1, 2)
+    if order.errors:
+        opened(order.errors, written, 2)
+    return os.open(Path(order.log).parent, os.O_DIRECTORY)
 
 
 def _write(folder: int, name: str, number: int) -> None:
@@ -182,39 +279,7 @@ def _enter(node: int) -> None:
         os.close(space)
 
 
-def _run(order: Order) -> int:
-    """What the interpreter does with a script, but for taking itself apart, which lasts after torch."""
-    code = _ran(order)
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    sys.stdout.flush()
-    return code
-
-
-def _ran(order: Order) -> int:
-    os.setpgid(0, 0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.environ.clear()
-    os.environ.update(order.env)
-    os.chdir(order.folder)
-    sys.argv = list(order.argv)
-    sys.path[0] = str(Path(order.argv[0]).resolve().parent)
-    try:
-        runpy.run_path(order.argv[0], run_name="__main__")
-    except SystemExit as ended:
-        if isinstance(ended.code, int) or ended.code is None:
-            return ended.code or 0
-        print(ended.code, file=sys.stderr)
-        return 1
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    with contextlib.suppress(KeyboardInterrupt), socket.socket(fileno=int(sys.argv[1])) as given:
+        main(given, sys.argv[2:])
     os._exit(0)  # taking torch apart lasts, on busy cores longer than anybody waits

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from fivefold.arena.native import problem
 from fivefold.bench import OPERATIONS
 from fivefold.bench.measure import Measurement
@@ -17,7 +17,7 @@ from fivefold.bench.measure import Measurement
 
 def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fivefold", "bench", *words],
+        [python(), "-m", "fivefold", "bench", *words],
         capture_output=True, text=True, check=False, timeout=100, cwd=folder,
     )  # fmt: skip
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from commands import python
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 HERE = BENCHMARKS / "data-parallel"
 TILES = BENCHMARKS / "tiles"
@@ -36,7 +38,7 @@ def measured(
     folder: Path, *options: str, script: Path = HERE / "run.py"
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(script), "--results", str(folder), *options],
+        [python(), str(script), "--results", str(folder), *options],
         check=False,
         capture_output=True,
         text=True,

@@ -6,12 +6,12 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inspect import can_lose, copies_at, rows
 from fivefold.checkpoint.manifest import MANIFEST, State
@@ -204,7 +204,7 @@ def test_verify_reads_directories_of_plain_dcp(tmp_path: Path) -> None:
         "import torch.distributed.checkpoint as dcp\n"
         "dcp.save({'w': torch.arange(1000.0)}, checkpoint_id=sys.argv[1], no_dist=True)"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "dcp")], check=True, timeout=100)
+    subprocess.run([python(), "-c", script, str(tmp_path / "dcp")], check=True, timeout=100)
     checking = (
         "import sys\nfrom fivefold.cli import main\ncode = main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules\nsys.exit(code)"
@@ -212,7 +212,7 @@ def test_verify_reads_directories_of_plain_dcp(tmp_path: Path) -> None:
 
     def check(*words: str) -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-c", checking, "checkpoint", *words, str(tmp_path / "dcp")],
+            [python(), "-c", checking, "checkpoint", *words, str(tmp_path / "dcp")],
             capture_output=True, text=True, check=False, timeout=60, env={**os.environ, "COLUMNS": "200"},
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from commands import python
 from nodes import refusal
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -47,7 +48,7 @@ def test_a_part_is_measured_and_kept(tmp_path: Path) -> None:
     small += ["--disk-mib=512", f"--results={tmp_path}"]
     contenders = ["none", "rank0", "dcp-staged", "xor", "xor-flushed"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), *small, "--contenders", *contenders],
+        [python(), str(HERE / "run.py"), *small, "--contenders", *contenders],
         capture_output=True, text=True, check=False, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +68,7 @@ def test_a_part_is_measured_and_kept(tmp_path: Path) -> None:
 def test_ways_back_are_measured(tmp_path: Path) -> None:
     small = ["--rounds=1", "--layers=1", f"--results={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "recovery.py"), *small],
+        [python(), str(HERE / "recovery.py"), *small],
         capture_output=True, text=True, check=False, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +84,7 @@ def test_ways_back_are_measured(tmp_path: Path) -> None:
 def test_epochs_are_measured(model: str, tmp_path: Path) -> None:
     small = [f"--models={model}", "--rounds=1", "--steps=2", f"--results={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "epochs.py"), *small],
+        [python(), str(HERE / "epochs.py"), *small],
         capture_output=True, text=True, check=False, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,7 +124,7 @@ def test_what_passes_is_counted_and_takes_its_time(
     read = "; import sys; sys.exit(len(open(folder + '/x', 'rb').read()) < 20_000_000)"
     begun = time.monotonic()
     subprocess.run(
-        [sys.executable, "-c", f"folder = {str(folder)!r}; {ways[way]}{read}"],
+        [python(), "-c", f"folder = {str(folder)!r}; {ways[way]}{read}"],
         env={**os.environ, **throttle.variables(folder)}, check=True, timeout=60,
     )  # fmt: skip
     written, got = throttle.passed
@@ -139,7 +140,7 @@ def test_what_lies_elsewhere_is_left_alone(modules: dict[str, ModuleType], tmp_p
         (tmp_path / name).mkdir()
     write = f"open({str(tmp_path / 'slower' / 'x')!r}, 'wb').write(bytes(100))"
     variables = {**os.environ, **throttle.variables(tmp_path / "slow")}
-    subprocess.run([sys.executable, "-c", write], env=variables, check=True, timeout=60)
+    subprocess.run([python(), "-c", write], env=variables, check=True, timeout=60)
     assert throttle.passed == (0, 0)
 
 

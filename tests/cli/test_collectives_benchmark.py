@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from fivefold.arena.native import problem
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "collectives"
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "collectives"
 def test_a_part_is_measured_and_kept(part: str, tmp_path: Path) -> None:
     small = ["--rounds", "7", "--most", "4096", "--models", "resnet18", "--results", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), "--parts", part, *small],
+        [python(), str(HERE / "run.py"), "--parts", part, *small],
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

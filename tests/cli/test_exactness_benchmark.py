@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from commands import python
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "exactness"
 
@@ -16,7 +17,7 @@ HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "exactness"
 def test_one_model_and_one_step() -> None:
     page = (HERE / "README.md").read_text()
     done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), "--models", "edsr", "--steps", "1"],
+        [python(), str(HERE / "run.py"), "--models", "edsr", "--steps", "1"],
         check=False,
         capture_output=True,
         text=True,
@@ -31,7 +32,7 @@ def test_one_model_and_one_step() -> None:
 def test_stages_of_one_model() -> None:
     page = (HERE / "README.md").read_text()
     done = subprocess.run(
-        [sys.executable, str(HERE / "stages.py"), "--models=unet", "--steps=1", "--cases=1"],
+        [python(), str(HERE / "stages.py"), "--models=unet", "--steps=1", "--cases=1"],
         check=False,
         capture_output=True,
         text=True,
@@ -47,7 +48,7 @@ def test_stages_of_one_model() -> None:
 def test_a_model_of_a_library(tmp_path: Path) -> None:
     page, kept = (HERE / "README.md").read_text(), tmp_path / "kept.jsonl"
     command = [
-        sys.executable,
+        python(),
         str(HERE / "libraries.py"),
         "--libraries",
         "timm",

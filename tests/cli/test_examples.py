@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from allocations import TASKS, queued, stand_in
-from commands import CLEAN
+from commands import CLEAN, programs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def begun(line: str, folder: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
     """A command line in bash, in a session of its own, which ends with the block."""
-    paths = [str(folder / "bin"), str(Path(sys.executable).parent), CLEAN["PATH"]]
+    paths = [str(folder / "bin"), str(programs()), str(Path(sys.executable).parent), CLEAN["PATH"]]
     environment = CLEAN | {
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",

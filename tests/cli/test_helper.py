@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import CLEAN, fivefold
+from commands import CLEAN, fivefold, python
 from template import Order, Template
 
 KEY = "5f" * 32
@@ -153,7 +152,7 @@ def test_a_helper_by_hand(folder: Path, kind: str) -> None:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}" if kind == "tcp" else f"unix:{folder}/h.sock"
     helper = subprocess.Popen(
-        [sys.executable, "-m", "fivefold", "helper", "--listen", address, "stream.py", str(folder)],
+        [python(), "-m", "fivefold", "helper", "--listen", address, "stream.py", str(folder)],
         cwd=folder, env=CLEAN | {"FIVEFOLD_HELPER_KEY": KEY}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -173,7 +172,7 @@ def test_a_helper_by_hand(folder: Path, kind: str) -> None:
 def test_a_helper_of_another_job_is_told_by_its_key(folder: Path) -> None:
     address = f"unix:{folder}/h.sock"
     helper = subprocess.Popen(
-        [sys.executable, "-m", "fivefold", "helper", "--listen", address, "stream.py", str(folder)],
+        [python(), "-m", "fivefold", "helper", "--listen", address, "stream.py", str(folder)],
         cwd=folder, env=CLEAN | {"FIVEFOLD_HELPER_KEY": KEY}, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip

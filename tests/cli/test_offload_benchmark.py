@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import python
 from faults import quota_refusal
 from nodes import refusal
 
@@ -54,7 +55,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 def measured(folder: Path, *words: str) -> str:
     small = ["--rounds=1", "--patience=0", "--seconds=0.2", "--photos=2", f"--results={folder}"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), *small, *words],
+        [python(), str(HERE / "run.py"), *small, *words],
         capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

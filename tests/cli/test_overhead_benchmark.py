@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from commands import python
+
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "introspection"
 PAGE = HERE / "README.md"
 CHROMIUM = any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
@@ -17,7 +19,7 @@ CHROMIUM = any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome
 
 def measured(script: str, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(HERE / script), *words],
+        [python(), str(HERE / script), *words],
         check=False, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from commands import python
 from fivefold.parallel.pipeline.schedules import make
 from fivefold.parallel.pipeline.simulate import StageTimes, simulate
 
@@ -85,7 +86,7 @@ def test_the_readme_shows_what_the_results_say(modules: dict[str, ModuleType]) -
 def test_two_stages_beside_torch(tmp_path: Path) -> None:
     small = ["--image=32", "--samples=2", "--micro-batches=2", "--rounds=1", "--steps=1"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), "--parts=torch", *small, "--results", str(tmp_path)],
+        [python(), str(HERE / "run.py"), "--parts=torch", *small, "--results", str(tmp_path)],
         check=False,
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import CLEAN
+from commands import CLEAN, python
 from fivefold import Plan, recipes
 from fivefold.cli.train import Train, resolve
 from full_disk import on_full_disk, refusal
@@ -27,7 +27,7 @@ between = {latency_s = 1e-4, bytes_per_s = 1e10}
 
 def plan(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fivefold", "plan", *words.split()],
+        [python(), "-m", "fivefold", "plan", *words.split()],
         cwd=folder,
         env=ENVIRON,
         capture_output=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import python
 from fivefold.launch.environment import without_places
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "planner"
@@ -24,7 +24,7 @@ def reported(expression: str, given: str = "") -> str:
     )
     folders = [str(BENCHMARK), str(BENCHMARK.parent / "common")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *folders],
+        [python(), "-c", code, *folders],
         input=given,
         capture_output=True,
         text=True,
@@ -72,7 +72,7 @@ def test_the_readme_shows_what_the_results_say() -> None:
 def test_a_small_part(tmp_path: Path) -> None:
     words = ["--parts", "resnet20-2", "--image", "32", "--most", "3", "--steps", "2", "--results"]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK / "run.py"), *words, str(tmp_path)],
+        [python(), str(BENCHMARK / "run.py"), *words, str(tmp_path)],
         env={**without_places(os.environ), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from fivefold.introspect import shape, tables
 from fivefold.introspect.document import document
 from fivefold.introspect.run import TracedRun
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def report(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold", "report", *map(str, words)],
+        [python(), "-m", "fivefold", "report", *map(str, words)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
@@ -155,7 +155,7 @@ def test_throughput_beside_a_run_of_one_process(slow: Path, tmp_path: Path) -> N
 )
 def test_mistakes_are_one_line(words: list[str], said: str, slow: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold", "report", *words],
+        [python(), "-m", "fivefold", "report", *words],
         capture_output=True, text=True, timeout=60, check=False, cwd=slow.parent,
     )  # fmt: skip
     if words == ["."]:
@@ -230,7 +230,7 @@ def test_a_script_that_was_traced_gets_a_report(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "--trace", "train.py"],
+        [python(), "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "--trace", "train.py"],
         cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 
 import reports
 from browser import Open, Tab, column, drag, picture, written, zoomed
+from commands import python
 from fivefold.introspect.page import html
 from fivefold.launch.environment import without_places
 
@@ -157,7 +157,7 @@ def test_a_thousand_ranks_open(opened: Open, folder: Path) -> None:
 def started(*words: object, cwd: Path) -> Generator[subprocess.Popen[str]]:
     """`fivefold WORDS`, ended with all that it has started."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "fivefold", *map(str, words)],
+        [python(), "-m", "fivefold", *map(str, words)],
         cwd=cwd,
         env={k: v for k, v in without_places(os.environ).items() if not k.startswith("FIVEFOLD_")}
         | {"OMP_NUM_THREADS": "1"},

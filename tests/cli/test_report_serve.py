@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands import python
 from fivefold.introspect.live import LiveReport, stamp
 from fivefold.introspect.run import TracedRun
 from fivefold.trace.file import TraceFile, name_of
@@ -60,7 +60,7 @@ class Server:
 
 def start(run: Path, port: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "fivefold", "report", str(run), "--serve", "--port", str(port)],
+        [python(), "-m", "fivefold", "report", str(run), "--serve", "--port", str(port)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -233,7 +233,7 @@ def test_mistakes_are_told_in_a_line(run: Path, words: list[str], told: str) -> 
 
 def report(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fivefold", "report", str(run), *words],
+        [python(), "-m", "fivefold", "report", str(run), *words],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from commands import CLEAN
+from commands import CLEAN, python
 from fivefold.trace import Phase, Tag, helping
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import KINDS, PHASES, TAGS, ProcessState
@@ -112,7 +111,7 @@ dist.destroy_process_group()
 
 def fivefold(*words: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold", *map(str, words)],
+        [python(), "-m", "fivefold", *map(str, words)],
         cwd=cwd, env=CLEAN | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
@@ -223,7 +222,7 @@ def test_collectives_of_synchronised_batch_norm_say_so(tmp_path: Path) -> None:
 
 def test_a_script_of_one_process_needs_no_torch_distributed(folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env=CLEAN | {"FIVEFOLD_TRACE": "here"},
+        [python(), "train.py"], cwd=folder, env=CLEAN | {"FIVEFOLD_TRACE": "here"},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -237,7 +236,7 @@ def test_a_script_that_finds_its_trace_written_says_so_once(folder: Path) -> Non
     meta = {"rank": 0, "host": os.uname().nodename}
     ours = Trace.create(folder / "here", meta)
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env=CLEAN | {"FIVEFOLD_TRACE": "here"},
+        [python(), "train.py"], cwd=folder, env=CLEAN | {"FIVEFOLD_TRACE": "here"},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

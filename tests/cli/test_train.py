@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from commands import CLEAN
+from commands import CLEAN, programs
 from fivefold import recipes
 from fivefold.plan import Plan
 from fivefold.recipes import models
@@ -30,7 +30,8 @@ ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 def fivefold(folder: Path, *words: str, before: tuple[str, ...] = (), **options):
     options = {"capture_output": True, "text": True, "env": ENVIRON} | options
-    command = [*before, str(BIN / "fivefold"), "train", *words]
+    # In namespaces of its own, not in those of what is forked elsewhere, where there is something before.
+    command = [*before, str((BIN if before else programs()) / "fivefold"), "train", *words]
     return subprocess.run(command, cwd=folder, timeout=100, check=False, **options)
 
 

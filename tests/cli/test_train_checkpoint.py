@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from commands import CLEAN
+from commands import CLEAN, programs
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "FIVEFOLD_LEASE_S": "3"}
 
@@ -41,7 +40,7 @@ RECIPES = {
 
 def start(folder: Path, recipe: str, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
     command = [
-        str(Path(sys.executable).parent / "fivefold"), "train", recipe, "-n", str(ranks), *RECIPES[recipe],
+        str(programs() / "fivefold"), "train", recipe, "-n", str(ranks), *RECIPES[recipe],
         "--set", f"checkpoint.local={folder / 'local'}", *words,
     ]  # fmt: skip
     return subprocess.Popen(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from commands import CLEAN
+from commands import CLEAN, programs
 
 WORDS = ("train", "digits", "--epochs", "2", "--set", "train.batch_size=256")
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
@@ -20,7 +19,7 @@ ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 def trained(folder: Path, *words: str) -> tuple[list[str], list[dict[str, Any]], dict[str, Any]]:
     """What it said, its metrics, and its weights."""
     folder.mkdir()
-    command = [str(Path(sys.executable).parent / "fivefold"), *WORDS, *words]
+    command = [str(programs() / "fivefold"), *WORDS, *words]
     done = subprocess.run(
         command, cwd=folder, env=ENVIRON, timeout=110, check=False, capture_output=True, text=True
     )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from commands import CLEAN
+from commands import CLEAN, python
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
@@ -70,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 def verify(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fivefold", "verify", *words.split()],
+        [python(), "-m", "fivefold", "verify", *words.split()],
         cwd=folder,
         env=ENVIRON | {"TMPDIR": str(folder.parent / "temporary")},
         stdin=subprocess.DEVNULL,
@@ -144,7 +143,7 @@ def test_one_process_needs_no_ranks(folder: Path) -> None:
 
 
 def test_another_launcher_may_start_the_ranks(folder: Path) -> None:
-    before = (sys.executable, "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "-m")
+    before = (python(), "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "-m")
     done = subprocess.run(
         [*before, "fivefold", "verify", "my_models:Net", "--input", "12"],
         cwd=folder,
@@ -220,7 +219,7 @@ def test_mistakes_in_models(folder: Path) -> None:
         "    print(code, flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *NEEDING_TORCH],
+        [python(), "-c", script, *NEEDING_TORCH],
         cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["2"] * len(NEEDING_TORCH), done.stderr

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 import mpis
-from commands import CLEAN
+from commands import CLEAN, python
 from waiting import alive, awaited
 
 # Generous: the machine may be busy. What the house promises (5 s) is checked on its own.
@@ -64,7 +63,7 @@ def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]
     def launch(body: str, *options: str, **variables: str) -> subprocess.Popen[str]:
         script = tmp_path / "script.py"
         script.write_text(PREAMBLE + body)
-        command = [sys.executable, "-m", "fivefold", "run", "-n", "2", "--engine", engine[0]]
+        command = [python(), "-m", "fivefold", "run", "-n", "2", "--engine", engine[0]]
         command += ["--log-dir", str(tmp_path / "logs"), *options, str(script), str(tmp_path)]
         process = subprocess.Popen(
             command,

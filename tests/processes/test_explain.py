@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mpis
-from commands import CLEAN
+from commands import CLEAN, python
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 CORES = sorted(os.sched_getaffinity(0))
@@ -40,7 +40,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     (tmp_path / "greet.py").write_text(SCRIPT)
 
     def started(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fivefold", "run", "-n", "2", "--engine", engine, *words]
+        command = [python(), "-m", "fivefold", "run", "-n", "2", "--engine", engine, *words]
         return finished(command, tmp_path, ENVIRON | environ)
 
     started.engine = engine  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def test_a_dry_run_prints_what_a_shell_can_run(run: Run, tmp_path: Path) -> None
 def test_a_dry_run_with_a_report_tells_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "greet.py").write_text(SCRIPT)
     words = ["run", "-n", "2", "--dry-run", "--explain", "--port", "24123", "greet.py"]
-    done = finished([sys.executable, "-m", "fivefold", *words], tmp_path, ENVIRON)
+    done = finished([python(), "-m", "fivefold", *words], tmp_path, ENVIRON)
     assert done.returncode == 0, done.stderr
     assert "MASTER_PORT=24123" in done.stdout and "fivefold.launch.explain" in done.stdout
     assert done.stderr.startswith("placement, as it would be:")
