@@ -126,7 +126,7 @@ def become(
     _watch_exits()
     sys.path[:] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p] + _paths
     sys.orig_argv = [sys.executable, *argv]
-    # Here, not in what a script starts from now on: the process is one of its own.
+    # What it starts is forked as well.
     subprocess.Popen._execute_child = _execute_child  # pyright: ignore[reportAttributeAccessIssue]
     code = 1
     try:
