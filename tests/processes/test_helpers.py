@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import mpis
-from commands import CLEAN, fivefold, python
+from commands import CLEAN, fivefold
 from namespaces import call, entering
 from nodes import Nodes, refusal
 from waiting import alive, awaited
@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         script = tmp_path / "script.py"
         script.write_text(f"WAITS = {waits}\n{body}")
         logs = tmp_path / f"logs-{len(started)}"
-        command = [python(), "-m", "fivefold", "run", "--log-dir", str(logs), *options]
+        command = [sys.executable, "-m", "fivefold", "run", "--log-dir", str(logs), *options]
         process = subprocess.Popen(
             [*before, *command, str(script), str(tmp_path)],
             cwd=tmp_path,
