@@ -47,7 +47,7 @@ def progress(
 
 
 class Shown(LogWriter, Generic[_T]):
-    """What `progress` returns: iterable, and a writer of a `Logger`, which has its last figures after the loop."""
+    """What `progress` returns: iterable, and a writer of a `Logger`, whose last figures come after it."""
 
     def __init__(
         self, items: Iterable[_T], mesh: Mesh, total: int | None, console: Console | None
