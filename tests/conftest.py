@@ -32,8 +32,6 @@ _PATHS = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
 _STARTUP = str(Path(__file__).parent / "python_startup")
 if _STARTUP not in _PATHS:
     os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *_PATHS])
-# Here, where ranks are threads, torch is imported as ever.
-sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != "sitecustomize"]
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)

@@ -22,9 +22,9 @@ _PASSED_ON = (
 )  # fmt: skip
 
 
-def order(line: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> None:
+def order(line: socket.socket, asked: Mapping[str, Any], files: Sequence[int]) -> None:
     """Ask a template for a process that has these standard files."""
-    text = json.dumps(order).encode()
+    text = json.dumps(asked).encode()
     head = struct.pack("Q", len(text))
     if files:
         socket.send_fds(line, [head], files)

@@ -3,7 +3,7 @@ r"""Python processes that have imported torch already: each is a fork of one tha
 with Template() as template, Nodes(4, template=template) as nodes:
     nodes.job([sys.executable, "script.py"])          # there in milliseconds instead of seconds
 
-subprocess.run([commands.PYTHON, "script.py"])        # the same: PYTHON is a program that has it forked
+subprocess.run([commands.python(), "script.py"])      # the same, by a program that has it forked
 
 test ──order──► template ──fork──► watcher: enters the node ──fork──► script.py
                                       └── waits, and tells how it ended
@@ -35,7 +35,7 @@ import shim
 __all__ = ["Forked", "Order", "Template"]
 
 # DistributedDataParallel imports the compiler when it is made.
-TORCH = ("torch._dynamo.eval_frame", "torch.distributed", "torch.nn.parallel", "torch.optim")
+TORCH = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim")
 OTHERS = ("numpy", "tyro", "cattrs", "rich.console", "rich.progress", "rich.table")
 CHECKPOINTS = "fivefold.checkpoint.checkpointer"
 SPACES = ("user", "net", "mnt", "uts", "pid")

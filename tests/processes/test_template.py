@@ -67,10 +67,11 @@ def test_it_does_what_python_does(words: list[str], folder: Path) -> None:
 PARENT = """
 import os, subprocess, sys, tempfile
 with tempfile.TemporaryDirectory(dir=".") as folder:
-    code = "import os, sys; print(os.getppid(), 'torch' in sys.modules); import torch; print(os.environ['A'])"
+    code = "import os, sys; print(os.getppid(), *(n in sys.modules for n in ('become', 'torch')))"
+    code += "; import torch; print(os.environ['A'])"
     environment = os.environ | {"A": "B"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == f"{os.getpid()} False\\nB\\n", done
+    assert done.stdout == f"{os.getpid()} True False\\nB\\n", done
     command = [sys.executable, "-c", "1 / 0"]
     failing = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     assert os.getpgid(failing.pid) == failing.pid
