@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from commands import CLEAN, python
 from fivefold import Plan, recipes
@@ -69,6 +72,15 @@ def test_a_plan_for_this_machine_with_operations_timed(tmp_path: Path) -> None:
     assert "data=1" in done.stdout
 
 
+def _refused_on_meta() -> bool:
+    """Whether torch says without computing that an embedding takes whole numbers, as it does from 2.13 on."""
+    try:
+        F.embedding(torch.rand(1, device="meta"), torch.rand(1, 1, device="meta"))
+    except RuntimeError:
+        return True
+    return False
+
+
 def test_a_plan_for_a_net_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "boxes.toml").write_text(CLUSTER)
     (tmp_path / "tokens.py").write_text(
@@ -76,8 +88,11 @@ def test_a_plan_for_a_net_of_tokens(tmp_path: Path) -> None:
         "def build(): return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 5))\n"
     )
     words = "tokens:build --input 6 --batch 4 --devices 2 --cluster boxes.toml"
-    done = plan(tmp_path, words)
-    assert done.returncode == 2 and "--integers N gives it whole numbers below N" in done.stderr
+    if _refused_on_meta():
+        done = plan(tmp_path, words)
+        assert done.returncode == 2 and "--integers N gives it whole numbers below N" in done.stderr
+    else:
+        assert metadata.version("torch") < "2.13"
     done = plan(tmp_path, f"{words} --integers 9")
     assert (done.returncode, done.stderr) == (0, "") and "pipe=" in done.stdout
 

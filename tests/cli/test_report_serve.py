@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from commands import python
-from fivefold.introspect.live import LiveReport, stamp
 from fivefold.introspect.run import TracedRun
+from fivefold.introspect.serve import LiveReport, stamp
 from fivefold.trace.file import TraceFile, name_of
 from fivefold.trace.schema import LIVE, ProcessState
 from strangers import crowd, is_hung_up_while_it_dribbles
@@ -318,7 +318,7 @@ def test_a_rank_that_was_killed_is_noticed_although_its_file_stays(tmp_path: Pat
 def test_the_end_of_a_run_is_told_although_the_report_rests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.introspect.live._REST", 1e9)
+    monkeypatch.setattr("fivefold.introspect.serve._REST", 1e9)
     meta = {"host": socket.gethostname()}
     run = Story(ranks=1, steps=5, state=ProcessState.RUNNING, meta=meta).write(tmp_path / "run")
     write_live(run, "pid", os.getpid())

@@ -21,8 +21,14 @@ import link_checks
 import nodes
 from fivefold.arena.native import problem
 from fivefold.errors import OffloadWarning, UsageError
-from fivefold.helpers.address import Address
-from fivefold.helpers.handshake import HandshakeError, Unreachable, connect, listen, parse_key
+from fivefold.helpers.handshake import (
+    Address,
+    HandshakeError,
+    Unreachable,
+    connect,
+    listen,
+    parse_key,
+)
 from fivefold.helpers.messages import Kind, LinkClosed
 from fivefold.helpers.reader import no_place
 from fivefold.helpers.receive_buffers import BufferPool

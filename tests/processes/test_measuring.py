@@ -13,8 +13,7 @@ from torch import nn
 from fivefold.errors import UsageError
 from fivefold.plan import Layout
 from fivefold.tune import Candidate, Case, Subject, measuring, this_machine
-from fivefold.tune.measure import others_busy
-from fivefold.tune.talk import measured_between
+from fivefold.tune.measure import measured_between, others_busy
 
 
 def test_steps_are_timed_and_the_net_stays_as_it_was() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import mpis
 from fivefold.launch.port import reserved_port
-from fivefold.mesh.store import _own_address
+from fivefold.mesh.start import _own_address
 from nodes import Nodes, refusal
 
 SCRIPT = """
@@ -31,7 +31,7 @@ for _ in range(2):  # a process may start, stop and start again
 ADDRESS = """
 from datetime import timedelta
 from fivefold.launch import Rendezvous, locate
-from fivefold.mesh.store import open_store
+from fivefold.mesh.start import open_store
 import psutil
 place = locate()
 store = open_store(Rendezvous("mpi"), place, timedelta(seconds=30))

@@ -8,7 +8,7 @@ from fivefold.cluster.memory import Limits
 from fivefold.cluster.network import Interface
 from fivefold.cluster.node import Node
 from fivefold.cluster.reading import spans
-from fivefold.launch.advice.finding import gib
+from fivefold.launch.advice import gib
 
 __all__ = ["speed", "text_of_node"]
 

@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fivefold.cluster.network import interface_for
 from fivefold.cluster.node import Node
 from fivefold.cluster.reading import spans
-from fivefold.launch.advice import LaunchFinding, advise
-from fivefold.launch.advice.finding import gib
+from fivefold.launch.advice import LaunchFinding, advise, gib
 from fivefold.launch.node_text import speed
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.situation import Situation

@@ -10,6 +10,7 @@ See `sharded` for the first, `units_of` for what a unit is.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -382,7 +383,7 @@ _EXPLAINED = {
     "mixed torch.Tensor and DTensor": (
         "the net computes with parameters of a module without calling it, so they were not gathered"
     ),
-    "RegisterPostBackwardFunction is a view and is being modified inplace": (
+    r"RegisterPostBackwardFunction\w* is a view and is being modified inplace": (
         "a module changes its input in place as the first thing it does, which layers that gather their "
         "parameters cannot allow: set inplace=False there"
     ),
@@ -396,6 +397,6 @@ def explained() -> Generator[None]:
         yield
     except RuntimeError as problem:
         for said, meant in _EXPLAINED.items():
-            if said in str(problem):
+            if re.search(said, str(problem)):
                 raise UsageError(f"{meant}; or {_INSTEAD}") from problem
         raise

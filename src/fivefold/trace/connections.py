@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["AddressTotals", "Connections", "peers"]
 
 _ACKED_AT, _BUSY_AT, _BYTES = 120, 168, 192
-_EVERY_NS = 2_000_000_000
+_EVERY_NS = 10_000_000_000
 _LEAST_BYTES = 1 << 16
 """that were sent to a peer, before it is worth a line"""
 _MOST = 16

@@ -67,6 +67,7 @@ class Machine:
         self._pause_ns = 0
         self._last_cpu, self._last_switched, self._last_faults, self._peak_bytes = _process()
         self._last_delay, self._last_throttled = self._delay.read(), self._throttled.read()
+        self._stood = False
         self._last_network, self._last_energy = self._network.read(), self._energy.read()
         self._rss = self._resident.read()
         if self._gpu is not None:
@@ -126,15 +127,25 @@ class Machine:
             row["rss_bytes"] = peak
 
     def _read_files(self, row: Row) -> None:
-        delay, throttled = self._delay.read(), self._throttled.read()
+        delay = self._delay.read()
         if delay is not None:
             row["run_delay_ns"] += delay - (self._last_delay or 0)
-        if throttled is not None:
-            row["throttled_ns"] += throttled - (self._last_throttled or 0)
-        self._last_delay, self._last_throttled = delay, throttled
+        self._last_delay = delay
         self._rss = self._resident.read()
+        if self._stood:
+            self._read_throttled(row)
+
+    def _read_throttled(self, row: Row) -> None:
+        """The kernel adds up over all cores to tell it: often only of a group that stood lately."""
+        throttled = self._throttled.read()
+        if throttled is not None:
+            more = throttled - (self._last_throttled or 0)
+            row["throttled_ns"] += more
+            self._stood = more > 0
+        self._last_throttled = throttled
 
     def _read_node(self, row: Row) -> None:
+        self._read_throttled(row)
         network, energy = self._network.read(), self._energy.read()
         if network is not None and self._last_network is not None:
             row["sent_bytes"] += network[0] - self._last_network[0]

@@ -54,7 +54,7 @@ def test_copies_under_way_are_completed_without_their_limit(tmp_path: Path) -> N
 def test_a_copy_that_stands_still_is_given_up_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fivefold.checkpoint.flushing._QUIET_S", 0.0)
+    monkeypatch.setattr("fivefold.checkpoint.writing._QUIET_S", 0.0)
     real = RankNode.flush
 
     def hangs(self: RankNode, *given: Any) -> Future[Copied] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import queue
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 import fivefold as ff
 from fivefold.data import loader
@@ -23,6 +26,7 @@ from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel.graph.record import record
 from fivefold.plan import Layout, Pipeline, Plan
+from fivefold.torch_private import CHECKPOINT
 from ranks import run_ranks
 
 LAYOUTS = [Layout(data=2), Layout(width=2), Layout(pipe=2)]
@@ -244,6 +248,29 @@ def test_what_is_kept_elsewhere_is_refused() -> None:
     told = r"of shape \(4, 4, 6, 8\) outside of its modules \(in a list\)"
     with pytest.raises(UsageError, match=told):
         record(Net(keep).double(), lambda net, x: net(x), X, [X.shape])
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_refusal_within_a_checkpoint_leaves_nothing_behind() -> None:
+    def old_checkpoint(norm: nn.Module, y: Tensor) -> Tensor:
+        # As torch does before 2.13: a part that raises leaves its side of a checkpoint suspended.
+        around = getattr(torch_checkpoint, CHECKPOINT)(
+            norm, True, noop_context_fn, "default", False, True, y
+        )
+        next(around)
+        made = norm(y)
+        assert next(around, None) is None
+        return made
+
+    def nested(net: Net, y: Tensor) -> Tensor:
+        return old_checkpoint(lambda y: old_checkpoint(net.norm, y), y)
+
+    with pytest.raises(
+        UsageError, match=r"updates norm.running_mean, which is then counted several times"
+    ) as told:
+        record(Net(nested).double(), lambda net, x: net(x), X, [X.shape])
+    assert told.type is UsageError, "LeftBehind: nobody may run the net"
+    gc.collect()
 
 
 TABLES: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from fivefold.data.remote.leases import OWN, Grant, Leases
-from fivefold.data.remote.rates import Rates, depth_for
+from fivefold.data.remote.loader_client import Rates, depth_for
 from fivefold.data.workers import Key
 
 OVERDUE_S = 1.0

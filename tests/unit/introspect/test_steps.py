@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fivefold.introspect.analysis import Analysis
-from fivefold.introspect.breakdown import breakdown
+from fivefold.introspect.document import breakdown
 from fivefold.introspect.merging import merged
 from fivefold.introspect.numbers import column, plain
 from fivefold.introspect.operations import Calibrated, quantile

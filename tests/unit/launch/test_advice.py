@@ -177,7 +177,7 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(_name: str, **_: object) -> None:
         return None
 
-    monkeypatch.setattr("fivefold.launch.advice.network.library", nothing)
+    monkeypatch.setattr("fivefold.launch.advice.library", nothing)
 
 
 @pytest.mark.usefixtures("no_libraries")
