@@ -8,7 +8,7 @@ from typing import Any
 
 import machines
 from fivefold.cluster.gpus import visible
-from fivefold.cluster.node import Node, this_node
+from fivefold.cluster.node import NodeFacts, this_node
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.situation import Situation
 from fivefold.launch.torch_facts import TorchFacts
@@ -20,14 +20,14 @@ CUDA = TorchFacts("2.13.0+cu130", "CUDA 13.0", 4)
 SEES_NONE = TorchFacts("2.13.0+cpu")
 
 
-def on(root: Path, machine: Any = machines.two_sockets) -> Node:
+def on(root: Path, machine: Any = machines.two_sockets) -> NodeFacts:
     """A recorded node whose /dev/shm, which cannot be recorded, has 64 GiB."""
     node = this_node(machine(root), {})
     return replace(node, memory=replace(node.memory, shm_bytes=64 * GIB, shm_free_bytes=64 * GIB))
 
 
 def job(
-    node: Node, masks: list[tuple[int, ...]], threads: int | None = 1, **changes: Any
+    node: NodeFacts, masks: list[tuple[int, ...]], threads: int | None = 1, **changes: Any
 ) -> Situation:
     """Ranks with these masks on one node, started by srun; PyTorch sees the GPUs of NVIDIA that there are."""
     gpus = visible(node.gpus, changes.get("environ", {}))

@@ -24,7 +24,7 @@ from fivefold.parallel.program.exchange import Lines
 from fivefold.parallel.program.program import Program, planned
 from fivefold.parallel.program.rule import Here, Moment, Piece
 from fivefold.parallel.program.run import execute
-from fivefold.parallel.program.spread import Cut, Grid, Spread
+from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.trees import call_with, leaves
 from fivefold.plan import Layout
@@ -49,7 +49,7 @@ def spread_of(shape: Sequence[int], grid: Grid) -> Spread:
         dim = len(shape) + _DIMS[axis]
         n, parts = shape[dim], grid.sizes[index]
         bounds = [owned(n, parts, part).start for part in range(parts)]
-        spread = spread.with_cut(dim, Cut.at((index,), (*bounds, n)))
+        spread = spread.with_cut(dim, Division.at((index,), (*bounds, n)))
     return spread
 
 

@@ -19,7 +19,7 @@ from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.program.costs import Costs, Options
 from fivefold.parallel.program.program import planned
 from fivefold.parallel.program.rule import Here
-from fivefold.parallel.program.spread import Cut, Grid, Spread
+from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.program.table import Totals, totals
 from fivefold.parallel.trees import call_with
 from fivefold.recipes.models import build
@@ -117,6 +117,6 @@ def drawn(
     for index, (axis, n) in enumerate(cut):
         dim = {"height": 2, "width": 3}[axis]
         bounds = [owned(shape[dim], n, part).start for part in range(n)]
-        spread = spread.with_cut(dim, Cut.at((index,), (*bounds, shape[dim])))
+        spread = spread.with_cut(dim, Division.at((index,), (*bounds, shape[dim])))
     here = Here(grid, rank)
     return totals(planned(tape, [spread], here, options), here)

@@ -16,7 +16,7 @@ from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.inspect import can_lose, copies_at, rows
 from fivefold.checkpoint.manifest import MANIFEST, State
 from fivefold.checkpoint.note import Note, SavingCosts, write_note
-from fivefold.checkpoint.run import LOCAL, Run
+from fivefold.checkpoint.run import LOCAL, RunHistory
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.cli import main
 from saves import RUN_ID, bytes_of, manifest_of, save_flushed, save_local
@@ -97,7 +97,7 @@ def test_show_tells_everything(places: Path, capsys: pytest.CaptureFixture[str])
 
 def record(places: Path, local: Path) -> None:
     """Write down, as a start does, that the run of `far` saves to `local` on its nodes."""
-    run = Run(RUN_ID, (), {LOCAL: str(local)}).started(None)
+    run = RunHistory(RUN_ID, (), {LOCAL: str(local)}).started(None)
     PersistentStore(places / "far").write_run(run)
 
 
@@ -187,7 +187,7 @@ def test_records_of_the_run_are_verified(
     name: str, places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = PersistentStore(places / "far")
-    store.write_run(Run(RUN_ID, ()).started(None))
+    store.write_run(RunHistory(RUN_ID, ()).started(None))
     write_note(store.place, Note(RUN_ID, 1, 120, ("node0",), "xor"))
     told(capsys, "verify", "far")
     flip(places / "far" / name)
@@ -354,7 +354,7 @@ def test_a_mistake_is_told_in_one_line(
 ) -> None:
     (places / "empty").mkdir()
     save_flushed(places / "far2", 120)
-    PersistentStore(places / "far2").write_run(Run(RUN_ID, ()).started(None))
+    PersistentStore(places / "far2").write_run(RunHistory(RUN_ID, ()).started(None))
     text = told(capsys, *words, code=2)
     assert text.startswith("error: ") and text.count("\n") == 1 and expected in text
 

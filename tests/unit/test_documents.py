@@ -11,6 +11,11 @@ from documents import Command, commands, matches, options_before
 RUNNER = Path(__file__).resolve().parents[1] / "documents.py"
 
 
+@pytest.fixture(autouse=True)
+def _modules_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(RUNNER.parent))
+
+
 def run(pytester: pytest.Pytester, text: str, *more: str) -> tuple[dict[str, int], str]:
     runner = RUNNER.read_text().replace(
         "ROOT = Path(__file__).resolve().parent.parent", "ROOT = Path()"

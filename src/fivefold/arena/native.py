@@ -33,7 +33,7 @@ __all__ = [
     "REDUCTIONS",
     "ArenaError",
     "Call",
-    "Report",
+    "CallReport",
     "core",
     "library_path",
     "problem",
@@ -61,7 +61,7 @@ class ArenaError(FivefoldError):
     """Shared memory could not be had, passed on or used; the message says what to do."""
 
 
-class Report(ctypes.Structure):
+class CallReport(ctypes.Structure):
     """`ff_report`: when all had come, what went wrong, and who is missing."""
 
     _fields_: ClassVar = [
@@ -115,25 +115,25 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_set_up": (c_int, pointer, c_int, c_size_t, c_size_t),
     "ff_group_open": (pointer, pointer, c_int, c_int),
     "ff_group_peer": (None, pointer, c_int, c_int, pointer, c_size_t),
-    "ff_group_probe": (c_int, pointer, c_double, POINTER(Report)),
+    "ff_group_probe": (c_int, pointer, c_double, POINTER(CallReport)),
     "ff_group_break": (None, pointer),
     "ff_group_close": (None, pointer),
-    "ff_run": (c_int, pointer, POINTER(Call), POINTER(Report)),
+    "ff_run": (c_int, pointer, POINTER(Call), POINTER(CallReport)),
     "ff_all_reduce": (
-        c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(Report),
+        c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(CallReport),
     ),
     "ff_all_reduce_noted": (
-        c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(Report),
+        c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(CallReport),
         pointer, c_uint64, c_uint32, c_uint32, c_uint64,
     ),
     "ff_post": (pointer, pointer, POINTER(Call)),
     "ff_op_done": (c_int, pointer),
-    "ff_wait": (c_int, pointer, pointer, c_double, POINTER(Report)),
+    "ff_wait": (c_int, pointer, pointer, c_double, POINTER(CallReport)),
     "ff_op_free": (None, pointer, pointer),
     "ff_send": (pointer, pointer, c_int, c_int32, c_uint32, pointer, c_uint64, c_double),
     "ff_receive": (pointer, pointer, c_int, c_int32, c_uint32, pointer, c_uint64, c_double),
     "ff_message_done": (c_int, pointer, pointer),
-    "ff_message_wait": (c_int, pointer, pointer, c_double, POINTER(Report)),
+    "ff_message_wait": (c_int, pointer, pointer, c_double, POINTER(CallReport)),
     "ff_message_peer": (c_int, pointer),
     "ff_message_free": (None, pointer, pointer),
     "ff_slots_bytes": (c_size_t, c_uint32),

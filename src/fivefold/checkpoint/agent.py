@@ -48,6 +48,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _LOOK_S = 0.5
 _ENDING_S = 3.0
 _WORKERS = 4
+_NICE = 10
+"""how much less urgent than training"""
 
 
 class AgentCommands:
@@ -82,9 +84,7 @@ class AgentCommands:
 
     def hello(self, given: Given) -> Answer:
         """Take the key, the place and the limits; begin to serve peers."""
-        os.nice(int(given["nice"]))
-        if given["cores"]:
-            os.sched_setaffinity(0, given["cores"])
+        os.nice(_NICE)
         self._key = bytes.fromhex(given["key"])
         self._store = LocalStore(Path(given["root"]), given["run"], self._files)
         self._reader = LocalReader(self._store.root, self._files)

@@ -76,8 +76,6 @@ class Agent(Closing):
         key: secret of the run (`wire.new_key`), the same on all nodes.
         host: address of the interface that looks toward the other nodes.
         bytes_per_s: limit for encoding and rebuilding; None: no limit.
-        nice: how much less urgent than training.
-        cores: processors that it may use; None: those of this process.
         timeout_s: how long a peer may be silent.
         patience_s: how long a peer may be behind with its part of a generation.
 
@@ -93,8 +91,6 @@ class Agent(Closing):
         *,
         host: str = "127.0.0.1",
         bytes_per_s: float | None = None,
-        nice: int = 10,
-        cores: Collection[int] | None = None,
         timeout_s: float = 30.0,
         patience_s: float = 30.0,
     ) -> None:
@@ -113,9 +109,8 @@ class Agent(Closing):
         self._reader = threading.Thread(target=self._listen, name="fivefold-agent", daemon=True)
         self._reader.start()
         hello = {
-            "root": str(root.absolute()), "run": run, "key": key.hex(), "host": host, "nice": nice,
-            "bytes_per_s": bytes_per_s, "cores": sorted(cores or ()), "timeout_s": timeout_s,
-            "patience_s": patience_s,
+            "root": str(root.absolute()), "run": run, "key": key.hex(), "host": host,
+            "bytes_per_s": bytes_per_s, "timeout_s": timeout_s, "patience_s": patience_s,
         }  # fmt: skip
         try:
             self.address: Address = self._ask(

@@ -43,7 +43,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Encoding:
     """What the functions below share."""
 
     reader: LocalReader
@@ -80,7 +80,7 @@ def protect(reader: LocalReader, generation: str, peers: Peers, files: FileOps) 
         return ()
     group = manifest.set_of(manifest.me)
     recipe = scheme.recipe(_lengths(manifest, group), group.index(manifest.me))
-    work = _Work(reader, manifest, peers, files)
+    work = _Encoding(reader, manifest, peers, files)
     name = redundancy_name(manifest.me)
     _sweep(work, name)
     with files.create(work.folder / name) as stream:
@@ -123,7 +123,7 @@ def rebuild(
         CheckpointError: another save has the directory; `PeerError`: a peer is gone or too slow.
         OSError: writing failed.
     """
-    work = _Work(reader, manifest, peers, files)
+    work = _Encoding(reader, manifest, peers, files)
     files.make_dir(work.folder)
     _refuse_another_save(reader, manifest)
     made = _rebuild_payload(work, member, {*lost, member}, bare)
@@ -147,7 +147,7 @@ def repair_manifest(reader: LocalReader, manifest: Manifest, member: int, files:
 
 
 def _rebuild_payload(
-    work: _Work, member: int, lost: Collection[int], bare: Collection[int] | None
+    work: _Encoding, member: int, lost: Collection[int], bare: Collection[int] | None
 ) -> list[str]:
     manifest = work.manifest
     group = manifest.set_of(member)
@@ -170,7 +170,7 @@ def _rebuild_payload(
     return made
 
 
-def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[CodedPiece]) -> None:
+def _make(work: _Encoding, group: Sequence[int], item: Item, pieces: list[CodedPiece]) -> None:
     _sweep(work, item.name)
     with work.files.create(work.folder / item.name) as stream:
         _carry_out(work, group, pieces, stream, "rebuilding")
@@ -182,7 +182,7 @@ def _make(work: _Work, group: Sequence[int], item: Item, pieces: list[CodedPiece
         stream.commit()
 
 
-def _fetch(work: _Work, item: Item) -> None:
+def _fetch(work: _Encoding, item: Item) -> None:
     """Copy a file from the first peer that has it whole."""
     told: list[str] = []
     for address in dict.fromkeys(work.peers.addresses.values()):
@@ -214,7 +214,7 @@ def _is(stream: Stream, item: Item) -> bool:
 
 
 def _carry_out(
-    work: _Work, group: Sequence[int], pieces: Sequence[CodedPiece], stream: Stream, point: str
+    work: _Encoding, group: Sequence[int], pieces: Sequence[CodedPiece], stream: Stream, point: str
 ) -> None:
     """`schemes.carry_out` over the network; positions in pieces are those in `group`."""
 
@@ -241,7 +241,7 @@ def _block_s(peers: Peers, readers: int) -> float:
     return peers.timeout_s + peers.patience_s + queued_s + 1.0
 
 
-def _reader(work: _Work, member: int, stack: ExitStack) -> Reader:
+def _reader(work: _Encoding, member: int, stack: ExitStack) -> Reader:
     """Reads what a member has, from here or over the network, within the rate."""
     address, rate = work.peers.addresses.get(member), work.peers.rate
     if address is None:
@@ -268,14 +268,14 @@ def _limited(rate: Rate, reader: Reader) -> Reader:
     return read
 
 
-def _sweep(work: _Work, name: str) -> None:
+def _sweep(work: _Encoding, name: str) -> None:
     """Remove what an agent that was killed has begun to write under this name."""
     for left in work.files.list(work.folder):
         if is_temporary(left) and left.startswith(f"{name}."):
             work.files.remove(work.folder / left)
 
 
-def _whole(work: _Work, item: Item) -> bool:
+def _whole(work: _Encoding, item: Item) -> bool:
     path = work.folder / item.name
     try:
         return work.files.size(path) == item.length and (

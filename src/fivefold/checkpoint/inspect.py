@@ -23,7 +23,7 @@ from fivefold.checkpoint.manifest import (
 from fivefold.checkpoint.note import Note, is_note, newest_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.plain_dcp import Checked, is_plain_dcp, read_contents, verify_plain_dcp
-from fivefold.checkpoint.run import LOCAL, Run, check_run_id
+from fivefold.checkpoint.run import LOCAL, RunHistory, check_run_id
 from fivefold.checkpoint.schemes import SCHEMES
 from fivefold.checkpoint.store import (
     RUN_COPY,
@@ -181,7 +181,7 @@ def damaged_records(url: str) -> list[str]:
         where = place.where(name)
         try:
             data = place.read(name)
-            Note.parse(data, where) if is_note(name) else Run.parse(data, where)
+            Note.parse(data, where) if is_note(name) else RunHistory.parse(data, where)
         except FileNotFoundError:
             found.append(f"{where} is missing")
         except CheckpointError as problem:

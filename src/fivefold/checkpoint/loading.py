@@ -21,7 +21,7 @@ from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.pieces import MOST_BYTES, PieceClient, Stretch
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.recovery_plan import Passed, RecoveryChoice, RecoveryPlan, choose
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import RunHistory
 from fivefold.checkpoint.state import Request, State, saved_in
 from fivefold.checkpoint.store import PersistentStore, check
 from fivefold.closing import Closing
@@ -282,7 +282,9 @@ _LOOK_S = 3600.0
 class Recovery:
     """The search for a save; all methods are collective. `node` has its agent."""
 
-    def __init__(self, ranks: Ranks, node: RankNode, persistent: PersistentStore, run: Run) -> None:
+    def __init__(
+        self, ranks: Ranks, node: RankNode, persistent: PersistentStore, run: RunHistory
+    ) -> None:
         self._ranks, self._node, self._persistent = ranks, node, persistent
         self._run = run
         self._inventories: list[Inventory] = []

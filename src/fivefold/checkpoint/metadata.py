@@ -133,7 +133,7 @@ def _check_call(made: CallResult) -> None:
 def _contents(metadata: object) -> Contents:
     top = _fields(metadata, _TOP)
     entries, stored = _dict(top["state_dict_metadata"]), _dict(top["storage_data"])
-    part = _Parts()
+    part = _Stored()
     return Contents(
         tuple(_entry(_is(name, str), about) for name, about in entries.items()),
         tuple(part(index, info) for index, info in stored.items()),
@@ -165,7 +165,7 @@ class _Once:
         return self._known[id(value)]
 
 
-class _Parts:
+class _Stored:
     """What `storage_data` tells, one part after the other."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ def _torch(metadata: object) -> Any:
             part.file, part.start, part.length, ["transformed"] if part.transformed else None
         )
 
-    file_of, top = _Parts(), _fields(metadata, _TOP)
+    file_of, top = _Stored(), _fields(metadata, _TOP)
     every_chunk = _Once(lambda made: [chunk(one) for one in _is(made, list)])
     paths, version = top.get("planner_data"), top.get("version")
     every_path = _Once(_path)

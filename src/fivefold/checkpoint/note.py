@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from fivefold.checkpoint.place import Place
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import RunHistory
 from fivefold.checkpoint.sealed import seal, unseal
 from fivefold.errors import CheckpointError, Damaged
 
@@ -122,7 +122,7 @@ def notes(place: Place) -> dict[str, str]:
     return {name: place.read(name).hex() for name in place.list() if is_note(name)}
 
 
-def noted(run: Run, read: Callable[[int], Note | None]) -> tuple[int, int]:
+def noted(run: RunHistory, read: Callable[[int], Note | None]) -> tuple[int, int]:
     """(epoch, step) of the last save that the run is known to have made; (0, 0) if none can be read."""
     if not run.starts:
         return 0, 0
@@ -136,7 +136,7 @@ def noted(run: Run, read: Callable[[int], Note | None]) -> tuple[int, int]:
     return (0, 0) if latest.resumed is None else (latest.resumed[1], latest.resumed[0])
 
 
-def last_save(run: Run, read: Callable[[int], Note | None]) -> str:
+def last_save(run: RunHistory, read: Callable[[int], Note | None]) -> str:
     """The last save that the run is known to have made on the way that it took; empty if there was none.
 
     epoch 1   0 ─── 100 ─── 200          noted: step 200

@@ -12,7 +12,7 @@ from fivefold.checkpoint.lease import STALE_S, Lease
 from fivefold.checkpoint.note import notes
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
-from fivefold.checkpoint.run import LOCAL, Run, new_run_id
+from fivefold.checkpoint.run import LOCAL, RunHistory, new_run_id
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, FivefoldError, UsageError
@@ -31,7 +31,7 @@ class Opened(Closing):
         run: as recorded; without starts where nothing was saved yet.
     """
 
-    def __init__(self, store: PersistentStore, run: Run) -> None:
+    def __init__(self, store: PersistentStore, run: RunHistory) -> None:
         self.store, self.run = store, run
         self.resumed: tuple[int, int] | None = None
         """(step, epoch) of the save that this start went on from"""
@@ -50,7 +50,7 @@ class Opened(Closing):
         return self.run.epoch + 1
 
     @property
-    def started(self) -> Run:
+    def started(self) -> RunHistory:
         """The record with this start."""
         return self.run.started(self.resumed, self.epoch)
 
@@ -118,10 +118,10 @@ def open_run(ranks: Ranks, store: PersistentStore) -> Opened:
             run = store.read_run()
         except NotADirectoryError as problem:
             raise UsageError(f"{described(problem)}: a part of this path is a file") from problem
-        return {"run": (run or Run(new_run_id(), ())).to_json()}
+        return {"run": (run or RunHistory(new_run_id(), ())).to_json()}
 
     told = ranks.agree(f"reading {store.place.where()}", read)
-    return Opened(store, Run.parse(told[0]["run"]))
+    return Opened(store, RunHistory.parse(told[0]["run"]))
 
 
 def seen(ranks: Ranks, store: PersistentStore) -> Mapping[str, str]:

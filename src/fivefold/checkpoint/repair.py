@@ -23,7 +23,7 @@ from fivefold.checkpoint.manifest import MANIFEST, Item, Manifest, redundancy_na
 from fivefold.checkpoint.pieces import Address, Server
 from fivefold.checkpoint.place import LocalPlace
 from fivefold.checkpoint.recovery_plan import candidates
-from fivefold.checkpoint.run import Run, Start
+from fivefold.checkpoint.run import RunHistory, Start
 from fivefold.checkpoint.schemes import scheme_named
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore, Store
 from fivefold.errors import CheckpointError, Foreign, UsageError
@@ -288,7 +288,7 @@ class NodeDirectories:
         assert self.persistent is not None
         record = self.persistent.read_run()
         if record is None:
-            self.persistent.write_run(Run(manifest.run, (Start(manifest.epoch),)))
+            self.persistent.write_run(RunHistory(manifest.run, (Start(manifest.epoch),)))
         elif record.run != manifest.run:
             raise Foreign(
                 f"{self.persistent.place.where()} is of run {record.run}, the save of {manifest.run}: "

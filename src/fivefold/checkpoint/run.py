@@ -12,10 +12,10 @@ from fivefold.checkpoint.manifest import RUN
 from fivefold.checkpoint.sealed import Fields, seal, unseal
 from fivefold.errors import Damaged, UsageError
 
-__all__ = ["LOCAL", "Run", "Start", "check_run_id", "new_run_id"]
+__all__ = ["LOCAL", "RunHistory", "Start", "check_run_id", "new_run_id"]
 
 LOCAL = "local"
-"""of `Run.extra`: the directory on each node's own storage, without the part that is named like the run"""
+"""of `RunHistory.extra`: the directory on each node's own storage, without the part named like the run"""
 _VERSION = 1
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 
@@ -41,7 +41,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """A run over all its starts."""
 
     run: str
@@ -53,11 +53,11 @@ class Run:
         """The number of the latest start."""
         return self.starts[-1].epoch if self.starts else 0
 
-    def started(self, resumed: tuple[int, int] | None, epoch: int | None = None) -> Run:
+    def started(self, resumed: tuple[int, int] | None, epoch: int | None = None) -> RunHistory:
         """The same run after another start, whose epoch is one more than the last unless it is given."""
         following = self.epoch + 1 if epoch is None else epoch
         assert following > self.epoch, "epochs only grow"
-        return Run(self.run, (*self.starts, Start(following, resumed)), self.extra)
+        return RunHistory(self.run, (*self.starts, Start(following, resumed)), self.extra)
 
     def holds(self, step: int, epoch: int) -> bool:
         """Whether a generation belongs to what the run is today, and is no dead end of an earlier start.
@@ -83,12 +83,12 @@ class Run:
         return seal("run", _VERSION, {**asdict(self), "epoch": self.epoch})
 
     @staticmethod
-    def parse(text: str | bytes, where: Path | str = RUN) -> Run:
+    def parse(text: str | bytes, where: Path | str = RUN) -> RunHistory:
         """Read `run.json`. Raises `Damaged` or `Foreign`."""
         fields = unseal("run", _VERSION, text, where)
         try:
             starts = tuple(map(_start, fields.objects("starts")))
-            run = Run(fields.text("run"), starts, fields.object("extra").texts())
+            run = RunHistory(fields.text("run"), starts, fields.object("extra").texts())
             check_run_id(run.run)
             if [s.epoch for s in starts] != sorted({s.epoch for s in starts}):
                 raise ValueError("epochs do not grow")

@@ -23,7 +23,7 @@ from fivefold.checkpoint.manifest import (
 )
 from fivefold.checkpoint.note import is_note
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
-from fivefold.checkpoint.run import Run, check_run_id
+from fivefold.checkpoint.run import RunHistory, check_run_id
 from fivefold.errors import CheckpointError, Damaged, Foreign, UsageError, warn
 
 __all__ = [
@@ -115,7 +115,7 @@ def surplus(
     generations: Sequence[Generation],
     keep: int,
     *,
-    run: Run | None = None,
+    run: RunHistory | None = None,
     busy: Collection[str] = (),
 ) -> list[Generation]:
     """The generations that may be dropped, oldest first.
@@ -191,7 +191,7 @@ class Store:
         self.place.remove_tree(generation.name)
 
     def keep(
-        self, count: int, *, run: Run | None = None, busy: Collection[str] = ()
+        self, count: int, *, run: RunHistory | None = None, busy: Collection[str] = ()
     ) -> list[Generation]:
         """Drop what `surplus` names, and return it."""
         dropped = surplus(self.generations(), count, run=run, busy=busy)
@@ -272,7 +272,7 @@ class PersistentStore(Store):
     def __init__(self, url: str | Path, files: FileOps | None = None) -> None:
         super().__init__(place_at(url, files))
 
-    def read_run(self) -> Run | None:
+    def read_run(self) -> RunHistory | None:
         """The record of the run; None where nothing was saved yet.
 
         Where it is damaged or missing, its copy counts, with a warning.
@@ -300,10 +300,10 @@ class PersistentStore(Store):
         warn(f"{first}: its copy is used instead")
         return copy
 
-    def _run(self, name: str) -> Run:
-        return Run.parse(self.place.read(name), self.place.where(name))
+    def _run(self, name: str) -> RunHistory:
+        return RunHistory.parse(self.place.read(name), self.place.where(name))
 
-    def write_run(self, run: Run) -> None:
+    def write_run(self, run: RunHistory) -> None:
         """Replace the record of the run, and its copy."""
         self.place.make_dir()
         # The copy first: it must not be older, or an epoch would be given twice.

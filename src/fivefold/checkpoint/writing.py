@@ -20,7 +20,7 @@ from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.rhythm import Rhythm
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import RunHistory
 from fivefold.checkpoint.saving import Saved, Saver, Stamp
 from fivefold.checkpoint.settings import Settings
 from fivefold.checkpoint.staging import Staging
@@ -198,7 +198,7 @@ def retain(
     store: Store,
     newest: Manifest,
     count: int,
-    run: Run,
+    run: RunHistory,
     allowed: Callable[[], None] = lambda: None,
 ) -> list[Generation]:
     """Remove copies that are older than the newest `count`, and return them. `newest` was just flushed.

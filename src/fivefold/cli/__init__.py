@@ -37,26 +37,28 @@ class Command(Protocol):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Command:
     home: str
     """module:class, imported only when the command is called"""
     summary: str
 
 
 COMMANDS = {
-    "run": _Entry("fivefold.cli.run:Run", "Start a script in several processes"),
-    "train": _Entry("fivefold.cli.train:Train", "Train a recipe"),
-    "verify": _Entry("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
-    "plan": _Entry("fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"),
-    "report": _Entry(
+    "run": _Command("fivefold.cli.run:Run", "Start a script in several processes"),
+    "train": _Command("fivefold.cli.train:Train", "Train a recipe"),
+    "verify": _Command("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
+    "plan": _Command(
+        "fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"
+    ),
+    "report": _Command(
         "fivefold.cli.report:Report", "Tell where the time of a run went, and what to do about it"
     ),
-    "doctor": _Entry("fivefold.cli.doctor:Doctor", "Look at this node before a run"),
-    "bench": _Entry("fivefold.cli.bench:Bench", "Measure how fast processes communicate"),
-    "checkpoint": _Entry(
+    "doctor": _Command("fivefold.cli.doctor:Doctor", "Look at this node before a run"),
+    "bench": _Command("fivefold.cli.bench:Bench", "Measure how fast processes communicate"),
+    "checkpoint": _Command(
         "fivefold.cli.checkpoint:Checkpoint", "List, check and repair checkpoints"
     ),
-    "helper": _Entry("fivefold.cli.helper:Helper", "Start a helper of a job by hand"),
+    "helper": _Command("fivefold.cli.helper:Helper", "Start a helper of a job by hand"),
 }
 
 _HELP = """\

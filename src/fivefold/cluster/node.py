@@ -18,11 +18,11 @@ from fivefold.cluster.memory import Limits, Memory, limits, memory
 from fivefold.cluster.network import Interface, interfaces, resolve
 from fivefold.cluster.processors import Processors, processors
 
-__all__ = ["Node", "container", "this_node"]
+__all__ = ["NodeFacts", "container", "this_node"]
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeFacts:
     """What a node has, and what of it was granted to this process."""
 
     host: str
@@ -47,10 +47,10 @@ class Node:
     """docker, podman, kubernetes, apptainer or another kind; empty outside containers"""
 
 
-def this_node(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Node:
+def this_node(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> NodeFacts:
     """Look at this node. `root` is where /proc, /sys, /etc and /dev are found."""
     host = reading.text(root / "proc/sys/kernel/hostname") or socket.gethostname()
-    return Node(
+    return NodeFacts(
         host=host,
         address=resolve(host, root),
         model=_model(root),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fivefold.arena import Segment
-from fivefold.arena.native import DTYPES, KINDS, REDUCTIONS, Call, Report, core
+from fivefold.arena.native import DTYPES, KINDS, REDUCTIONS, Call, CallReport, core
 from fivefold.comm.tensors import MARKS
 
 __all__ = ["AskedMessage", "Core", "explain"]
@@ -100,7 +100,7 @@ class Core:
 
         Raises `RuntimeError` when a rank does not come.
         """
-        report = Report()
+        report = CallReport()
         call = Call(kind=KINDS.index("barrier"))
         if core().ff_group_probe(self.pointer, timeout_s, ctypes.byref(report)):
             raise explain(self, report, call)
@@ -111,7 +111,7 @@ class Core:
 
     def run(self, call: Call) -> None:
         """Run a collective and return when it is done. Raises `RuntimeError`."""
-        report = Report()
+        report = CallReport()
         if core().ff_run(self.pointer, ctypes.byref(call), ctypes.byref(report)):
             raise explain(self, report, call)
 
@@ -151,7 +151,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def explain(group: Core, report: Report, asked: Call | AskedMessage) -> RuntimeError:
+def explain(group: Core, report: CallReport, asked: Call | AskedMessage) -> RuntimeError:
     """The error of a failed operation: who, what, which, why, and what to do, in one line."""
     from torch.distributed import DistBackendError
 
@@ -166,7 +166,7 @@ def explain(group: Core, report: Report, asked: Call | AskedMessage) -> RuntimeE
     )
 
 
-def _reason(group: Core, report: Report, asked: Call | AskedMessage) -> str:
+def _reason(group: Core, report: CallReport, asked: Call | AskedMessage) -> str:
     status = int(report.status)
     if status == _MISMATCH:
         return _mismatch(report, asked) if isinstance(asked, Call) else _otherwise(report, asked)
@@ -186,7 +186,7 @@ def _reason(group: Core, report: Report, asked: Call | AskedMessage) -> str:
     return _who_is_missing(group, report, status)
 
 
-def _who_is_missing(group: Core, report: Report, status: int) -> str:
+def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
     who = _ranks([q for q in range(group.size) if report.missing[q // 64] >> (q % 64) & 1])
     return {
         _TIMEOUT: f"Timed out waiting for {who}; `fivefold run --trace` tells who waits for whom",
@@ -201,7 +201,7 @@ def _who_is_missing(group: Core, report: Report, status: int) -> str:
     }.get(status, f"status {status}")
 
 
-def _otherwise(report: Report, asked: AskedMessage) -> str:
+def _otherwise(report: CallReport, asked: AskedMessage) -> str:
     sent = next((d for d, mark in MARKS.items() if mark == report.other_dtype), "another dtype")
     return (
         f"rank {report.other} sent {report.other_count} bytes of {sent}, and the tensor that receives them "
@@ -209,7 +209,7 @@ def _otherwise(report: Report, asked: AskedMessage) -> str:
     )
 
 
-def _mismatch(report: Report, call: Call) -> str:
+def _mismatch(report: CallReport, call: Call) -> str:
     if KINDS[call.kind] == "all_to_all_v" and report.other_kind == call.kind:
         return (
             f"rank {report.other} sends {report.other_count} bytes to rank {report.other_root}, which "

@@ -10,13 +10,14 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.arena.native import DTYPES, KINDS, Call, Report, core
+from fivefold.arena.native import DTYPES, KINDS, Call, CallReport, core
 from fivefold.comm.core import Core, explain
 from fivefold.comm.events import event
 from fivefold.comm.group_log import KIND_NUMBERS, GroupLog
@@ -37,6 +38,45 @@ _GRACE_S = 0.1
 """what is under way when a group is destroyed may take so long before it is broken off, on all ranks"""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A collective as one rank asks for it."""
+
+    kind: str
+    block: Tensor
+    """what one rank contributes or receives"""
+    reads: Tensor | Sequence[Tensor] | None
+    """what is read: a tensor, or one per rank"""
+    writes: Tensor | Sequence[Tensor] | None
+    """what is written to, likewise"""
+    reduction: int = 0
+    root: int = 0
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None
+    """elements to and from every rank, where they differ"""
+    timeout_s: float | None = None
+    """None: that of the group"""
+
+    def call(self) -> tuple[Call, list[ctypes.Array[Any]]]:
+        """For the core, with what it points to besides tensors."""
+        dtype, parts = code_of(self.block)
+        count = 0 if self.sizes else self.block.numel() * parts
+        call = Call(_KIND[self.kind], dtype, self.reduction, self.root, count)
+        arrays: list[ctypes.Array[Any]] = []
+        for one, many, memory in (
+            ("input", "inputs", self.reads), ("output", "outputs", self.writes),
+        ):  # fmt: skip
+            if isinstance(memory, Tensor):
+                setattr(call, one, memory.data_ptr())
+            elif memory is not None:
+                arrays.append(addresses(memory))
+                setattr(call, many, ctypes.addressof(arrays[-1]))
+        if self.sizes is not None:
+            for name, numbers in zip(("input_counts", "output_counts"), self.sizes, strict=True):
+                arrays.append(counts([n * parts for n in numbers]))
+                setattr(call, name, ctypes.addressof(arrays[-1]))
+        return call, arrays
+
+
 class Operations:
     """What can be asked of a group."""
 
@@ -53,7 +93,7 @@ class Operations:
         self._all_reduce_now = core().ff_all_reduce
         self._all_reduce_noted = core().ff_all_reduce_noted
         self._nothing = torch.empty(0, dtype=torch.uint8)
-        self._report = Report()
+        self._report = CallReport()
         self._report_at = ctypes.byref(self._report)
 
     def all_reduce(self, tensor: Tensor, reduction: int, *, later: bool) -> dist.Work:
@@ -66,43 +106,43 @@ class Operations:
         targets, after = writes([real])
         if after is not None:
             targets[0].copy_(real)
-        return self._start("all_reduce", targets[0], [tensor], after, later=later, reduction=reduction,
-                           reads_from=targets[0], writes_to=targets[0])  # fmt: skip
+        own = targets[0]
+        asked = Request("all_reduce", own, own, own, reduction=reduction)
+        return self._start(asked, [tensor], after, later=later)
 
     def reduce(self, tensor: Tensor, reduction: int, root: int, *, later: bool) -> dist.Work:
         """Reduce into the tensor of rank `root`; the others' stay as they are."""
         real = _reducible(tensor, reduction)
         targets, after = writes([real] if root == self.group.rank else [])
-        source = reads(real)
-        return self._start("reduce", source, [tensor], after, later=later, reduction=reduction, root=root,
-                           reads_from=source, writes_to=targets[0] if targets else None)  # fmt: skip
+        source, result = reads(real), targets[0] if targets else None
+        asked = Request("reduce", source, source, result, reduction=reduction, root=root)
+        return self._start(asked, [tensor], after, later=later)
 
     def broadcast(self, tensor: Tensor, root: int, *, later: bool) -> dist.Work:
         """Overwrite `tensor` with that of rank `root`."""
         if root == self.group.rank:
             source = reads(tensor)
-            return self._start(
-                "broadcast", source, [tensor], later=later, root=root, reads_from=source
-            )
+            asked = Request("broadcast", source, source, None, root=root)
+            return self._start(asked, [tensor], later=later)
         targets, after = writes([tensor])
-        return self._start("broadcast", targets[0], [tensor], after, later=later, root=root,
-                           writes_to=targets[0])  # fmt: skip
+        asked = Request("broadcast", targets[0], None, targets[0], root=root)
+        return self._start(asked, [tensor], after, later=later)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, later: bool) -> dist.Work:
         """Fill `outputs`, one per rank, with the ranks' tensors."""
         self._one_per_rank(outputs, tensor, "all_gather")
         targets, after = writes(outputs)
         source = reads(tensor)
-        return self._start("all_gather", source, outputs, after, later=later, reads_from=source,
-                           all_to=targets)  # fmt: skip
+        asked = Request("all_gather", source, source, targets)
+        return self._start(asked, outputs, after, later=later)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, *, later: bool) -> dist.Work:
         """Fill `output` with the ranks' tensors, one after the other."""
         self._fits(output, tensor, "all_gather")
         targets, after = writes([output])
         source = reads(tensor)
-        return self._start("all_gather", source, [output], after, later=later, reads_from=source,
-                           writes_to=targets[0])  # fmt: skip
+        asked = Request("all_gather", source, source, targets[0])
+        return self._start(asked, [output], after, later=later)
 
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, *, later: bool
@@ -113,8 +153,8 @@ class Operations:
             self._one_per_rank(outputs, tensor, "gather")
         targets, after = writes(outputs if here else [])
         source = reads(tensor)
-        return self._start("gather", source, outputs if here else [tensor], after, later=later, root=root,
-                           reads_from=source, all_to=targets if here else None)  # fmt: skip
+        asked = Request("gather", source, source, targets if here else None, root=root)
+        return self._start(asked, outputs if here else [tensor], after, later=later)
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, *, later: bool
@@ -125,8 +165,8 @@ class Operations:
             self._one_per_rank(inputs, tensor, "scatter")
         targets, after = writes([tensor])
         sources = [*map(reads, inputs)] if here else None
-        return self._start("scatter", targets[0], [tensor], after, later=later, root=root,
-                           writes_to=targets[0], all_from=sources)  # fmt: skip
+        asked = Request("scatter", targets[0], sources, targets[0], root=root)
+        return self._start(asked, [tensor], after, later=later)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], reduction: int, *, later: bool
@@ -135,8 +175,8 @@ class Operations:
         self._one_per_rank(inputs, output, "reduce_scatter")
         targets, after = writes([_reducible(output, reduction)])
         sources = [reads(_reducible(tensor, reduction)) for tensor in inputs]
-        return self._start("reduce_scatter", targets[0], [output], after, later=later,
-                           reduction=reduction, writes_to=targets[0], all_from=sources)  # fmt: skip
+        asked = Request("reduce_scatter", targets[0], sources, targets[0], reduction=reduction)
+        return self._start(asked, [output], after, later=later)
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, reduction: int, *, later: bool
@@ -145,8 +185,8 @@ class Operations:
         self._fits(tensor, output, "reduce_scatter")
         targets, after = writes([_reducible(output, reduction)])
         source = reads(_reducible(tensor, reduction))
-        return self._start("reduce_scatter", targets[0], [output], after, later=later,
-                           reduction=reduction, reads_from=source, writes_to=targets[0])  # fmt: skip
+        asked = Request("reduce_scatter", targets[0], source, targets[0], reduction=reduction)
+        return self._start(asked, [output], after, later=later)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, later: bool
@@ -156,9 +196,9 @@ class Operations:
             self._as_many_as_ranks(tensors, "all_to_all")
         targets, after = writes(outputs)
         sources = [*map(reads, inputs)]
-        return self._start("all_to_all_v", sources[0], outputs, after, later=later, all_from=sources,
-                           all_to=targets,
-                           sizes=([t.numel() for t in sources], [t.numel() for t in targets]))  # fmt: skip
+        sizes = [t.numel() for t in sources], [t.numel() for t in targets]
+        asked = Request("all_to_all_v", sources[0], sources, targets, sizes=sizes)
+        return self._start(asked, outputs, after, later=later)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_rows: Sequence[int], input_rows: Sequence[int], *,
@@ -171,12 +211,13 @@ class Operations:
         sizes = self._parts(tensor, input_rows, "input"), self._parts(output, output_rows, "output")
         targets, after = writes([output])
         source = reads(tensor)
-        return self._start("all_to_all_v", source, [output], after, later=later, reads_from=source,
-                           writes_to=targets[0], sizes=sizes)  # fmt: skip
+        asked = Request("all_to_all_v", source, source, targets[0], sizes=sizes)
+        return self._start(asked, [output], after, later=later)
 
     def barrier(self, *, later: bool, timeout_s: float | None = None) -> dist.Work:
         """Wait for all ranks."""
-        return self._start("barrier", self._nothing, [], later=later, timeout_s=timeout_s)
+        asked = Request("barrier", self._nothing, None, None, timeout_s=timeout_s)
+        return self._start(asked, [], later=later)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Send to rank `peer`."""
@@ -231,29 +272,13 @@ class Operations:
         return _DONE
 
     def _start(
-        self, kind: str, block: Tensor, results: Sequence[Tensor],
-        after: Callable[[], None] | None = None, *, later: bool, reduction: int = 0, root: int = 0,
-        reads_from: Tensor | None = None, writes_to: Tensor | None = None,
-        all_from: Sequence[Tensor] | None = None, all_to: Sequence[Tensor] | None = None,
-        sizes: tuple[Sequence[int], Sequence[int]] | None = None, timeout_s: float | None = None,
+        self, asked: Request, results: Sequence[Tensor], after: Callable[[], None] | None = None, *,
+        later: bool,
     ) -> dist.Work:  # fmt: skip
-        """`block`: what one rank contributes or receives; the others as in `ff_call`."""
-        dtype, parts = code_of(block)
-        call = Call(
-            _KIND[kind], dtype, reduction, root, 0 if sizes else block.numel() * parts,
-            0 if reads_from is None else reads_from.data_ptr(),
-            0 if writes_to is None else writes_to.data_ptr(),
-        )  # fmt: skip
-        call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        arrays: list[ctypes.Array[Any]] = []
-        for name, tensors in (("inputs", all_from), ("outputs", all_to)):
-            if tensors is not None:
-                arrays.append(addresses(tensors))
-                setattr(call, name, ctypes.addressof(arrays[-1]))
-        if sizes is not None:
-            for name, numbers in zip(("input_counts", "output_counts"), sizes, strict=True):
-                arrays.append(counts([n * parts for n in numbers]))
-                setattr(call, name, ctypes.addressof(arrays[-1]))
+        kind, block = asked.kind, asked.block
+        call, kept = asked.call()
+        call.timeout_s = self.timeout_s if asked.timeout_s is None else asked.timeout_s
+        sizes = asked.sizes
         size_bytes = block.nbytes if sizes is None else sum(sizes[0]) * block.element_size()
         if self._collectives:
             self._forget()
@@ -268,16 +293,8 @@ class Operations:
             if after is not None:
                 after()
             return Finished(results)
-        kept = (arrays, reads_from, writes_to, all_from, all_to)
-        work = OpWork(
-            self.group,
-            call,
-            size_bytes,
-            completer=self._completer,
-            results=results,
-            kept=kept,
-            after=after,
-        )
+        work = OpWork(self.group, call, size_bytes, completer=self._completer, results=results,
+                      kept=(kept, asked), after=after)  # fmt: skip
         if trace is not None:
             work.recorded(trace, issued)
         self._collectives.append(work)

@@ -57,11 +57,11 @@ class Log:
         return self.answers[self._position - 1]
 
 
-class _Here(threading.local):
+class _Replaying(threading.local):
     log: Log | None = None
 
 
-_here = _Here()
+_here = _Replaying()
 
 
 def current_log() -> Log | None:

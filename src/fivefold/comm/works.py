@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.arena.native import KINDS, Call, Report, core
+from fivefold.arena.native import KINDS, Call, CallReport, core
 from fivefold.comm.core import AskedMessage, Core, explain
 from fivefold.comm.events import event
 from fivefold.comm.tensors import MARKS
@@ -125,7 +125,7 @@ class Finished(_Work):
 class _Operation(Protocol):
     """What the core has under way."""
 
-    def wait(self, timeout_s: float, report: Report) -> int:
+    def wait(self, timeout_s: float, report: CallReport) -> int:
         """Block until it has ended, or for `timeout_s` (below 0: as long as it may take); its status."""
         ...
 
@@ -137,7 +137,7 @@ class _Operation(Protocol):
         """Give it back; it is not asked again."""
         ...
 
-    def explained(self, report: Report) -> Exception:
+    def explained(self, report: CallReport) -> Exception:
         """What a failure says to people."""
         ...
 
@@ -216,7 +216,7 @@ class _Pending(_Work):
         return self._error
 
     def _end(self, timeout_s: float) -> None:
-        report = Report()
+        report = CallReport()
         begun = time.monotonic_ns()
         with self._operation.event("wait"):
             status = self._operation.wait(timeout_s, report)
@@ -250,7 +250,7 @@ class _Collective:
         if not self._handle:
             raise MemoryError("no memory for a collective")
 
-    def wait(self, timeout_s: float, report: Report) -> int:
+    def wait(self, timeout_s: float, report: CallReport) -> int:
         group = self._group.pointer
         return int(core().ff_wait(group, self._handle, timeout_s, ctypes.byref(report)))
 
@@ -260,7 +260,7 @@ class _Collective:
     def free(self) -> None:
         core().ff_op_free(self._group.pointer, self._handle)
 
-    def explained(self, report: Report) -> Exception:
+    def explained(self, report: CallReport) -> Exception:
         return explain(self._group, report, self._call)
 
     def event(self, name: str) -> AbstractContextManager[object]:
@@ -290,7 +290,7 @@ class _Message:
         self.peer = transfer.peer
         self._size_bytes, self._what = size_bytes, what
 
-    def wait(self, timeout_s: float, report: Report) -> int:
+    def wait(self, timeout_s: float, report: CallReport) -> int:
         group = self._group.pointer
         return int(core().ff_message_wait(group, self._handle, timeout_s, ctypes.byref(report)))
 
@@ -301,7 +301,7 @@ class _Message:
         self.peer = int(core().ff_message_peer(self._handle))
         core().ff_message_free(self._group.pointer, self._handle)
 
-    def explained(self, report: Report) -> Exception:
+    def explained(self, report: CallReport) -> Exception:
         return explain(self._group, report, replace(self._transfer, peer=self.peer))
 
     def event(self, name: str) -> AbstractContextManager[object]:

@@ -16,8 +16,8 @@ from fivefold.introspect.tables import (
     Arrivals,
     Breakdown,
     Heat,
-    Offload,
-    Operation,
+    OffloadTables,
+    OperationTable,
     RankTable,
     Series,
     Timeline,
@@ -205,12 +205,12 @@ class Document(TypedDict):
     timeline: Timeline
     heat: Heat
     ranks: RankTable
-    operations: list[Operation]
+    operations: list[OperationTable]
     arrivals: Arrivals
     series: Series
     marks: list[Mark]
     throughput: Throughput
-    offload: Offload
+    offload: OffloadTables
     calibration: Calibration
     configuration: Configuration
     stacks: dict[str, dict[str, list[list[Any]]]]

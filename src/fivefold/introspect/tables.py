@@ -8,12 +8,12 @@ __all__ = [
     "Arrivals",
     "Breakdown",
     "Heat",
-    "Helper",
+    "HelperTable",
     "Kind",
     "LateOperation",
     "Numbers",
-    "Offload",
-    "Operation",
+    "OffloadTables",
+    "OperationTable",
     "Quantiles",
     "RankSeries",
     "RankTable",
@@ -150,7 +150,7 @@ class RankTable(TypedDict):
     """shown in full although there are many ranks"""
 
 
-class Operation(TypedDict):
+class OperationTable(TypedDict):
     """Operations of a kind, tag, group and size (a power of two), over all ranks and the whole run."""
 
     operation: str
@@ -253,7 +253,7 @@ class Series(TypedDict):
     """why there is no energy"""
 
 
-class Helper(TypedDict):
+class HelperTable(TypedDict):
     """One helper: what all trainers say about it, put together, over the whole run."""
 
     number: int
@@ -303,8 +303,8 @@ class Supply(TypedDict):
     """batches that helpers may be ahead, mean"""
 
 
-class Offload(TypedDict):
+class OffloadTables(TypedDict):
     """Helpers and those whom they serve; empty without helpers."""
 
-    helpers: list[Helper]
+    helpers: list[HelperTable]
     supply: list[Supply]

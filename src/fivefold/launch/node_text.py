@@ -6,14 +6,14 @@ from fivefold.cluster.fabric import Port
 from fivefold.cluster.gpus import Gpu
 from fivefold.cluster.memory import Limits
 from fivefold.cluster.network import Interface
-from fivefold.cluster.node import Node
+from fivefold.cluster.node import NodeFacts
 from fivefold.cluster.reading import spans
 from fivefold.launch.advice import gib
 
 __all__ = ["speed", "text_of_node"]
 
 
-def text_of_node(node: Node) -> list[str]:
+def text_of_node(node: NodeFacts) -> list[str]:
     """What the node has, and what of it was granted."""
     energy = node.energy
     rows = (
@@ -43,7 +43,7 @@ def speed(bytes_per_s: float | None) -> str:
     return "speed unknown" if bytes_per_s is None else f"{bytes_per_s / 125e6:g} Gbit/s"
 
 
-def _processors(node: Node) -> str:
+def _processors(node: NodeFacts) -> str:
     p = node.processors
     smt = f" with {p.threads_per_core} threads each" if p.threads_per_core > 1 else ""
     sockets = f"{p.sockets} socket{'s' if p.sockets > 1 else ''}"
@@ -52,7 +52,7 @@ def _processors(node: Node) -> str:
     return f"{p.model or 'unknown'}: {cores}{smt}, {sockets}, {numa}"
 
 
-def _granted(node: Node) -> str:
+def _granted(node: NodeFacts) -> str:
     limit = "no quota" if node.quota is None else f"quota {node.quota:g} cores' time"
     return f"{node.granted} of {len(node.processors.cpus)} (mask {spans(node.mask)}, {limit})"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from fivefold.cluster.network import interface_for
-from fivefold.cluster.node import Node
+from fivefold.cluster.node import NodeFacts
 from fivefold.cluster.reading import spans
 from fivefold.launch.advice import LaunchFinding, advise, gib
 from fivefold.launch.node_text import speed
@@ -50,7 +50,7 @@ class Placement:
     fivefold: str
     python: str
     torch: TorchFacts
-    node: Node
+    node: NodeFacts
     """that of rank 0"""
     findings: tuple[LaunchFinding, ...]
     helpers: str = ""
@@ -179,7 +179,7 @@ def _per_rank(ranks: tuple[RankFacts, ...], told: Callable[[RankFacts], str]) ->
     return "; ".join(parts) + ("; ..." if len(groups) > _SHOWN else "")
 
 
-def _cores(one: RankFacts, node: Node) -> str:
+def _cores(one: RankFacts, node: NodeFacts) -> str:
     numa = f", NUMA {spans(one.numa)}" if len(node.processors.numa) > 1 and one.numa else ""
     limit = f", {one.quota:g} cores' time" if one.quota is not None else ""
     here = f" of {len(node.processors.cpus)}" if one.host == node.host else ""
@@ -209,7 +209,7 @@ def _gpu(one: RankFacts) -> str:
     return gpu.address + ("" if gpu.numa is None else f" (NUMA {gpu.numa})")
 
 
-def _memory(node: Node) -> str:
+def _memory(node: NodeFacts) -> str:
     limit = f", {gib(node.memory.limit_bytes)} granted" if node.memory.limit_bytes else ""
     free = f"{gib(node.memory.available_bytes)} free of {gib(node.memory.total_bytes)}"
     return f"{free}{limit}; /dev/shm {gib(node.memory.shm_free_bytes)} free"

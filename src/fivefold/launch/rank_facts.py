@@ -14,7 +14,7 @@ from pathlib import Path
 from fivefold.cluster import cores
 from fivefold.cluster.gpus import Gpu, gpus, visible
 from fivefold.cluster.network import resolve
-from fivefold.cluster.node import Node
+from fivefold.cluster.node import NodeFacts
 from fivefold.cluster.processors import processors
 from fivefold.launch.environment import RankPlace
 from fivefold.writing import write_whole
@@ -68,7 +68,7 @@ def look(
     )
 
 
-def expected(processes: int, node: Node, environ: Mapping[str, str]) -> tuple[RankFacts, ...]:
+def expected(processes: int, node: NodeFacts, environ: Mapping[str, str]) -> tuple[RankFacts, ...]:
     """What the engines of `fivefold run` would give to ranks on this node: none of them binds to cores."""
     share = max(1, node.granted // processes)
     first = RankFacts(

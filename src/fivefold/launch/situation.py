@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fivefold.cluster.gpus import Gpu
-from fivefold.cluster.node import Node
+from fivefold.cluster.node import NodeFacts
 from fivefold.launch.rank_facts import RankFacts
 from fivefold.launch.torch_facts import TorchFacts
 
@@ -17,7 +17,7 @@ __all__ = ["Situation", "cores_of"]
 class Situation:
     """A job before it runs, or as its ranks found it."""
 
-    node: Node
+    node: NodeFacts
     """that of rank 0, or where this is asked"""
     ranks: tuple[RankFacts, ...]
     """as expected, or as those told that were asked"""

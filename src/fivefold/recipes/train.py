@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,8 @@ def train(
                 record(mesh, run.path / "trace")
             _say(console, _heading(plan, len(train_images), len(test_images), mesh))
             summary = _fit(
-                model, batches, checked, plan, task,
-                mesh=mesh, run=run, console=console, checkpoints=checkpoints,
-                begin_again=begin_again,
+                model, batches, checked, plan, task, run=run, console=console,
+                saves=_Saves(checkpoints, begin_again) if checkpoints else None,
             )  # fmt: skip
         if summary is not None:
             for line in summary.lines():
@@ -106,6 +106,14 @@ def _loader(images: Images, mesh: Mesh, *, shuffle: bool) -> Loader:
     return loader(images, mesh, batch_size=t.batch_size, seed=seed, shuffle=shuffle)
 
 
+@dataclass(frozen=True)
+class _Saves:
+    """Where a run is saved, and whether it begins anew where all saves are lost."""
+
+    directory: str
+    begin_again: bool
+
+
 def _fit(
     model: ParallelModel,
     batches: Loader,
@@ -113,23 +121,21 @@ def _fit(
     plan: Plan,
     task: Task,
     *,
-    mesh: Mesh,
     run: RunDirectory,
     console: Console,
-    checkpoints: str,
-    begin_again: bool,
+    saves: _Saves | None,
 ) -> Summary | None:
-    t = plan.train
+    t, mesh = plan.train, model.mesh
     optimizer = _optimizer(model, t)
     schedule = warmup_cosine(
         optimizer, steps=t.epochs * len(batches), warmup=round(t.warmup_epochs * len(batches))
     )
     with contextlib.ExitStack() as held:
         saved = None
-        if checkpoints:
+        if saves is not None:
             held.enter_context(_warnings_on(console))
             saved = Checkpointer(
-                checkpoints, mesh, begin_again=begin_again,
+                saves.directory, mesh, begin_again=saves.begin_again,
                 model=model, optim=optimizer, schedule=schedule, data=batches, validator=validator,
             )  # fmt: skip
             held.enter_context(saved)
@@ -137,8 +143,8 @@ def _fit(
             if step is not None and is_trained(batches, validator, t.epochs):
                 _say(
                     console,
-                    f"finished       the run in {checkpoints} was trained to step {step}, the end of epoch "
-                    f"{t.epochs}; for more, raise --epochs",
+                    f"finished       the run in {saves.directory} was trained to step {step}, the end of "
+                    f"epoch {t.epochs}; for more, raise --epochs",
                 )
                 run.save_weights(model.full_state_dict())
                 return None

@@ -31,8 +31,7 @@ from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.program.costs import Costs, Options
 from fivefold.parallel.program.program import Compute, Program, planned
 from fivefold.parallel.program.rule import Here
-from fivefold.parallel.program.spread import Cut as TileCut
-from fivefold.parallel.program.spread import Grid, Spread
+from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.trees import call_with
 from fivefold.plan import Layout
 from fivefold.tune.measure import Measured
@@ -253,7 +252,7 @@ def _tiled(shape: tuple[int, ...], grid: Grid) -> Spread:
     for index, (axis, parts) in enumerate(zip(grid.axes, grid.sizes, strict=True)):
         dim = len(shape) + TILE_DIMS[axis]
         bounds = [owned(shape[dim], parts, part).start for part in range(parts)]
-        spread = spread.with_cut(dim, TileCut.at((index,), (*bounds, shape[dim])))
+        spread = spread.with_cut(dim, Division.at((index,), (*bounds, shape[dim])))
     return spread
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.cluster.description import Device, LinkCost
-from fivefold.parallel.graph.refs import State, Value
+from fivefold.parallel.graph.refs import StateRef, Value
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.pipeline.timing import Timed
 from fivefold.parallel.program.costs import flops_of
@@ -172,7 +172,7 @@ def _computed(
     seconds = roofline(
         node, made / node.output_bytes, sum(sizes[index] for index in read), made, device
     )
-    weighted = any(isinstance(ref, State) for ref in node.operands)
+    weighted = any(isinstance(ref, StateRef) for ref in node.operands)
     deferred = weighted and node.name.startswith(("conv", "linear"))
     first = deferred and bool(read) and read[0] in program.tape.inputs
     back = seconds * (1.0 if first else 2.0)  # nobody asks for the gradient of the images

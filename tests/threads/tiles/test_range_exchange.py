@@ -11,7 +11,7 @@ from torch import Tensor
 from fivefold import comm
 from fivefold.mesh import Mesh
 from fivefold.parallel.program.exchange import Exchange, Lines, Want, exchange
-from fivefold.parallel.program.spread import Cut, Grid, Range, Spread
+from fivefold.parallel.program.spread import Division, Grid, Range, Spread
 from fivefold.plan import Layout
 from fivefold.trace import Tag
 from ranks import run_ranks
@@ -31,7 +31,7 @@ def any_spread(draw: random.Random, grid: Grid) -> Spread:
     for index, dim in enumerate(dims):
         if draw.random() < 0.8:
             spread = spread.with_cut(
-                dim, Cut.at((index,), bounds(draw, spread.shape[dim], grid.sizes[index]))
+                dim, Division.at((index,), bounds(draw, spread.shape[dim], grid.sizes[index]))
             )
     return spread
 
@@ -43,7 +43,7 @@ def with_margins(draw: random.Random, spread: Spread) -> Spread:
         held = tuple(
             (max(a - draw.randint(0, 2), 0), min(b + draw.randint(0, 2), n)) for a, b in cut.owned
         )
-        spread = spread.with_cut(dim, Cut(cut.axes, cut.bounds, held))
+        spread = spread.with_cut(dim, Division(cut.axes, cut.bounds, held))
     return spread
 
 

@@ -19,7 +19,7 @@ from fivefold.checkpoint.lease import LEASE, Lease, this_process
 from fivefold.checkpoint.opening import Opened
 from fivefold.checkpoint.place import LocalPlace, Place, place_at
 from fivefold.checkpoint.ranks import Ranks
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import RunHistory
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import CheckpointError, InUse, UsageError
 
@@ -190,12 +190,12 @@ def test_a_job_that_was_requeued_does_not_wait(
     store = PersistentStore(tmp_path)
     for start in (0, 1):
         left(store.place, host="elsewhere", job="17", start=start)
-        with Opened(store, Run("r", ())) as opened:
+        with Opened(store, RunHistory("r", ())) as opened:
             opened.claim(Ranks(None))
     left(store.place, host="elsewhere", job="17", start=2, beats=1)
     monkeypatch.setenv("FIVEFOLD_LEASE_S", "0.5")
     began = time.monotonic()
-    with Opened(store, Run("r", ())) as opened:
+    with Opened(store, RunHistory("r", ())) as opened:
         opened.claim(Ranks(None))  # another step of the same allocation: it is waited for
         assert time.monotonic() - began > 0.3
 

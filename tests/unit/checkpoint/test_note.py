@@ -16,7 +16,7 @@ from fivefold.checkpoint.note import (
     write_note,
 )
 from fivefold.checkpoint.place import Place, place_at
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import RunHistory
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import Damaged
 from saves import RUN_ID
@@ -47,13 +47,13 @@ def test_a_damaged_note_is_passed_over_for_costs_and_counts_as_a_save(place: Pla
     write_note(place, NOTE)
     place.write("saved-epoch-3.json", [b"{"])
     assert newest_note(place) == NOTE
-    run = Run(RUN_ID, ()).started(None).started((100, 1)).started(None)
+    run = RunHistory(RUN_ID, ()).started(None).started((100, 1)).started(None)
     assert "start 3" in last_save(run, lambda epoch: read_note(place, epoch))
 
 
 def test_what_a_run_has_saved_on_its_way() -> None:
     notes = {1: Note(RUN_ID, 1, 200, ("a",), "single"), 4: Note(RUN_ID, 4, 7, ("a",), "single")}
-    run, told = Run(RUN_ID, ()), list[str]()
+    run, told = RunHistory(RUN_ID, ()), list[str]()
     told.append(last_save(run, notes.get))
     for resumed in (None, (100, 1), None, None):
         run = run.started(resumed)

@@ -18,7 +18,7 @@ from fivefold.checkpoint.recovery_plan import (
     choose,
     plan,
 )
-from fivefold.checkpoint.run import Run, Start
+from fivefold.checkpoint.run import RunHistory, Start
 from fivefold.errors import Unrecoverable
 from generations import SavedState, saved_state
 
@@ -175,7 +175,7 @@ def test_the_metadata_is_needed() -> None:
 
 
 def test_a_stale_cache_never_wins() -> None:
-    run = Run("r", (Start(1), Start(2, (100, 1))))
+    run = RunHistory("r", (Start(1), Start(2, (100, 1))))
     old, stale, new = (
         saved_state(FOUR, step=s, epoch=e) for s, e in ((100, 1), (400, 1), (150, 2))
     )

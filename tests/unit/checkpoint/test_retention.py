@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
-from fivefold.checkpoint.run import Run, Start
+from fivefold.checkpoint.run import RunHistory, Start
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.checkpoint.writing import retain
 from fivefold.errors import CheckpointError
 from saves import RUN_ID, manifest_of, save_flushed
 
-ONCE = Run(RUN_ID, (Start(1),))
+ONCE = RunHistory(RUN_ID, (Start(1),))
 
 
 @pytest.fixture(params=["path", "memory"])
@@ -80,7 +80,7 @@ def test_what_others_wrote_and_what_nobody_can_read_stays(url: str) -> None:
 
 
 def test_dead_ends_do_not_count_and_go_when_newer_ones_are_there(url: str) -> None:
-    run = Run(RUN_ID, (Start(1), Start(2, (100, 1))))
+    run = RunHistory(RUN_ID, (Start(1), Start(2, (100, 1))))
     flushed(url, (100, 200, 300))
     newest = flushed(url, (150,), epoch=2)
     store = PersistentStore(url)

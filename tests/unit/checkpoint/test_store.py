@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.manifest import MANIFEST, RUN, State, generation_name
 from fivefold.checkpoint.place import LocalPlace
-from fivefold.checkpoint.run import Run, Start
+from fivefold.checkpoint.run import RunHistory, Start
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore, surplus
 from fivefold.errors import CheckpointError, Damaged, UsageError
 from saves import RUN_ID, manifest_of, save_flushed, save_local
@@ -165,7 +165,7 @@ def test_no_generation_goes_before_a_newer_one_is_protected(states: str, gone: l
 
 def test_a_dead_end_of_an_earlier_start_neither_counts_nor_protects() -> None:
     """The run went on from 200, for 300 could not be recovered: 200 must stay until 210 is safe."""
-    run = Run(RUN_ID, (Start(1), Start(2, (200, 1))))
+    run = RunHistory(RUN_ID, (Start(1), Start(2, (200, 1))))
     generations = [made(100), made(200), made(300), made(210, 2, "local")]
     assert surplus(generations, 2, run=run) == [generations[0]]
     generations[-1] = made(210, 2)
@@ -239,7 +239,7 @@ def test_a_persistent_directory_holds_the_files_of_all_nodes(kind: str, tmp_path
 @URLS
 def test_the_record_of_a_run_survives_its_damage(kind: str, tmp_path: Path) -> None:
     store = PersistentStore(url_of(kind, tmp_path / "a"))
-    run = Run(RUN_ID, ()).started(None).started((100, 1))
+    run = RunHistory(RUN_ID, ()).started(None).started((100, 1))
     store.write_run(run)
     assert store.read_run() == run
     store.place.write(RUN, [b"{"])
@@ -263,7 +263,7 @@ def test_the_copy_of_the_record_is_never_older(tmp_path: Path) -> None:
                 raise OSError("injected")
             super().rename(source, target)
 
-    run = Run(RUN_ID, ()).started(None)
+    run = RunHistory(RUN_ID, ()).started(None)
     PersistentStore(tmp_path).write_run(run)
     with pytest.raises(OSError, match="injected"):
         PersistentStore(tmp_path, Failing()).write_run(run.started((100, 1)))
@@ -288,7 +288,7 @@ def test_urls_that_cannot_be_used_say_why(tmp_path: Path) -> None:
 
 
 def test_a_run_knows_its_dead_ends() -> None:
-    run = Run(RUN_ID, (Start(1), Start(2, (200, 1)), Start(3, (200, 1)), Start(4, (250, 3))))
+    run = RunHistory(RUN_ID, (Start(1), Start(2, (200, 1)), Start(3, (200, 1)), Start(4, (250, 3))))
     held = {(step, epoch) for step in (100, 200, 250, 300) for epoch in range(1, 6)
             if run.holds(step, epoch)}  # fmt: skip
     assert held == {
@@ -296,27 +296,27 @@ def test_a_run_knows_its_dead_ends() -> None:
         (100, 3), (200, 3), (250, 3),
         *((step, epoch) for step in (100, 200, 250, 300) for epoch in (4, 5)),
     }  # fmt: skip
-    assert not Run(RUN_ID, (Start(1), Start(2))).holds(100, 1), "it began anew"
-    assert Run(RUN_ID, ()).holds(100, 1)
+    assert not RunHistory(RUN_ID, (Start(1), Start(2))).holds(100, 1), "it began anew"
+    assert RunHistory(RUN_ID, ()).holds(100, 1)
 
 
 def test_a_record_is_read_back_and_checked() -> None:
-    run = Run(RUN_ID, ()).started(None).started((100, 1)).started((100, 1), epoch=7)
-    assert Run.parse(run.to_json()) == run and run.epoch == 7
+    run = RunHistory(RUN_ID, ()).started(None).started((100, 1)).started((100, 1), epoch=7)
+    assert RunHistory.parse(run.to_json()) == run and run.epoch == 7
     for wrong in (
-        Run(RUN_ID, (Start(2), Start(1))),
-        Run(RUN_ID, (Start(1), Start(1))),
-        Run(RUN_ID, (Start(1, (5, 1)),)),
-        Run("../x", (Start(1),)),
+        RunHistory(RUN_ID, (Start(2), Start(1))),
+        RunHistory(RUN_ID, (Start(1), Start(1))),
+        RunHistory(RUN_ID, (Start(1, (5, 1)),)),
+        RunHistory("../x", (Start(1),)),
     ):
         with pytest.raises(Damaged, match="it makes no sense"):
-            Run.parse(wrong.to_json())
+            RunHistory.parse(wrong.to_json())
     data = run.to_json().encode()
     for at in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[at // 8] ^= 1 << at % 8
         with pytest.raises(Damaged):
-            Run.parse(bytes(flipped))
+            RunHistory.parse(bytes(flipped))
 
 
 def test_there_are_manifests_only_where_a_save_ended(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.manifest import generation_name
-from fivefold.checkpoint.run import Run
+from fivefold.checkpoint.run import RunHistory
 from fivefold.checkpoint.store import LocalStore, PersistentStore, Store
 from saves import RUN_ID, save_flushed, save_local
 from torn import Left, Operation, Recorded, materialize, states_after_a_crash
@@ -57,7 +57,7 @@ def saving_on_a_node(root: Path, files: Recorded) -> History:
 
 
 def flushing(root: Path, files: Recorded) -> History:
-    history, store, run = History(root, files), PersistentStore(root, files), Run(RUN_ID, ())
+    history, store, run = History(root, files), PersistentStore(root, files), RunHistory(RUN_ID, ())
     for step in (1, 2):
         run = run.started(None if step == 1 else (1, 1))
         store.write_run(run)

@@ -14,23 +14,23 @@ from hypothesis import given
 
 import machines
 from fivefold.cluster import reading
-from fivefold.cluster.node import Node, container, this_node
+from fivefold.cluster.node import NodeFacts, container, this_node
 
 NOTHING: dict[str, str] = {}
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Node:
+def server(tmp_path: Path) -> NodeFacts:
     return this_node(machines.two_sockets(tmp_path), NOTHING)
 
 
 @pytest.fixture
-def carrel(tmp_path: Path) -> Node:
+def carrel(tmp_path: Path) -> NodeFacts:
     return this_node(machines.laptop(tmp_path), NOTHING)
 
 
 @pytest.fixture
-def dpu(tmp_path: Path) -> Node:
+def dpu(tmp_path: Path) -> NodeFacts:
     return this_node(machines.bluefield(tmp_path), NOTHING)
 
 
@@ -57,7 +57,7 @@ def test_a_folder_without_anything_is_a_node_of_which_little_is_known(tmp_path: 
     assert (node.memory.total_bytes, node.memory.shm_bytes, node.limits.open_files) == (0, 0, None)
 
 
-def test_two_sockets(server: Node) -> None:
+def test_two_sockets(server: NodeFacts) -> None:
     p = server.processors
     assert p.model == "AMD EPYC 7543 32-Core Processor"
     assert (len(p.cpus), p.cores, p.sockets, p.threads_per_core) == (128, 64, 2, 2)
@@ -71,7 +71,7 @@ def test_two_sockets(server: Node) -> None:
     assert (server.host, server.address) == ("gpu017", "10.1.0.17")
 
 
-def test_gpus_have_address_name_and_numa_node(server: Node) -> None:
+def test_gpus_have_address_name_and_numa_node(server: NodeFacts) -> None:
     assert [(gpu.address, gpu.numa) for gpu in server.gpus] == [
         ("0000:01:00.0", 0), ("0000:41:00.0", 0), ("0000:81:00.0", 1), ("0000:c1:00.0", 1),
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_gpus_have_address_name_and_numa_node(server: Node) -> None:
     assert not any(gpu.integrated for gpu in server.gpus)
 
 
-def test_interfaces_and_fabric(server: Node) -> None:
+def test_interfaces_and_fabric(server: NodeFacts) -> None:
     found = {one.name: one for one in server.interfaces}
     assert found["eno1"].bytes_per_s == 25e9 / 8
     assert found["eno1"].addresses == ("10.1.0.17", "2001:db8::17")
@@ -94,7 +94,7 @@ def test_interfaces_and_fabric(server: Node) -> None:
     assert port.bytes_per_s == 25e9 and not port.plugin
 
 
-def test_memory_limits_and_energy(server: Node) -> None:
+def test_memory_limits_and_energy(server: NodeFacts) -> None:
     assert server.memory.limit_bytes == 256 << 30
     assert server.memory.available_bytes == 480_000_000 << 10
     assert (server.memory.swap_bytes, server.memory.swap_used_bytes) == (0, 0)
@@ -108,7 +108,7 @@ def test_a_mask_of_one_core(tmp_path: Path) -> None:
     assert (node.mask, node.granted, len(node.processors.cpus)) == ((64,), 1, 128)
 
 
-def test_a_laptop(carrel: Node) -> None:
+def test_a_laptop(carrel: NodeFacts) -> None:
     p = carrel.processors
     assert (len(p.cpus), p.cores, p.sockets, p.threads_per_core) == (16, 12, 1, 1)
     (graphics,) = carrel.gpus
@@ -120,12 +120,12 @@ def test_a_laptop(carrel: Node) -> None:
     assert (wireless.name, wireless.bytes_per_s, wireless.virtual) == ("wlp0s20f3", None, False)
 
 
-def test_energy_that_cannot_be_read_has_a_reason(carrel: Node) -> None:
+def test_energy_that_cannot_be_read_has_a_reason(carrel: NodeFacts) -> None:
     assert carrel.energy.counters == ()
     assert carrel.energy.reason.endswith("cannot be read: Is a directory")
 
 
-def test_a_dpu(dpu: Node) -> None:
+def test_a_dpu(dpu: NodeFacts) -> None:
     p = dpu.processors
     assert (p.model, len(p.cpus), p.cores, p.sockets) == ("Cortex-A72", 8, 8, 1)
     assert [node.cpus for node in p.numa] == [tuple(range(8))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import machines
-from fivefold.cluster.node import Node
+from fivefold.cluster.node import NodeFacts
 from fivefold.launch.environment import RankPlace, allocated_nodes
 from fivefold.launch.explain import save
 from fivefold.launch.node_text import text_of_node
@@ -22,7 +22,7 @@ NEAR = [tuple(range(16 * part, 16 * part + 16)) for part in range(4)]
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path) -> NodeFacts:
     return on(tmp_path / "node")
 
 
@@ -30,7 +30,7 @@ def lines(text: list[str]) -> dict[str, str]:
     return {line[2:12].strip(): line[12:] for line in text[1:]}
 
 
-def test_a_report_on_four_gpus(node: Node) -> None:
+def test_a_report_on_four_gpus(node: NodeFacts) -> None:
     report = place(job(node, NEAR, threads=16, meeting="gpu017:24001"))
     text = text_of_placement(report)
     told = lines(text)
@@ -51,7 +51,7 @@ def test_a_report_on_four_gpus(node: Node) -> None:
     assert text_of_findings(report.findings) == ["no warnings"]
 
 
-def test_ranks_on_cpus(node: Node) -> None:
+def test_ranks_on_cpus(node: NodeFacts) -> None:
     report = place(job(node, [tuple(range(128))] * 2, torch=SEES_NONE, threads=None))
     told = lines(text_of_placement(report))
     assert told["cores"] == "each: 128 of 128 (mask 0-127, NUMA 0-1)"
@@ -60,7 +60,7 @@ def test_ranks_on_cpus(node: Node) -> None:
     assert told["backend"] == "fivefold (CPUs: shared memory)"
 
 
-def test_warnings_have_remedies_and_are_counted(node: Node) -> None:
+def test_warnings_have_remedies_and_are_counted(node: NodeFacts) -> None:
     report = place(job(node, [(0,), (0,)], torch=SEES_NONE))
     text = text_of_findings(report.findings)
     assert text[-1] == f"{len(report.findings)} warnings" and len(report.findings) > 1
@@ -78,7 +78,7 @@ def test_warnings_have_remedies_and_are_counted(node: Node) -> None:
     ],
 )
 def test_the_interface_between_nodes(
-    node: Node, environ: dict[str, str], address: str, network: str
+    node: NodeFacts, environ: dict[str, str], address: str, network: str
 ) -> None:
     found = job(replace(node, address=address), NEAR, nodes=2, environ=environ)
     told = lines(text_of_placement(place(found)))
@@ -96,18 +96,18 @@ def test_the_interface_between_nodes(
     ],
 )
 def test_the_backend_that_start_chooses(
-    node: Node, changes: dict[str, object], backend: str
+    node: NodeFacts, changes: dict[str, object], backend: str
 ) -> None:
     given = {"masks": NEAR, **changes}
     assert place(job(node, **given)).backend.name == backend  # type: ignore[arg-type]
 
 
-def test_ranks_of_which_nothing_is_known_are_named(node: Node) -> None:
+def test_ranks_of_which_nothing_is_known_are_named(node: NodeFacts) -> None:
     found = replace(job(node, NEAR), world_size=8)
     assert lines(text_of_placement(place(found)))["ranks"].endswith("nothing known of 4-7")
 
 
-def test_a_report_is_saved_whole_and_is_json(node: Node, tmp_path: Path) -> None:
+def test_a_report_is_saved_whole_and_is_json(node: NodeFacts, tmp_path: Path) -> None:
     report = place(job(node, NEAR, threads=16))
     save(report, tmp_path / "placement.json")
     read = json.loads((tmp_path / "placement.json").read_text())
@@ -124,7 +124,7 @@ def test_a_node_in_ten_lines(tmp_path: Path, machine: object) -> None:
     assert all(len(line) < 400 and "None" not in line for line in text)
 
 
-def test_lines_of_a_node(node: Node) -> None:
+def test_lines_of_a_node(node: NodeFacts) -> None:
     told = {line[2:14].strip(): line[14:] for line in text_of_node(node)[1:]}
     assert told["processors"] == (
         "AMD EPYC 7543 32-Core Processor: 64 cores with 2 threads each, 2 sockets, 2 NUMA nodes"
@@ -166,7 +166,7 @@ def test_threads_that_openmp_is_told(tmp_path: Path, text: str, threads: int | N
     )
 
 
-def test_expected_ranks_share_the_cores_that_are_granted(node: Node) -> None:
+def test_expected_ranks_share_the_cores_that_are_granted(node: NodeFacts) -> None:
     ranks = expected(4, node, {})
     assert [one.rank for one in ranks] == [0, 1, 2, 3]
     assert {(one.threads, one.mask) for one in ranks} == {(32, tuple(range(128)))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.parallel.program.spread import Cut
+from fivefold.parallel.program.spread import Division
 from fivefold.parallel.program.windows import Window
 
 
@@ -42,7 +42,7 @@ def test_outputs_are_divided_once_and_in_order(
 ) -> None:
     window, n, outputs = case
     inner = sorted(data.draw(st.lists(st.integers(0, n), min_size=parts - 1, max_size=parts - 1)))
-    cut = window.cut(Cut.at((0,), (0, *inner, n)), outputs)
+    cut = window.cut(Division.at((0,), (0, *inner, n)), outputs)
     assert cut.bounds[0] == 0
     assert cut.bounds[-1] == outputs
     assert list(cut.bounds) == sorted(cut.bounds)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.containers import Container, ContainerChange, Items, named
-from fivefold.parallel.graph.refs import Constant, Ref, State, Value
+from fivefold.parallel.graph.refs import Constant, Ref, StateRef, Value
 from fivefold.parallel.graph.values import ABSENT
 from fivefold.parallel.trees import leaves
 from fivefold.torch_private import FakeTensor
@@ -42,7 +42,7 @@ class Set:
     container: Container
     key: Any
     value: Any
-    """with a `Ref` or a `_Made` for what is computed"""
+    """with a `Ref` or a `_Remade` for what is computed"""
 
     @property
     def path(self) -> str:
@@ -91,7 +91,7 @@ class Set:
 
 
 @dataclass(frozen=True, eq=False)
-class _Made:
+class _Remade:
     """Something that holds tensors of the net, to be made anew at every run."""
 
     like: Any
@@ -104,8 +104,8 @@ class _Made:
 class Effects:
     """All effects of a forward, in the order in which they are carried out."""
 
-    written: list[tuple[State | Constant, Ref]] = field(
-        default_factory=list[tuple[State | Constant, Ref]]
+    written: list[tuple[StateRef | Constant, Ref]] = field(
+        default_factory=list[tuple[StateRef | Constant, Ref]]
     )
     """tensors whose numbers change in place, and what they become"""
     sets: list[Set] = field(default_factory=list[Set])
@@ -180,7 +180,9 @@ def _kept(
             f"the net leaves an object of {type(value).__name__} with tensors at {path!r}, which cannot "
             "be made again: leave tensors in lists, tuples, dicts or dataclasses"
         )
-    return _Made(_emptied(value), {key: _kept(item, ref, own, path) for key, item in items.items()})
+    return _Remade(
+        _emptied(value), {key: _kept(item, ref, own, path) for key, item in items.items()}
+    )
 
 
 def _emptied(value: Any) -> Any:
@@ -211,26 +213,26 @@ def _holds(value: Any, own: Callable[[Tensor], bool], seen: set[int]) -> bool:
 
 
 def _refs_in(value: Any) -> Iterator[Ref]:
-    if isinstance(value, (Value, State, Constant)):
+    if isinstance(value, (Value, StateRef, Constant)):
         yield value
-    elif isinstance(value, _Made):
+    elif isinstance(value, _Remade):
         for item in value.items.values():
             yield from _refs_in(item)
 
 
 def _mapped(value: Any, new: Callable[[Ref], Ref]) -> Any:
-    if isinstance(value, (Value, State, Constant)):
+    if isinstance(value, (Value, StateRef, Constant)):
         return new(value)
-    if isinstance(value, _Made):
-        return _Made(value.like, {key: _mapped(item, new) for key, item in value.items.items()})
+    if isinstance(value, _Remade):
+        return _Remade(value.like, {key: _mapped(item, new) for key, item in value.items.items()})
     return value
 
 
 def _made(value: Any, tensor: Callable[[Ref], Tensor]) -> Any:
     """A value of this run."""
-    if isinstance(value, (Value, State, Constant)):
+    if isinstance(value, (Value, StateRef, Constant)):
         return tensor(value)
-    if not isinstance(value, _Made):
+    if not isinstance(value, _Remade):
         return value
     like, items = value.like, {key: _made(item, tensor) for key, item in value.items.items()}
     if isinstance(like, type):
@@ -259,7 +261,7 @@ def apply(
         held = contents[id(container)][1]
         if one.value is ABSENT:
             held.pop(one.key, None)
-        elif one.registered and isinstance(one.value, (Value, State, Constant)):
+        elif one.registered and isinstance(one.value, (Value, StateRef, Constant)):
             held[one.key] = whole(one.value).detach().clone()
         else:
             held[one.key] = _made(one.value, part)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fivefold.parallel.graph.containers import Items
 from fivefold.parallel.graph.effects import Effects, Set
-from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value
+from fivefold.parallel.graph.refs import Constant, Ref, Slot, StateRef, Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.values import is_plain
 
@@ -89,7 +89,7 @@ def _line(node: Node) -> str:
 def _ref(ref: Ref) -> str:
     if isinstance(ref, Value):
         return f"v{ref.index}"
-    return ref.name if isinstance(ref, State) else f"constant {_numbers(ref.tensor)}"
+    return ref.name if isinstance(ref, StateRef) else f"constant {_numbers(ref.tensor)}"
 
 
 def _effects(effects: Effects) -> Iterable[tuple[str, str]]:
@@ -110,7 +110,7 @@ def _path(one: Set) -> str:
 
 def _held(tape: Tape, computed: Collection[str]) -> Iterable[tuple[str, str]]:
     """The numbers of tensors that modules hold as plain attributes."""
-    used = {r.name for node in tape.nodes for r in node.operands if isinstance(r, State)}
+    used = {r.name for node in tape.nodes for r in node.operands if isinstance(r, StateRef)}
     for name in sorted(used):
         if name.startswith(".") and name[1:] not in computed:
             yield f"{name} = {_numbers(tape.places[name].now())}", f"the tensor {name[1:]}"
@@ -131,7 +131,7 @@ def _numbers(tensor: Tensor) -> str:
 
 def in_words(value: Any) -> str:
     """A value in words that name no addresses; of a tensor, a digest of its numbers."""
-    if isinstance(value, (Value, State, Constant)):
+    if isinstance(value, (Value, StateRef, Constant)):
         return _ref(value)
     if isinstance(value, Slot):
         return f"#{value.index}"

@@ -48,7 +48,7 @@ def settings(device: torch.device) -> tuple[Any, ...]:
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _Expected:
     """A container, and what it shall hold."""
 
     container: Container
@@ -69,16 +69,16 @@ class Guards:
         device: torch.device,
     ) -> None:
         drawn = {id(change.container) for change in changed}
-        self._dicts: list[_Entry] = []
-        self._rows: list[_Entry] = []
-        self._others: list[_Entry] = []
-        empty: list[_Entry] = []
+        self._dicts: list[_Expected] = []
+        self._rows: list[_Expected] = []
+        self._others: list[_Expected] = []
+        empty: list[_Expected] = []
         for held in reach.held:
             container = held.container
             if container.generates and id(container) not in drawn:
                 continue
             owner = getattr(container, "owner", None)
-            entry = _Entry(container, owner, held.keys, list(held.values))
+            entry = _Expected(container, owner, held.keys, list(held.values))
             if isinstance(container, (Items, Row, Bag)) and not owner:
                 empty.append(entry)
             elif isinstance(container, Items):
@@ -138,7 +138,7 @@ class Guards:
     def _renumbered(self) -> str | None:
         return next((one.where for one in self._looked if one.again() != one.value), None)
 
-    def _different(self, entry: _Entry) -> str | None:
+    def _different(self, entry: _Expected) -> str | None:
         """Look closely at a container. What is equal is taken over, so that the next look is quick."""
         container = entry.container
         keys, now = container.keys(), container.values()

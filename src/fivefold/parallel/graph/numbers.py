@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fivefold.parallel.graph.names import plain
-from fivefold.parallel.graph.refs import Ref, State, Value
+from fivefold.parallel.graph.refs import Ref, StateRef, Value
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.graph.writes import user_frame
 from fivefold.torch_private import pytree, without_modes
@@ -187,7 +187,7 @@ def known(
     todo: list[Ref] = [ref]
     while todo:
         one = todo.pop()
-        if isinstance(one, State) and (one.name in untold or look(one.name).is_meta):
+        if isinstance(one, StateRef) and (one.name in untold or look(one.name).is_meta):
             return None
         if isinstance(one, Value) and one.index not in needed:
             node = makers.get(one.index)
@@ -203,7 +203,7 @@ def known(
         def get(one: Ref) -> Tensor:
             if isinstance(one, Value):
                 return values[one.index]
-            return look(one.name) if isinstance(one, State) else one.tensor
+            return look(one.name) if isinstance(one, StateRef) else one.tensor
 
         with without_modes(), torch.no_grad():
             for node in order:

@@ -40,7 +40,7 @@ from fivefold.parallel.graph.numbered import by_row
 from fivefold.parallel.graph.reach import Reach, gathers
 from fivefold.parallel.graph.recorder import WHOLE_MODULES, CallRecorder, Look
 from fivefold.parallel.graph.recurrent import from_zeros
-from fivefold.parallel.graph.refs import Ref, State, Value, map_refs, refs_of
+from fivefold.parallel.graph.refs import Ref, StateRef, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.graph.writes import Writes
 from fivefold.parallel.trees import flatten, leaves, map_tensors
@@ -191,14 +191,14 @@ def _stood_in(
     writes: Writes,
     device: torch.device,
     parts: Callable[[Tensor], tuple[int, ...] | None],
-) -> tuple[list[tuple[Tensor, State]], list[tuple[Found, Tensor]]]:
+) -> tuple[list[tuple[Tensor, StateRef]], list[tuple[Found, Tensor]]]:
     """Put stand-ins in the place of the net's tensors.
 
     They, and the real ones, with their names; and those for tensors of which this rank has a part.
     """
     made: dict[int, Tensor] = {}
     names = {id(found.tensor): name for name, found in places.items()}
-    named: list[tuple[Tensor, State]] = []
+    named: list[tuple[Tensor, StateRef]] = []
     carried: list[tuple[Found, Tensor]] = []
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _stood_in(
         name, shape = names[id(tensor)], parts(tensor)
         if shape is None:
             new = made[id(tensor)] = writes.adopt(tensor, _fake(writes.fake, tensor, device))
-            named.extend((one, State(name)) for one in (new, tensor))
+            named.extend((one, StateRef(name)) for one in (new, tensor))
         else:
             new = made[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=device)
             carried.append((places[name], new))

@@ -21,7 +21,7 @@ from fivefold.parallel.graph.functional import Functional, assigned
 from fivefold.parallel.graph.guards import Looked
 from fivefold.parallel.graph.names import asks_in_place, base_name
 from fivefold.parallel.graph.numbers import Check, Unknown, assumed, known
-from fivefold.parallel.graph.refs import Constant, Slot, State, Value, filled
+from fivefold.parallel.graph.refs import Constant, Slot, StateRef, Value, filled
 from fivefold.parallel.graph.tape import depends
 from fivefold.parallel.graph.values import is_plain
 from fivefold.parallel.graph.writer import Writer, tensors_of
@@ -87,7 +87,7 @@ class CallRecorder(Writer):
 
     def __init__(
         self,
-        named: Sequence[tuple[Tensor, State]],
+        named: Sequence[tuple[Tensor, StateRef]],
         inputs: Sequence[Tensor],
         writes: Writes,
         device: torch.device,
@@ -314,7 +314,7 @@ class CallRecorder(Writer):
     def _grad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.autograd.grad:
             self.refuse("differentiates in its forward (torch.autograd.grad)")
-        if isinstance(self._refs.get(id(args[0])), (State, Constant)):
+        if isinstance(self._refs.get(id(args[0])), (StateRef, Constant)):
             self.refuse("looks at the gradient of a parameter in its forward")
         return func(*args, **kwargs)
 
@@ -396,7 +396,7 @@ class CallRecorder(Writer):
                     "has a norm whose running statistics are part of another tensor, or were computed in "
                     "the same forward: give it buffers of its own"
                 )
-            if isinstance(ref, State):
+            if isinstance(ref, StateRef):
                 self._count(ref.name)
 
     def _count(self, name: str) -> None:
@@ -482,7 +482,7 @@ class CallRecorder(Writer):
         states = [
             (ref.name, self._states[self._writes.storage(tensor)])
             for tensor, ref in self.named
-            if isinstance(ref, State)
+            if isinstance(ref, StateRef)
         ]
         changes = {
             id(change.container): (change, dict(zip(change.keys, change.values, strict=True)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fivefold.parallel.trees import flatten, unflatten
 from fivefold.torch_private import pytree
 
-__all__ = ["Constant", "Ref", "Slot", "State", "Value", "filled", "map_refs", "refs_of"]
+__all__ = ["Constant", "Ref", "Slot", "StateRef", "Value", "filled", "map_refs", "refs_of"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class State:
+class StateRef:
     """A parameter or buffer by its name, or another tensor that the net holds by its path, which then begins
     with a dot; looked up anew at every run.
     """
@@ -37,7 +37,7 @@ class Constant:
     tensor: Tensor
 
 
-Ref = Value | State | Constant
+Ref = Value | StateRef | Constant
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def refs_of(tree: Any) -> list[Ref]:
 
 
 def _is_ref(leaf: Any) -> bool:
-    return isinstance(leaf, (Value, State, Constant))
+    return isinstance(leaf, (Value, StateRef, Constant))
 
 
 def filled(placed: Any, operands: Sequence[Any]) -> Any:

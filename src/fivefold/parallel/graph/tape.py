@@ -21,7 +21,7 @@ from torch import nn
 from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.effects import Effects
 from fivefold.parallel.graph.guards import Guards
-from fivefold.parallel.graph.refs import Ref, Slot, State, Value, filled, refs_of
+from fivefold.parallel.graph.refs import Ref, Slot, StateRef, Value, filled, refs_of
 
 __all__ = ["Autocast", "Node", "Tape", "depends"]
 
@@ -125,7 +125,7 @@ class Tape:
     guards: Guards | None = None
     """what the recording has seen; None for a tape that was not recorded"""
     places: Mapping[str, Found] = field(default_factory=dict[str, Found])
-    """where a `State` is looked up"""
+    """where a `StateRef` is looked up"""
     carried: list[Found] = field(default_factory=list[Found])
     """where the last inputs are found: what an earlier forward has left, in parts"""
 
@@ -143,7 +143,7 @@ class Tape:
     def named(self) -> frozenset[str]:
         """Names of the tensors that nodes read."""
         return frozenset(
-            ref.name for node in self.nodes for ref in node.operands if isinstance(ref, State)
+            ref.name for node in self.nodes for ref in node.operands if isinstance(ref, StateRef)
         )
 
     @functools.cached_property
@@ -158,11 +158,11 @@ class Tape:
                 if isinstance(ref, Value):
                     wanted.add(ref.index)
                     continue
-                held = isinstance(ref, State) and not ref.name.startswith(".")
-                tensor = self.places[ref.name].now() if isinstance(ref, State) else ref.tensor
+                held = isinstance(ref, StateRef) and not ref.name.startswith(".")
+                tensor = self.places[ref.name].now() if isinstance(ref, StateRef) else ref.tensor
                 if tensor.requires_grad and not (held and isinstance(tensor, nn.Parameter)):
                     shape = f"a tensor of shape {tuple(tensor.shape)} that no module holds"
-                    found[ref.name.lstrip(".") if isinstance(ref, State) else shape] = None
+                    found[ref.name.lstrip(".") if isinstance(ref, StateRef) else shape] = None
         return tuple(found)
 
     @functools.cached_property

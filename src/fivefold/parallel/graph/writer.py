@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.functional import Functional, assigned, renumbered
-from fivefold.parallel.graph.refs import Constant, Ref, Slot, State, Value, filled
+from fivefold.parallel.graph.refs import Constant, Ref, Slot, StateRef, Value, filled
 from fivefold.parallel.graph.tape import Autocast, Node
 from fivefold.parallel.graph.writes import Writes, user_line
 from fivefold.parallel.intercept import draws_mask
@@ -66,7 +66,7 @@ class Writer(TorchFunctionMode):
 
     def __init__(
         self,
-        named: Sequence[tuple[Tensor, State]],
+        named: Sequence[tuple[Tensor, StateRef]],
         inputs: Sequence[Tensor],
         writes: Writes,
         device: torch.device,
@@ -142,7 +142,7 @@ class Writer(TorchFunctionMode):
         scope, autocast = self.scopes[-1], self._autocast()
         held = func.parameters(recurse=False) if isinstance(func, nn.Module) else ()
         for ref in (*refs, *(self.ref(parameter) for parameter in held)):
-            if isinstance(ref, State):
+            if isinstance(ref, StateRef):
                 self.passes.setdefault(ref.name, set()).add(self._pass)
         self.nodes.append(
             Node(
@@ -266,7 +266,7 @@ class Writer(TorchFunctionMode):
 
     def _check_kept(self, tensor: Tensor) -> None:
         """Refuse numbers that change behind autograd's back once it may have kept them."""
-        own = isinstance(self._refs.get(id(tensor)), (State, Constant))
+        own = isinstance(self._refs.get(id(tensor)), (StateRef, Constant))
         if (own or tensor.requires_grad) and self._writes.storage(tensor) in self._used:
             self.refuse(
                 "changes a tensor by .data that it has computed with before: its backward would use the "
@@ -316,7 +316,7 @@ class Writer(TorchFunctionMode):
 
     def _check_flag(self, tensor: Tensor) -> None:
         changed = tensor.requires_grad == (id(tensor) in self._leaves)
-        if not changed or not isinstance(self._refs[id(tensor)], (State, Constant)):
+        if not changed or not isinstance(self._refs[id(tensor)], (StateRef, Constant)):
             return
         silent, self._silent = self._silent, True
         leaf, self._silent = tensor.grad_fn is None, silent
@@ -375,12 +375,12 @@ class Writer(TorchFunctionMode):
             ref = Value(value)
         return ref
 
-    def written(self) -> list[tuple[State | Constant, Ref]]:
+    def written(self) -> list[tuple[StateRef | Constant, Ref]]:
         """Tensors of the net's, or of its user's, whose numbers have become others."""
-        found: list[tuple[State | Constant, Ref]] = []
+        found: list[tuple[StateRef | Constant, Ref]] = []
         for tensor, before in self.named:
             now = self._refs[id(tensor)]
-            if now != before and isinstance(before, (State, Constant)):
+            if now != before and isinstance(before, (StateRef, Constant)):
                 found.append((before, self.ref(tensor)))
         return found
 

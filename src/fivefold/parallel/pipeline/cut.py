@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 
 from fivefold.errors import PlanError, UsageError, suggest
-from fivefold.parallel.graph.refs import State, Value, refs_of
+from fivefold.parallel.graph.refs import StateRef, Value, refs_of
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.program.costs import Costs
 
@@ -137,7 +137,7 @@ def states_of(node: Node) -> frozenset[str]:
     names = {
         ref.name
         for ref in node.operands
-        if isinstance(ref, State)
+        if isinstance(ref, StateRef)
         and not ref.name.startswith(".")  # all ranks have plain attributes
     }
     if isinstance(node.function, nn.Module):
@@ -150,7 +150,7 @@ def states_of(node: Node) -> frozenset[str]:
 def changed_by(tape: Tape) -> frozenset[str]:
     """Names of what a forward changes: parameters, buffers, and, behind a dot, attributes."""
     names = {*tape.statistics, *(f".{found.path}" for _, found in tape.left_before)}
-    names |= {target.name for target, _ in tape.effects.written if isinstance(target, State)}
+    names |= {target.name for target, _ in tape.effects.written if isinstance(target, StateRef)}
     names |= {one.path for one in tape.effects.sets if one.registered}
     for node in tape.nodes:
         if isinstance(node.function, nn.Module):  # a norm with its own statistics
@@ -163,7 +163,7 @@ def uses_of(tape: Tape) -> list[frozenset[str]]:
     """By node: names of the parameters and buffers that it uses, or whose next numbers it makes."""
     makes: dict[int, set[str]] = {}
     for target, ref in tape.effects.written:
-        if isinstance(target, State) and isinstance(ref, Value):
+        if isinstance(target, StateRef) and isinstance(ref, Value):
             makes.setdefault(ref.index, set()).add(target.name)
     for one in tape.effects.sets:
         if one.registered:

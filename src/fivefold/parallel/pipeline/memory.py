@@ -80,7 +80,7 @@ def predicted_in_stages(
         shapes = map_tensors(_shape, inputs)
         net = _stand_in(fake, net, device)
         stages = PipelinedNet(net, mesh, shapes, costs or Costs(), cut)
-        step = _Step(stages, mesh, loss, net)
+        step = _StageStep(stages, mesh, loss, net)
         with weightless(fake):
             batch = (
                 map_tensors(lambda leaf: step.tile(leaf, device), shapes),
@@ -90,7 +90,7 @@ def predicted_in_stages(
             return step.counted(held, batch)
 
 
-class _Step:
+class _StageStep:
     """A training step of one rank."""
 
     def __init__(

@@ -18,7 +18,7 @@ from fivefold.errors import UsageError
 from fivefold.parallel.graph.containers import Found
 from fivefold.parallel.graph.effects import Set
 from fivefold.parallel.graph.hooks import Hooked
-from fivefold.parallel.graph.refs import State, Value
+from fivefold.parallel.graph.refs import StateRef, Value
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, states_of, uses_of
 from fivefold.parallel.program.program import Compute, Program
@@ -96,7 +96,7 @@ def divided(
             tape.places[ref.name].path
             for node in tape.nodes[first:stop]
             for ref in node.operands
-            if isinstance(ref, State) and ref.name.startswith(".")
+            if isinstance(ref, StateRef) and ref.name.startswith(".")
         )
         found.append(
             Stage(
@@ -242,7 +242,7 @@ def _trained(program: Program) -> set[int]:
     tape, found = program.tape, set[int]()
     for node in tape.nodes:
         depends = bool(states_of(node)) or any(
-            isinstance(ref, State) or (isinstance(ref, Value) and ref.index in found)
+            isinstance(ref, StateRef) or (isinstance(ref, Value) and ref.index in found)
             for ref in node.operands
         )
         if node.grad and depends:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.graph.hooks import Hooked
-from fivefold.parallel.graph.refs import State
+from fivefold.parallel.graph.refs import StateRef
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.norms import uses_batch
 from fivefold.parallel.pipeline.schedules import PAIRED
@@ -98,7 +98,7 @@ def check_effects(tape: Tape) -> None:
     """Raise `UsageError` for what a forward leaves behind that two chains would leave out of order."""
     effects = tape.effects
     computed = [one.path for one in effects.sets if not one.plain]
-    computed += [ref.name for ref, _ in effects.written if isinstance(ref, State)]
+    computed += [ref.name for ref, _ in effects.written if isinstance(ref, StateRef)]
     if computed:
         raise UsageError(
             f"the net changes {computed[0]!r} in its forward, which schedules of two directions "

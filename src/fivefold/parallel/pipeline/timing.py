@@ -137,7 +137,7 @@ def _run(tiles: RecordedNet, ready: Prepared, kept: bool) -> list[tuple[float, f
     program, state = ready.program, _without_hooks(tiles, ready)
     found = [(0.0, 0.0)] * len(program.steps)
     values = dict(zip(program.tape.inputs, ready.inputs, strict=True))
-    waiting: list[_Made] = []
+    waiting: list[_Forwards] = []
     for span in _together(program):
         given = {index: values[index] for index in _read(program, span)}
         begin = _now(given.values())
@@ -145,7 +145,7 @@ def _run(tiles: RecordedNet, ready: Prepared, kept: bool) -> list[tuple[float, f
         there = _now(made.values()) - begin
         new = {index: tensor for index, tensor in made.items() if index not in given}
         own = {i: t.detach().requires_grad_(t.requires_grad) for i, t in new.items()}
-        waiting.append(_Made(span.start, there, [(new[i], own[i]) for i in new]))
+        waiting.append(_Forwards(span.start, there, [(new[i], own[i]) for i in new]))
         values |= own
         for index in given:
             if program.last_use.get(index, -1) < span.stop:
@@ -186,7 +186,7 @@ def _without_hooks(tiles: RecordedNet, ready: Prepared) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Forwards:
     """Steps that were carried out and wait to be differentiated."""
 
     first: int

@@ -23,7 +23,7 @@ from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.program.costs import Options, flops_of
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Here, Local, Wants
-from fivefold.parallel.program.spread import Cut, Grid, Range, Spread
+from fivefold.parallel.program.spread import Division, Grid, Range, Spread
 
 __all__ = ["Lower", "Margins", "with_margins"]
 
@@ -259,7 +259,7 @@ def _both(one: _Asked | None, other: _Asked) -> _Asked:
     return _Asked(union, max(one.layers, other.layers), one.readers + other.readers)
 
 
-def _ranges(cut: Cut, want: Want, n: int) -> tuple[Range, ...] | None:
+def _ranges(cut: Division, want: Want, n: int) -> tuple[Range, ...] | None:
     """What every part wants inside the image, if it is one range along the same axes as the cut."""
     if want.axes != cut.axes or any(len(segments) != 1 for segments in want.segments):
         return None

@@ -20,7 +20,7 @@ from fivefold.mesh import Mesh, Part, attach, owned, part_of
 from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.graph.effects import apply
 from fivefold.parallel.graph.numbers import known
-from fivefold.parallel.graph.refs import Constant, Ref, State, Value, map_refs
+from fivefold.parallel.graph.refs import Constant, Ref, StateRef, Value, map_refs
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share, warn_layout
 from fivefold.parallel.program.costs import Costs, Options, measured
@@ -29,7 +29,7 @@ from fivefold.parallel.program.program import Program, planned
 from fivefold.parallel.program.programs import Programs
 from fivefold.parallel.program.rule import Here, Moment, Piece, as_held, everything
 from fivefold.parallel.program.run import execute
-from fivefold.parallel.program.spread import Cut, Grid, Spread
+from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.sharded import refuse_write
 from fivefold.parallel.trained import check_read
@@ -164,7 +164,7 @@ class RecordedNet:
                     f"{axis}={parts}: use {axis}={max(n, 1)} or less"
                 )
             bounds = [owned(n, parts, part).start for part in range(parts)]
-            spread = spread.with_cut(dim, Cut.at((index,), (*bounds, n)))
+            spread = spread.with_cut(dim, Division.at((index,), (*bounds, n)))
         return spread
 
     def joined(self, spread: Spread, samples: GridSamples) -> Spread:
@@ -172,7 +172,7 @@ class RecordedNet:
         joined = Spread((samples.rows, *spread.shape[1:]), spread.cuts)
         if self.grid.data is None:
             return joined
-        return joined.with_cut(0, Cut.at((self.grid.data,), samples.bounds))
+        return joined.with_cut(0, Division.at((self.grid.data,), samples.bounds))
 
     def part(self, leaf: Tensor, rows: range) -> Tensor:
         """This rank's part of a leaf of the whole batch: its samples, its tile."""
@@ -222,7 +222,7 @@ class RecordedNet:
 
     def _here(self, samples: GridSamples, fewest: int) -> Here:
         data = self.grid.data
-        cut = None if data is None else Cut.at((data,), samples.bounds)
+        cut = None if data is None else Division.at((data,), samples.bounds)
         return replace(self.here, rows=samples.rows, fewest=fewest, cut=cut)
 
     def _stand_in(self, samples: GridSamples) -> GridSamples:
@@ -374,7 +374,7 @@ class RecordedNet:
             wants = [Want(tiles, (((0, n),), *others)) for n in spread.shape]
         if rows and grid.data is not None:
             wants[0] = samples.want(grid.data)
-            lies = lies.with_cut(0, Cut.at((grid.data,), samples.bounds))
+            lies = lies.with_cut(0, Division.at((grid.data,), samples.bounds))
         elif rows:
             wants[0] = Want.all_of(spread.shape[0])
             lies = lies.with_cut(0, None)
@@ -391,7 +391,7 @@ class RecordedNet:
             return
 
         def whole(ref: Ref) -> Tensor:
-            if isinstance(ref, State):
+            if isinstance(ref, StateRef):
                 return program.tape.places[ref.name].now()
             if isinstance(ref, Constant):
                 return ref.tensor
@@ -425,7 +425,7 @@ class RecordedNet:
 
         def blank(ref: Ref) -> Tensor:
             if not isinstance(ref, Value):
-                return tape.places[ref.name].now() if isinstance(ref, State) else ref.tensor
+                return tape.places[ref.name].now() if isinstance(ref, StateRef) else ref.tensor
             own = known(ref, tape.nodes, lambda name: tape.places[name].now(), tape.statistics)
             if own is not None:  # all ranks can have it
                 return own()
@@ -538,7 +538,7 @@ def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dis
 
 def _changed(tape: Tape) -> set[str]:
     """Names of the net's tensors that it changes in the end, statistics of norms apart."""
-    return {r.name for r, _ in tape.effects.written if isinstance(r, State)} - tape.statistics
+    return {r.name for r, _ in tape.effects.written if isinstance(r, StateRef)} - tape.statistics
 
 
 def check_divided(tape: Tape) -> None:

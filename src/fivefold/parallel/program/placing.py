@@ -35,7 +35,7 @@ from fivefold.parallel.program.rule import (
     rule_of,
     want_of,
 )
-from fivefold.parallel.program.spread import Cut, Grid, Spread
+from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.torch_private import pytree, without_modes
 
 __all__ = ["ValuePlacement", "by_samples", "place"]
@@ -225,7 +225,7 @@ def by_samples(spread: Spread, grid: Grid) -> Spread:
         if len(replicas) > 2 or grid.data is None
         else range(1, len(grid.axes))
     )
-    return Spread.whole(spread.shape).with_cut(0, Cut.at(tuple(axes), (*bounds, n)))
+    return Spread.whole(spread.shape).with_cut(0, Division.at(tuple(axes), (*bounds, n)))
 
 
 class _Placing:
@@ -304,7 +304,7 @@ class _Placing:
             for start, stop in cut.owned
         )
 
-    def _by_rows(self, spread: Spread, cut: Cut) -> bool:
+    def _by_rows(self, spread: Spread, cut: Division) -> bool:
         """Whether a cut divides samples, not pixels."""
         return cut.axes == (self._here.grid.data,) or self._has_samples_cut(spread)
 

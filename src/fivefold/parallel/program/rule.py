@@ -23,7 +23,7 @@ from fivefold.parallel.graph.names import plain
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.program.border import Border
 from fivefold.parallel.program.exchange import Exchange, Lines, Want
-from fivefold.parallel.program.spread import Cut, Grid, Spread
+from fivefold.parallel.program.spread import Division, Grid, Spread
 
 __all__ = [
     "Here",
@@ -58,7 +58,7 @@ class Here:
     """samples of the batch that the grid computes"""
     fewest: int = 0
     """samples of the smallest replica: with as many as tile ranks, tiles may be turned into samples"""
-    cut: Cut | None = None
+    cut: Division | None = None
     """how samples are divided among replicas, if the grid has all of them"""
     alike: frozenset[int] = frozenset()
     """values that have as many rows as there are samples, but would have them with fewer as well"""
@@ -245,7 +245,7 @@ def everything(shape: Sequence[int]) -> Wants:
     return tuple(map(Want.all_of, shape))
 
 
-def want_of(n: int, cut: Cut | None) -> Want:
+def want_of(n: int, cut: Division | None) -> Want:
     """To want of a dim what ranks hold of another one that is cut so."""
     return Want.all_of(n) if cut is None else Want.ranges(cut.axes, cut.held)
 

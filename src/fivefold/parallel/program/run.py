@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fivefold.parallel.graph.refs import Ref, State, Value, refs_of
+from fivefold.parallel.graph.refs import Ref, StateRef, Value, refs_of
 from fivefold.parallel.graph.tape import Autocast
 from fivefold.parallel.program.exchange import Kept, exchange
 from fivefold.parallel.program.in_place import as_recorded
@@ -163,7 +163,7 @@ class _Running:
     def _get(self, ref: Ref) -> Tensor:
         if isinstance(ref, Value):
             return self.values[ref.index]
-        return self._state[ref.name] if isinstance(ref, State) else ref.tensor
+        return self._state[ref.name] if isinstance(ref, StateRef) else ref.tensor
 
     def move(self, step: Move) -> None:
         kept, source = Kept(), self._get(step.source)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Box", "Cut", "Grid", "Range", "Spread"]
+__all__ = ["Box", "Division", "Grid", "Range", "Spread"]
 
 Range = tuple[int, int]
 """[start, stop) in global coordinates"""
@@ -75,7 +75,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Division:
     """How one dim is divided."""
 
     axes: tuple[int, ...]
@@ -86,7 +86,7 @@ class Cut:
     """what part i has: its own, and possibly a margin"""
 
     @classmethod
-    def at(cls, axes: tuple[int, ...], bounds: Sequence[int]) -> Cut:
+    def at(cls, axes: tuple[int, ...], bounds: Sequence[int]) -> Division:
         """A cut without margins."""
         return cls(axes, tuple(bounds), tuple(itertools.pairwise(bounds)))
 
@@ -100,7 +100,7 @@ class Cut:
         """Whether some part owns nothing."""
         return any(start >= stop for start, stop in self.owned)
 
-    def same_as(self, other: Cut | None) -> bool:
+    def same_as(self, other: Division | None) -> bool:
         """Whether both cut alike, margins apart."""
         return other is not None and self.axes == other.axes and self.bounds == other.bounds
 
@@ -110,7 +110,7 @@ class Spread:
     """A tensor's global shape, and how each of its dims is divided (None: whole on every rank)."""
 
     shape: tuple[int, ...]
-    cuts: tuple[Cut | None, ...]
+    cuts: tuple[Division | None, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Spread:
@@ -150,12 +150,12 @@ class Spread:
         """Shape of what tile rank `rank` has."""
         return tuple(stop - start for start, stop in self.held(grid, rank))
 
-    def with_cut(self, dim: int, cut: Cut | None) -> Spread:
+    def with_cut(self, dim: int, cut: Division | None) -> Spread:
         """The same tensor, its dim `dim` divided otherwise."""
         return replace(self, cuts=(*self.cuts[:dim], cut, *self.cuts[dim + 1 :]))
 
     def tight(self) -> Spread:
         """The same without margins."""
         return replace(
-            self, cuts=tuple(c if c is None else Cut.at(c.axes, c.bounds) for c in self.cuts)
+            self, cuts=tuple(c if c is None else Division.at(c.axes, c.bounds) for c in self.cuts)
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fivefold.parallel.program.spread import Cut, Range
+from fivefold.parallel.program.spread import Division, Range
 
 __all__ = ["Window", "follow"]
 
@@ -43,12 +43,12 @@ class Window:
         doubled = 2 * (bound + self.padding) - (self.extent - 1)
         return -(-doubled // (2 * self.stride))
 
-    def cut(self, before: Cut, n: int) -> Cut:
+    def cut(self, before: Division, n: int) -> Division:
         """How `n` outputs are divided, given how the inputs are: every output belongs where its centre is."""
         return follow(before, n, self.owner_bound)
 
 
-def follow(before: Cut, n: int, bound: Callable[[int], int]) -> Cut:
+def follow(before: Division, n: int, bound: Callable[[int], int]) -> Division:
     """A cut of `n` elements whose inner bounds are those of `before`, mapped and clamped to [0, n]."""
     inner = [min(max(bound(b), 0), n) for b in before.bounds[1:-1]]
-    return Cut.at(before.axes, (0, *inner, n))
+    return Division.at(before.axes, (0, *inner, n))

@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Local, Moment, Operation, Wants, call, rule, want_of
-from fivefold.parallel.program.spread import Box, Cut, Range, Spread
+from fivefold.parallel.program.spread import Box, Division, Range, Spread
 from fivefold.parallel.tiles.pointwise import broadcast
 
 __all__ = ["Join", "Split", "Stack"]
@@ -99,7 +99,7 @@ class Split:
         names = ("input", "dim") if node.name == "unbind" else self._names
         return _dim(node, names, len(node.shapes[0]))
 
-    def _cuts(self, spread: Spread, node: Node) -> tuple[Cut | None, ...]:
+    def _cuts(self, spread: Spread, node: Node) -> tuple[Division | None, ...]:
         """Those of a piece, one for every dim of the operand."""
         along = self._along(node)
         if node.name != "unbind":
@@ -129,7 +129,7 @@ class Split:
         return Local((wants,), _cropping(call(op.node), op.made, held))
 
 
-def _hull_want(n: int, cuts: Sequence[Cut | None]) -> Want:
+def _hull_want(n: int, cuts: Sequence[Division | None]) -> Want:
     first = cuts[0]
     if first is None:
         return Want.all_of(n)

@@ -21,7 +21,7 @@ from fivefold.parallel.program.rule import (
     rule,
     want_of,
 )
-from fivefold.parallel.program.spread import Cut, Spread
+from fivefold.parallel.program.spread import Division, Spread
 from fivefold.parallel.tiles.along import arguments, dims_of, reduced
 from fivefold.parallel.tiles.pointwise import broadcast, broadcast_wants
 
@@ -107,9 +107,9 @@ class Einsum:
         diagonal = any(len(set(letters)) < len(letters) for letters in found)
         return (found, result) if ranks and not diagonal else None
 
-    def _cuts(self, op: Operation) -> dict[str, Cut] | None:
+    def _cuts(self, op: Operation) -> dict[str, Division] | None:
         """How each letter is cut; None if operands differ in that, or a letter is summed over."""
-        letters, cuts = self._letters(op.node), dict[str, Cut]()
+        letters, cuts = self._letters(op.node), dict[str, Division]()
         if letters is None:
             return None
         for names, spread in zip(letters[0], op.given, strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Local, Moment, Operation, call, rule, want_of
-from fivefold.parallel.program.spread import Cut, Spread
+from fivefold.parallel.program.spread import Division, Spread
 from fivefold.parallel.program.windows import follow
 from fivefold.parallel.tiles.resample import centre_bound
 
@@ -20,7 +20,7 @@ def _placed(op: Operation) -> Sequence[Spread] | None:
     given, shape = op.given[0], op.node.output_shapes[0]
     if given.cuts[-3] is not None:
         return None
-    cuts: list[Cut | None] = list(given.cuts[:-2])
+    cuts: list[Division | None] = list(given.cuts[:-2])
     for cut, before, n in zip(given.cuts[-2:], given.shape[-2:], shape[-2:], strict=True):
         cuts.append(
             None if cut is None else follow(cut, n, lambda b, m=before, n=n: centre_bound(b, m, n))

@@ -24,7 +24,7 @@ from fivefold.parallel.program.rule import (
     rule,
     want_of,
 )
-from fivefold.parallel.program.spread import Cut, Range, Spread
+from fivefold.parallel.program.spread import Division, Range, Spread
 from fivefold.parallel.program.windows import follow
 from fivefold.parallel.trees import in_graph
 
@@ -125,7 +125,7 @@ class Index:
         entries, given = _entries(op.node), op.given[0]
         if entries is None:
             return None
-        cuts: list[Cut | None] = []
+        cuts: list[Division | None] = []
         for dim, entry in _by_dim(entries):
             before = None if dim is None else given.cuts[dim]
             if isinstance(entry, int):
@@ -194,7 +194,7 @@ class Assign:
                 and value.shape[position or 0] == entry.count
             ):
                 inner = [entry.start + bound * entry.step for bound in cut.bounds[1:-1]]
-                made = made.with_cut(dim, Cut.at(cut.axes, (0, *inner, given.shape[dim])))
+                made = made.with_cut(dim, Division.at(cut.axes, (0, *inner, given.shape[dim])))
         return [made]
 
     def lower(self, op: Operation) -> Local:
@@ -267,7 +267,9 @@ def _by_dim(entries: Sequence[_Entry]) -> list[tuple[int | None, _Entry]]:
     return [(None if entry is None else next(dims), entry) for entry in entries]
 
 
-def _localised(entry: _Entry, n: int, before: Cut | None, cut: Cut | None) -> tuple[Want, Any]:
+def _localised(
+    entry: _Entry, n: int, before: Division | None, cut: Division | None
+) -> tuple[Want, Any]:
     """What to want of a dim of `n` rows, and the index of that."""
     if isinstance(entry, int):
         return (

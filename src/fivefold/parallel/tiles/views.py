@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.mesh import owned
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Local, Moment, Operation, Wants, as_held, rule
-from fivefold.parallel.program.spread import Box, Cut, Grid, Range, Spread
+from fivefold.parallel.program.spread import Box, Division, Grid, Range, Spread
 from fivefold.parallel.program.windows import follow
 
 __all__ = ["DimGroup", "View", "groups"]
@@ -76,7 +76,7 @@ class DimGroup:
             offset += low * minor
         return (start - offset, stop - offset)
 
-    def cut(self, cuts: Sequence[Cut | None], n: int, grid: Grid) -> Cut | None:
+    def cut(self, cuts: Sequence[Division | None], n: int, grid: Grid) -> Division | None:
         """How the first dim of the result, of `n` rows, is divided, given how the operand's dims are."""
         major, *minor = cuts
         if not any(minor):
@@ -94,7 +94,7 @@ class DimGroup:
             for a, b in itertools.pairwise(replicas)
             for part in range(each)
         ]
-        return Cut.at(axes, [*bounds, n])
+        return Division.at(axes, [*bounds, n])
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup] | None:
@@ -175,13 +175,15 @@ def _may_turn_to_samples(op: Operation) -> bool:
     return here.fewest >= here.grid.tiles > 1 and op.given[0].shape[0] == here.rows
 
 
-def _held_elements(group: DimGroup, cut: Cut | None, rows: Range) -> int:
+def _held_elements(group: DimGroup, cut: Division | None, rows: Range) -> int:
     if cut is None:
         return group.numel
     return math.prod(stop - start for start, stop in group.needs(rows))
 
 
-def _wants(shape: Sequence[int], found: Sequence[DimGroup], cuts: Sequence[Cut | None]) -> Wants:
+def _wants(
+    shape: Sequence[int], found: Sequence[DimGroup], cuts: Sequence[Division | None]
+) -> Wants:
     wants = [Want.all_of(n) for n in shape]
     for group, cut in zip(found, cuts, strict=True):
         if cut is not None:

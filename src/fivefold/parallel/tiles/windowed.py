@@ -18,7 +18,7 @@ from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.program.border import border
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Local, Moment, Operation, call, rule, want_of
-from fivefold.parallel.program.spread import Cut, Spread
+from fivefold.parallel.program.spread import Division, Spread
 from fivefold.parallel.program.windows import Window
 
 __all__ = ["AveragePool", "Convolution", "MaxPool", "per_dim"]
@@ -209,7 +209,7 @@ def _placed_pool(node: Node, given: Spread, windows: Sequence[Window]) -> list[S
     shape, first = node.output_shapes[0], len(given.shape) - len(windows)
     made = Spread(shape, given.cuts[:first] + (None,) * len(windows))
     for dim, window in enumerate(windows, first):
-        cut: Cut | None = given.cuts[dim]
+        cut: Division | None = given.cuts[dim]
         if cut is not None:
             made = made.with_cut(dim, window.cut(cut, shape[dim]))
     return [made.tight()]

@@ -23,7 +23,7 @@ pictures `[N, channels, 2H, 2W]`.
 """
 
 
-class _Entry(NamedTuple):
+class _Model(NamedTuple):
     module: str
     returns: Returns = "classes"
     dims: int = 2
@@ -31,21 +31,21 @@ class _Entry(NamedTuple):
 
 
 _HOME = {
-    "resnet20": _Entry("cifar_resnet"),
-    "resnet56": _Entry("cifar_resnet"),
-    "resnet18": _Entry("resnet"),
-    "resnet50": _Entry("resnet"),
-    "shufflenet_v2_x1_0": _Entry("shufflenet"),
-    "mobilenet_v2": _Entry("mobilenet"),
-    "vgg16_bn": _Entry("vgg"),
-    "densenet121": _Entry("densenet"),
-    "amoebanet_d": _Entry("amoebanet"),
-    "unet": _Entry("unet", "class map"),
-    "unet_bilinear": _Entry("unet", "class map"),
-    "unet3d": _Entry("unet3d", "class map", dims=3),
-    "deeplabv3": _Entry("deeplab", "class map"),
-    "edsr": _Entry("edsr", "picture"),
-    "edsr_small": _Entry("edsr", "picture"),
+    "resnet20": _Model("cifar_resnet"),
+    "resnet56": _Model("cifar_resnet"),
+    "resnet18": _Model("resnet"),
+    "resnet50": _Model("resnet"),
+    "shufflenet_v2_x1_0": _Model("shufflenet"),
+    "mobilenet_v2": _Model("mobilenet"),
+    "vgg16_bn": _Model("vgg"),
+    "densenet121": _Model("densenet"),
+    "amoebanet_d": _Model("amoebanet"),
+    "unet": _Model("unet", "class map"),
+    "unet_bilinear": _Model("unet", "class map"),
+    "unet3d": _Model("unet3d", "class map", dims=3),
+    "deeplabv3": _Model("deeplab", "class map"),
+    "edsr": _Model("edsr", "picture"),
+    "edsr_small": _Model("edsr", "picture"),
 }
 
 
