@@ -32,6 +32,11 @@ __all__ = ["run_ranks"]
 
 T = TypeVar("T")
 
+# Where there is no GPU, every call replaces the guard of CUDA; in 2.11's build for GPUs it frees the one before,
+# which another thread may be about to use. One call is enough.
+torch._C._ensureCUDADeviceGuardSet()
+torch._C._ensureCUDADeviceGuardSet = lambda: None
+
 
 class _WorldPerThread:
     """Stands in for torch's one `_world`: every thread sees a world of its own."""
