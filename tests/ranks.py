@@ -32,8 +32,8 @@ __all__ = ["run_ranks"]
 
 T = TypeVar("T")
 
-# Where there is no GPU, every call replaces the guard of CUDA; in 2.11's build for GPUs it frees the one before,
-# which another thread may be about to use. One call is enough.
+# Where there is no GPU, every call replaces the guard of CUDA, and torch 2.11, built for GPUs, frees the one
+# before, which another thread may be about to use. One call is enough.
 torch._C._ensureCUDADeviceGuardSet()
 torch._C._ensureCUDADeviceGuardSet = lambda: None
 
