@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fivefold.comm.calibrate import links
+from fivefold.comm.tracing import links
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.trace import Phase, span
 from fivefold.trace.process import start, stop

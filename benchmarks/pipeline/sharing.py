@@ -7,8 +7,8 @@ others are idle: stages have two times, one measured alone and one with all core
 from __future__ import annotations
 
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule
-from fivefold.parallel.pipeline.sharing import shared
 from fivefold.parallel.pipeline.simulate import ScheduleTimes, StageTimes
+from fivefold.tune.predict import shared
 
 __all__ = ["most_at_once", "on_cores"]
 

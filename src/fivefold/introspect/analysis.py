@@ -15,7 +15,7 @@ from fivefold.introspect.groups import Group, groups
 from fivefold.introspect.operations import operations
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.steps import Floats, Steps
-from fivefold.introspect.tables import OperationTable
+from fivefold.introspect.tables import Operation
 from fivefold.trace.schema import TAGS
 
 __all__ = ["Analysis"]
@@ -44,7 +44,7 @@ class Analysis:
         return meetings(self.run, self.groups, first)
 
     @cached_property
-    def operations(self) -> list[OperationTable]:
+    def operations(self) -> list[Operation]:
         """Communication added up."""
         return operations(self.run, self.groups, self.met)
 
@@ -79,7 +79,7 @@ class Analysis:
         chosen = values[:, self.sure_steps.steady][self.slowest, np.arange(len(self.slowest))]
         return float(np.average(np.nan_to_num(chosen), weights=self.weight)) if len(chosen) else 0.0
 
-    def exposed_in(self, rows: Iterable[tuple[OperationTable, float]]) -> float:
+    def exposed_in(self, rows: Iterable[tuple[Operation, float]]) -> float:
         """Exposed time of the slowest rank in some operations, each times a weight.
 
         Windows know it by tag: it is shared out as the sums of the whole run are.

@@ -18,7 +18,7 @@ from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.findings import Finding, evidence
 from fivefold.introspect.numbers import plain, rounded, seconds_text, share_text
 from fivefold.introspect.run import TracedRun
-from fivefold.introspect.tables import HelperTable, OffloadTables, Supply
+from fivefold.introspect.tables import Helper, Offload, Supply
 from fivefold.trace.helping import STATES, HelperFigures, SupplyFigures, read
 from fivefold.trace.phases import Phase
 from fivefold.trace.schema import PHASES
@@ -54,7 +54,7 @@ class Helping:
         ]
 
     @cached_property
-    def helpers(self) -> list[HelperTable]:
+    def helpers(self) -> list[Helper]:
         """By number; figures of several trainers put together."""
         by_number: dict[int, dict[int, HelperFigures]] = {}
         for rank, helpers, _ in self.told:
@@ -67,7 +67,7 @@ class Helping:
         """By rank."""
         return [_supply(rank, supply) for rank, _, supply in self.told]
 
-    def table(self) -> OffloadTables:
+    def table(self) -> Offload:
         """For the document."""
         return {"helpers": self.helpers, "supply": self.supply}
 
@@ -78,7 +78,7 @@ class Helping:
         return sum(shares) / len(shares) if shares else None
 
 
-def _row(number: int, told: dict[int, HelperFigures]) -> HelperTable:
+def _row(number: int, told: dict[int, HelperFigures]) -> Helper:
     figures = list(told.values())
     # All trainers see the same time pass, so the longest counts; what it did for each adds up.
     connected = max(f.connected_s for f in figures)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fivefold.introspect.arrivals import Meetings, Transfer
 from fivefold.introspect.groups import Group
 from fivefold.introspect.run import TracedRun
-from fivefold.introspect.tables import OperationTable
+from fivefold.introspect.tables import Operation
 from fivefold.trace.schema import KINDS, TAGS
 
 __all__ = ["Calibrated", "bus_factor", "calibration", "operations", "quantile"]
@@ -114,7 +114,7 @@ def calibration(run: TracedRun) -> list[Calibrated]:
 
 def operations(
     run: TracedRun, known: Mapping[tuple[int, int], Group], met: Meetings
-) -> list[OperationTable]:
+) -> list[Operation]:
     """A row per operation, tag, group and size; those that take most time first."""
     curves = {(c.operation, c.group): c for c in calibration(run)}
     parts: dict[Transfer, list[tuple[Group, int, NDArray[np.void]]]] = defaultdict(list)
@@ -145,7 +145,7 @@ def _operation(
     parts: list[tuple[Group, int, NDArray[np.void]]],
     met: Meetings,
     curves: dict[tuple[str, int], Calibrated],
-) -> OperationTable:
+) -> Operation:
     rows = np.concatenate([part[2] for part in parts])
     group, index = parts[0][0], parts[0][1]
     name = KINDS[key.kind] if key.kind < len(KINDS) else "other"

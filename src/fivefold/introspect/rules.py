@@ -18,7 +18,7 @@ from fivefold.introspect.findings import Finding, evidence
 from fivefold.introspect.numbers import bytes_text, seconds_text, share_text
 from fivefold.introspect.run import listed
 from fivefold.introspect.steps import Floats
-from fivefold.introspect.tables import OperationTable
+from fivefold.introspect.tables import Operation
 from fivefold.trace.phases import Phase, Tag
 from fivefold.trace.schema import PHASES, TAGS
 
@@ -303,7 +303,7 @@ def _for_statistics(analysis: Analysis) -> str:
     return "; or ".join([*found, "larger shares per rank"])
 
 
-def _joins_replicas(analysis: Analysis, row: OperationTable) -> bool:
+def _joins_replicas(analysis: Analysis, row: Operation) -> bool:
     """Whether ranks of an operation have different samples."""
     told = {t.rank: t.meta.get("coordinates") for t in analysis.run.ranks}
     replicas = {rank: at.get("data") for rank, at in told.items() if isinstance(at, dict)}

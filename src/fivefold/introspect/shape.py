@@ -16,8 +16,8 @@ from fivefold.introspect.tables import (
     Arrivals,
     Breakdown,
     Heat,
-    OffloadTables,
-    OperationTable,
+    Offload,
+    Operation,
     RankTable,
     Series,
     Timeline,
@@ -205,12 +205,12 @@ class Document(TypedDict):
     timeline: Timeline
     heat: Heat
     ranks: RankTable
-    operations: list[OperationTable]
+    operations: list[Operation]
     arrivals: Arrivals
     series: Series
     marks: list[Mark]
     throughput: Throughput
-    offload: OffloadTables
+    offload: Offload
     calibration: Calibration
     configuration: Configuration
     stacks: dict[str, dict[str, list[list[Any]]]]

@@ -8,12 +8,12 @@ __all__ = [
     "Arrivals",
     "Breakdown",
     "Heat",
-    "HelperTable",
+    "Helper",
     "Kind",
     "LateOperation",
     "Numbers",
-    "OffloadTables",
-    "OperationTable",
+    "Offload",
+    "Operation",
     "Quantiles",
     "RankSeries",
     "RankTable",
@@ -150,7 +150,7 @@ class RankTable(TypedDict):
     """shown in full although there are many ranks"""
 
 
-class OperationTable(TypedDict):
+class Operation(TypedDict):
     """Operations of a kind, tag, group and size (a power of two), over all ranks and the whole run."""
 
     operation: str
@@ -253,7 +253,7 @@ class Series(TypedDict):
     """why there is no energy"""
 
 
-class HelperTable(TypedDict):
+class Helper(TypedDict):
     """One helper: what all trainers say about it, put together, over the whole run."""
 
     number: int
@@ -303,8 +303,8 @@ class Supply(TypedDict):
     """batches that helpers may be ahead, mean"""
 
 
-class OffloadTables(TypedDict):
+class Offload(TypedDict):
     """Helpers and those whom they serve; empty without helpers."""
 
-    helpers: list[HelperTable]
+    helpers: list[Helper]
     supply: list[Supply]

@@ -250,6 +250,10 @@ def test_what_is_kept_elsewhere_is_refused() -> None:
         record(Net(keep).double(), lambda net, x: net(x), X, [X.shape])
 
 
+@pytest.mark.skipif(
+    CHECKPOINT != "_checkpoint_without_reentrant_generator",
+    reason="as torch before 2.13 does it; from 2.14 on, what it calls takes other arguments",
+)
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_refusal_within_a_checkpoint_leaves_nothing_behind() -> None:
     def old_checkpoint(norm: nn.Module, y: Tensor) -> Tensor:
@@ -305,6 +309,7 @@ def test_no_tensor_without_numbers_stays_in_a_cache(middle: Any) -> None:
     wanted.backward()
 
     def check(mesh: Mesh) -> None:
+        gc.unfreeze()  # what `run_ranks` froze: a frozen table is found by nobody, and the net refused
         net = copy.deepcopy(start)
         model = ff.parallelize(net, mesh, loss=nn.MSELoss())
         torch.testing.assert_close(model.step(*model.shard(X, Y)), wanted.detach())

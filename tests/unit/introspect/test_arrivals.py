@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.run import TracedRun
-from fivefold.introspect.tables import OperationTable
+from fivefold.introspect.tables import Operation
 from traces import MS, Story
 
 REDUCE = 1
@@ -37,7 +37,7 @@ def transfers(run: TracedRun) -> np.ndarray:
     return meeting.served_ns[meeting.number % 2 == REDUCE] / 1e9
 
 
-def row_of(run: TracedRun) -> OperationTable:
+def row_of(run: TracedRun) -> Operation:
     (row,) = Analysis(run).operations
     return row
 

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.findings import Finding
-from fivefold.introspect.links import ways
+from fivefold.introspect.machine_rules import ways
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.verdict import findings, verdict
 from traces import MS, Story

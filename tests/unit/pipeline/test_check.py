@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.errors import PlanError
-from fivefold.parallel.pipeline.batch import check
+from fivefold.parallel.pipeline.check import check
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule, walk
 
 

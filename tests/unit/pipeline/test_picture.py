@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.parallel.pipeline.describe import draw
+from fivefold.parallel.pipeline.picture import draw
 from fivefold.parallel.pipeline.schedules import SCHEDULES, make
 from fivefold.parallel.pipeline.simulate import StageTimes, simulate
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fivefold.errors import PlanError
 from fivefold.parallel.pipeline import schedules
-from fivefold.parallel.pipeline.batch import check
-from fivefold.parallel.pipeline.describe import draw
+from fivefold.parallel.pipeline.check import check
+from fivefold.parallel.pipeline.picture import draw
 from fivefold.parallel.pipeline.schedule import Op, Schedule
 from fivefold.parallel.pipeline.schedules import SCHEDULES, make
 from fivefold.parallel.pipeline.simulate import StageTimes, simulate
@@ -163,7 +163,7 @@ def test_bad_input_is_answered(name: str, numbers: tuple[int, ...], message: str
 
 def test_schedules_need_no_torch() -> None:
     code = (
-        "import sys, fivefold.parallel.pipeline.describe, fivefold.parallel.pipeline.schedules, "
-        "fivefold.parallel.pipeline.batch; sys.exit('torch' in sys.modules)"
+        "import sys, fivefold.parallel.pipeline.picture, fivefold.parallel.pipeline.schedules, "
+        "fivefold.parallel.pipeline.check; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

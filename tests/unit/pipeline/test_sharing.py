@@ -6,8 +6,8 @@ import pytest
 
 from fivefold.parallel.pipeline.schedule import Action
 from fivefold.parallel.pipeline.schedules import SCHEDULES, make
-from fivefold.parallel.pipeline.sharing import shared
 from fivefold.parallel.pipeline.simulate import StageTimes, simulate
+from fivefold.tune.predict import shared
 
 TIMES = StageTimes.even(4, 1.0, 2.0, 0.5)
 

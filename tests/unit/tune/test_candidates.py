@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.parallel.pipeline.batch import check
+from fivefold.parallel.pipeline.check import check
 from fivefold.plan import Layout, Plan, Provenance
 from fivefold.tune.candidates import Candidate, candidates, grids
 
