@@ -150,6 +150,8 @@ def test_a_row_holds_what_happened_since_the_last(
 
 
 def test_short_steps_lose_nothing(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_SOMETIMES_NS", "_RARELY_NS"):  # a busy machine makes any step long
+        monkeypatch.setattr(machine_module, name, 10**12)
     machine = Machine(7, root=node)
     write(node, "proc/self/task/7/schedstat", "100 5400 3\n")
     write(node, "proc/self/net/dev", DEV.format(received=15, sent=30))
@@ -174,6 +176,22 @@ def test_looks_that_take_long_are_rare(node: Path, monkeypatch: pytest.MonkeyPat
             time.sleep(0.25)
         machine(row)
     assert [row["run_delay_ns"] for row in rows] == [400, 0, 2000]
+    machine.close()
+
+
+def test_quotas_are_read_often_only_of_a_group_that_stood_lately(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fast(monkeypatch)
+    machine = Machine(7, root=node)
+    read: list[int] = []
+    for used_ns, rarely_ns in ((70, 10**12), (90, 0), (95, 10**12), (95, 10**12), (99, 10**12)):
+        monkeypatch.setattr(machine_module, "_RARELY_NS", rarely_ns)
+        write(node, "sys/fs/cgroup/cpu,cpuacct/job/cpu.stat", f"throttled_time {used_ns}\n")
+        row = new_row()
+        machine(row)
+        read.append(int(row["throttled_ns"]))
+    assert read == [0, 20, 5, 0, 0]  # the last 4 are told half a second later
     machine.close()
 
 
