@@ -38,16 +38,16 @@ _GRACE_S = 0.1
 """what is under way when a group is destroyed may take so long before it is broken off, on all ranks"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every collective: freezing takes three times as long
 class Request:
     """A collective as one rank asks for it."""
 
     kind: str
     block: Tensor
     """what one rank contributes or receives"""
-    reads: Tensor | Sequence[Tensor] | None
+    reads: Tensor | list[Tensor] | None
     """what is read: a tensor, or one per rank"""
-    writes: Tensor | Sequence[Tensor] | None
+    writes: Tensor | list[Tensor] | None
     """what is written to, likewise"""
     reduction: int = 0
     root: int = 0
@@ -59,17 +59,20 @@ class Request:
     def call(self) -> tuple[Call, list[ctypes.Array[Any]]]:
         """For the core, with what it points to besides tensors."""
         dtype, parts = code_of(self.block)
-        count = 0 if self.sizes else self.block.numel() * parts
-        call = Call(_KIND[self.kind], dtype, self.reduction, self.root, count)
+        reads, writes = self.reads, self.writes
+        call = Call(
+            _KIND[self.kind], dtype, self.reduction, self.root,
+            0 if self.sizes else self.block.numel() * parts,
+            0 if reads is None or isinstance(reads, list) else reads.data_ptr(),
+            0 if writes is None or isinstance(writes, list) else writes.data_ptr(),
+        )  # fmt: skip
         arrays: list[ctypes.Array[Any]] = []
-        for one, many, memory in (
-            ("input", "inputs", self.reads), ("output", "outputs", self.writes),
-        ):  # fmt: skip
-            if isinstance(memory, Tensor):
-                setattr(call, one, memory.data_ptr())
-            elif memory is not None:
-                arrays.append(addresses(memory))
-                setattr(call, many, ctypes.addressof(arrays[-1]))
+        if isinstance(reads, list):
+            arrays.append(addresses(reads))
+            call.inputs = ctypes.addressof(arrays[-1])
+        if isinstance(writes, list):
+            arrays.append(addresses(writes))
+            call.outputs = ctypes.addressof(arrays[-1])
         if self.sizes is not None:
             for name, numbers in zip(("input_counts", "output_counts"), self.sizes, strict=True):
                 arrays.append(counts([n * parts for n in numbers]))
