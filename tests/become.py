@@ -102,9 +102,15 @@ def startable(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
     gone = {n for n in _begun.keys() - environment.keys() if n.startswith(_READ_AT_START)}
     kind = argv[0] if argv else "-"
     script = (kind in ("-m", "-c") and len(argv) > 1) or not kind.startswith("-")
-    return script and not (told | gone) - {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS"}
+    return script and not (told | gone) - _FOLLOWED
 
 
+_FOLLOWED = {
+    "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS",
+    # For libraries of Intel's compiler, by scikit-learn once a test has imported it; torch has GNU's.
+    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+}  # fmt: skip
+"""variables that a fork can follow, or that are nothing to it"""
 _READ_AT_START = ("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "LD_", "TORCH", "LC_", "LANG", "ATEN_")
 
 

@@ -52,6 +52,19 @@ class LinkCost:
     reduction_s: float = 0.0
     """latency of a reduction per doubling of its ranks; 0: that of two messages"""
 
+    @classmethod
+    def through(
+        cls, small: tuple[int, float], large: tuple[int, float], reduction_s: float = 0.0
+    ) -> LinkCost:
+        """The line through a small and a large message: bytes and seconds of each.
+
+        On a busy machine a small message may seem to take as long as a large one: most of what the large one
+        takes is for its bytes all the same.
+        """
+        latency_s = min(small[1], large[1] / 2)
+        spent_s = max(large[1] - latency_s, 1e-9)
+        return cls(latency_s, (large[0] - small[0]) / spent_s, reduction_s)
+
     def message_s(self, size_bytes: float) -> float:
         """One message."""
         return self.latency_s + size_bytes / self.bytes_per_s

@@ -111,11 +111,8 @@ def _link() -> LinkCost:
         group.shutdown()
 
     _threads([lambda: rank(0), lambda: rank(1)])
-    # On a busy machine a small message may seem to take as long as a large one: most of the large one's time
-    # is its bytes' all the same.
-    latency_s = min(found["message", _SMALL], found["message", _LARGE] / 2)
-    more_s = found["message", _LARGE] - latency_s
-    return LinkCost(latency_s, 4 * (_LARGE - _SMALL) / more_s, found["sum", _SMALL])
+    small, large = ((4 * size, found["message", size]) for size in (_SMALL, _LARGE))
+    return LinkCost.through(small, large, found["sum", _SMALL])
 
 
 def _threads(bodies: list[Callable[[], None]]) -> None:

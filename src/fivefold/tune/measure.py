@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -269,11 +269,8 @@ def main() -> None:
         )
         action_s = _action_s(mesh)
         if mesh.rank == 0:
-            # On a busy machine a small message may seem to take as long as a large one.
-            latency_s = min(small_s, large_s / 2)
-            per_s = 4 * (_LARGE - _SMALL) / (large_s - latency_s)
-            link = {"latency_s": latency_s, "bytes_per_s": per_s, "reduction_s": sum_s}
-            told = {"link": link, "action_s": action_s}
+            link = LinkCost.through((4 * _SMALL, small_s), (4 * _LARGE, large_s), sum_s)
+            told = {"link": asdict(link), "action_s": action_s}
             Path(sys.argv[1]).write_text(json.dumps(told), encoding="utf-8")
 
 

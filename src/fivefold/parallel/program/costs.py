@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold import comm
+from fivefold.cluster.description import LinkCost
 from fivefold.parallel.graph.tape import Node
 from fivefold.trace import Tag
 
@@ -119,18 +120,17 @@ def measured(group: dist.ProcessGroup, everyone: dist.ProcessGroup, device: torc
     with torch.no_grad():
         convolved_s = _fastest(lambda: F.conv2d(x, weight).sum())
         copied_s = _fastest(lambda: target.copy_(source))
-    # On a busy machine a small message may seem to take as long as a large one.
-    latency_s = min(times[small], times[large] / 2)
+    link = LinkCost.through((4 * small, times[small]), (4 * large, times[large]))
     found = torch.tensor(
         [
-            latency_s,
-            4 * (large - small) / max(times[large] - latency_s, 1e-6),
+            link.latency_s,
+            link.bytes_per_s,
             flops / convolved_s,
             4 * source.numel() / copied_s,
         ],
         dtype=torch.float64,
+        device=device,
     )
-    found = found.to(device)
     comm.broadcast_all([found], everyone, Tag.CONTROL)
     latency_s, bytes_per_s, flops_per_s, copied = (
         2.0 ** round(math.log2(value)) for value in found.tolist()
