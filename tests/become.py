@@ -109,6 +109,7 @@ _FOLLOWED = {
     "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS",
     # For libraries of Intel's compiler, by scikit-learn once a test has imported it; torch has GNU's.
     "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler, which asks for it whenever it compiles
 }  # fmt: skip
 """variables that a fork can follow, or that are nothing to it"""
 _READ_AT_START = ("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "LD_", "TORCH", "LC_", "LANG", "ATEN_")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from commands import CLEAN
+from commands import CLEAN, programs
 from fivefold.recipes import models
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 
 def test_an_epoch_on_two_processes_is_told_in_decibels(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "fivefold"), "train", "photos", "-n", "2"]
+    command = [str(programs() / "fivefold"), "train", "photos", "-n", "2"]
     done = subprocess.run(
         [*command, "--size", "31", "--epochs", "1"],
         cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=100, check=False,
