@@ -124,6 +124,12 @@ def in_place(self: Call, x: Tensor) -> Tensor:
     return F.dropout(x, 0.2, self.training, inplace=True)
 
 
+def without_bias(norm: nn.BatchNorm2d) -> nn.Module:
+    """As torch 2.12 and later make it with bias=False."""
+    norm.bias = None
+    return norm
+
+
 def functional_norm(self: Call, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, training=True) * self.scale.weight.view(1, -1, 1, 1)
 
@@ -196,7 +202,7 @@ NORMS = {
     "batch norm, not affine": lambda: nn.BatchNorm2d(6, affine=False),
     "batch norm without buffers": lambda: nn.BatchNorm2d(6, track_running_stats=False),
     "batch norm, cumulative average": lambda: nn.BatchNorm2d(6, momentum=None),
-    "batch norm, weight alone": lambda: nn.BatchNorm2d(6, bias=False),
+    "batch norm, weight alone": lambda: without_bias(nn.BatchNorm2d(6)),
     "batch norm, large eps": lambda: nn.BatchNorm2d(6, eps=0.1, momentum=0.5),
     "functional batch norm": lambda: Call(functional_norm, scale=nn.Conv2d(6, 6, 1, groups=6)),
     "group norm": lambda: nn.GroupNorm(2, 6),

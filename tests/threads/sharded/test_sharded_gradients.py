@@ -309,8 +309,8 @@ def test_an_overflow_of_any_rank_is_seen_by_all(shard: str, layout: Layout) -> N
 def test_autocast_keeps_weights_and_gradients_in_float32(shard: str) -> None:
     plain = small().float()
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = plain(X.float())
-    F.mse_loss(outputs, Y.float()).backward()
+        loss = F.mse_loss(plain(X.float()), Y.float())
+    loss.backward()
 
     def check(mesh: Mesh) -> list[Tensor | None]:
         model = parallelize(small().float(), mesh, loss=nn.MSELoss())
