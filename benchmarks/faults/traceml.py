@@ -40,11 +40,11 @@ def main() -> int:
     """Run all, print a table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     try:
-        found = {path.name: path.read_text() for path in files("traceml-ai") or ()}
+        found = {path.name: path for path in files("traceml-ai") or ()}
     except PackageNotFoundError:
         print("error: traceml-ai is not installed; see the top of this file", file=sys.stderr)
         return 2
-    scripts = {case: _smaller(found[f"mlp_ddp_{case}.py"]) for case in _CASES}
+    scripts = {case: _smaller(found[f"mlp_ddp_{case}.py"].read_text()) for case in _CASES}
     scripts["backward_straggler"] = _in_backward(scripts["compute_straggler"])
     print("| what is wrong | TraceML | a report |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
