@@ -95,3 +95,13 @@ def test_signals_reach_it_and_it_ends_with_who_stands_in_for_it(folder: Path) ->
             assert process.wait(30) == -signum
         assert select.select([ended], [], [], 30)[0], "it went on"
         os.close(ended)
+
+
+@pytest.mark.parametrize("name", ["KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"])
+def test_a_new_interpreter_comes_only_for_variables_that_matter_to_one(name: str) -> None:
+    """Libraries set some in every process that imports them, such as one that runs tests."""
+    done = subprocess.run(
+        [python(), "-c", "import sys; print('become' in sys.modules)"],
+        env=os.environ | {name: "1"}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{name != 'OMP_WAIT_POLICY'}\n"
