@@ -107,12 +107,11 @@ def startable(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
 
 _FOLLOWED = {
     "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS",
-    # For libraries of Intel's compiler, by scikit-learn once a test has imported it; torch has GNU's.
-    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
-    "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler, which asks for it whenever it compiles
+    "TORCHINDUCTOR_CACHE_DIR",  # set by torch's compiler, which asks for it whenever it compiles
 }  # fmt: skip
-"""variables that a fork can follow, or that are nothing to it"""
-_READ_AT_START = ("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "LD_", "TORCH", "LC_", "LANG", "ATEN_")
+"""variables that a fork can follow"""
+# Not KMP_, which scikit-learn sets once a test has imported it: torch has GNU's OpenMP, not Intel's.
+_READ_AT_START = ("PYTHON", "OMP_", "GOMP_", "MKL_", "LD_", "TORCH", "LC_", "LANG", "ATEN_")
 
 
 def become(

@@ -15,23 +15,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 
+_VERSION = "0.5.0"
 _SMALL = {
     "NUM_SAMPLES": 2560, "INPUT_DIM": 256, "HIDDEN_DIM": 512, "BATCH_SIZE": 64, "STRAGGLER_RANK": 1,
     "EXTRA_OPTIMIZER_DIM": 512,
 }  # fmt: skip
 _CASES = ("healthy_baseline", "input_bound", "input_straggler", "compute_straggler")
 _UPDATE = "        if self.rank == STRAGGLER_RANK:\n            self._extra_optimizer_compute()\n"
-_BEFORE, _SLEEPS = (
-    "    model.train()\n",
-    """\
+_BEFORE = "    model.train()\n"
+_SLEEPS = """\
     if rank == STRAGGLER_RANK:
         import time
         model.module.net[2].register_full_backward_hook(lambda *_: time.sleep(0.1))
-""",
-)
+"""
 _TRACEML = re.compile(r"^\|\s+(?:Verdict|Why): (.*?)\s*\|$", re.MULTILINE)
 _LIMIT_S = 120
 
@@ -40,10 +39,16 @@ def main() -> int:
     """Run all, print a table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     try:
-        found = {path.name: path for path in files("traceml-ai") or ()}
+        installed = version("traceml-ai")
     except PackageNotFoundError:
-        print("error: traceml-ai is not installed; see the top of this file", file=sys.stderr)
+        installed = "none"
+    if installed != _VERSION:
+        print(
+            f"error: traceml-ai {_VERSION} is needed, whose scripts these are; installed: {installed}",
+            file=sys.stderr,
+        )
         return 2
+    found = {path.name: path for path in files("traceml-ai") or ()}
     scripts = {case: _smaller(found[f"mlp_ddp_{case}.py"].read_text()) for case in _CASES}
     scripts["backward_straggler"] = _in_backward(scripts["compute_straggler"])
     print("| what is wrong | TraceML | a report |\n|---|---|---|")
@@ -65,22 +70,13 @@ def _smaller(text: str) -> str:
 
 def _in_backward(text: str) -> str:
     """The rank sleeps in backward, and not in its update."""
-    assert text.count(_UPDATE) == text.count(_BEFORE) == 1, (
-        "these are other scripts than those of 0.5.0"
-    )
+    assert text.count(_UPDATE) == text.count(_BEFORE) == 1
     return text.replace(_UPDATE, "").replace(_BEFORE, _SLEEPS + _BEFORE)
 
 
 def _traceml(script: Path) -> str:
-    words = [
-        "traceml_ai.launcher.cli",
-        "run",
-        "--nproc-per-node",
-        "2",
-        "--logs-dir",
-        f"{script}.traceml",
-    ]
-    return " ".join(_TRACEML.findall(_printed([*words, str(script)], script)))
+    words = ["run", "--nproc-per-node", "2", "--logs-dir", f"{script}.traceml", str(script)]
+    return " ".join(_TRACEML.findall(_printed(["traceml_ai.launcher.cli", *words], script)))
 
 
 def _report(script: Path) -> str:

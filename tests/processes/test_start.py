@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import mpis
-from commands import programs, python
 from fivefold.launch.port import reserved_port
 from fivefold.mesh.start import _own_address
 from nodes import Nodes, refusal
@@ -77,7 +76,7 @@ with ff.start() as mesh:
 def launch(name: str) -> list[object]:
     """The words before the number of processes."""
     if name == "fivefold":
-        return [programs() / "fivefold", "run", "-n"]
+        return [Path(sys.executable).parent / "fivefold", "run", "-n"]
     if name == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return [mpis.find(name), *mpis.options(name), "-n"]
@@ -108,15 +107,17 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(script: Path) -> str:
-    first, second = (line.rpartition(" ")[2] for line in run([python(), script], script.parent))
+    first, second = (
+        line.rpartition(" ")[2] for line in run([sys.executable, script], script.parent)
+    )
     assert first == second
     return first
 
 
 @pytest.mark.parametrize("launcher", ["fivefold", "torchrun", "openmpi", "mpich"])
 def test_the_loss_is_that_of_one_process(launcher: str, script: Path, alone: str) -> None:
-    before = [sys.executable] if "mpi" in launcher else []
-    lines = run([*launch(launcher), 2, *before, script], script.parent)
+    python = [sys.executable] if "mpi" in launcher else []
+    lines = run([*launch(launcher), 2, *python, script], script.parent)
     assert lines == sorted(f"{rank} of 2 loss {alone}" for rank in range(2) for _ in range(2))
 
 
@@ -144,7 +145,7 @@ def test_over_several_nodes_the_store_listens_at_the_address_that_was_told(
         shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(
-                [python(), "listens.py"],
+                [sys.executable, "listens.py"],
                 cwd=tmp_path,
                 env={**os.environ, **shared, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
@@ -176,7 +177,7 @@ def test_one_process_with_many_asked_for_is_told_what_to_do(script: Path) -> Non
     plan = script.parent / "plan.toml"
     plan.write_text("[layout]\ndata = 2\n")
     done = subprocess.run(
-        [python(), "-c", "import fivefold as ff; ff.start(ff.Plan.load('plan.toml'))"],
+        [sys.executable, "-c", "import fivefold as ff; ff.start(ff.Plan.load('plan.toml'))"],
         check=False, cwd=script.parent, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode != 0
@@ -187,7 +188,7 @@ def test_half_an_address_is_the_users_mistake() -> None:
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(
-        [python(), "-c", "import fivefold as ff; ff.start()"],
+        [sys.executable, "-c", "import fivefold as ff; ff.start()"],
         check=False,
         env=environ,
         capture_output=True,
