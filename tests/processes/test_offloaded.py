@@ -175,6 +175,10 @@ def test_a_loader_that_nobody_holds_is_forgotten(start: Callable[..., Helpers]) 
         assert desk_here()._present() == []  # pyright: ignore[reportPrivateUsage]
 
 
+AHEAD = 8
+"""batches that one helper may be ahead: 4 * helpers + 4 buffers"""
+
+
 def test_the_trace_tells_of_helpers(
     start: Callable[..., Helpers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +196,9 @@ def test_the_trace_tells_of_helpers(
     helpers, supply = told_figures(fields.meta)
     assert (helpers[0].name, helpers[0].state) == ("helper 0 (this node)", "serving")
     assert supply is not None
-    assert (supply.batches, supply.own) == (BATCHES, BATCHES - helpers[0].leases + 1)
+    # The helper makes the first one too, to be compared, and goes on with those of the next pass.
+    ahead = supply.own + helpers[0].leases - (BATCHES + 1)
+    assert supply.batches == BATCHES and 1 <= supply.own <= BATCHES and 0 <= ahead <= AHEAD
     assert helpers[0].busy_s > 0 and helpers[0].bytes > 0
     assert [n["event"] for n in fields.notes if n["kind"] == "helper"] == ["joined"]
     assert (fields.windows["ready"] >= 0).all()
