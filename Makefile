@@ -29,7 +29,7 @@ NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 INSTALL := $(if $(TORCH),PIP_CONSTRAINT=$(CONSTRAINTS) )$(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke fuzz soak check format docs lock native sanitize torch-distributed clean
+.PHONY: help demo test test-long smoke fuzz soak check format docs lock native sanitize torch-distributed clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -37,9 +37,12 @@ help:  ## show this list
 demo: $(VENV)/.run  ## train ResNet-20 on handwritten digits in two processes
 	$(BIN)/fivefold train digits -n 2
 
-test: $(VENV)/.develop  ## run the test suite, the code in README and docs included
+test: $(VENV)/.develop  ## run the default test suite
 	@# Files in the order of their names: the longest have few tests, and sorting by number puts them last.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+test-long: override PYTEST_FLAGS += -m "long and not slow"
+test-long: test  ## run the rest: long tests, all cases of sampled ones, the code in the documentation
 
 smoke: $(VENV)/.run  ## a minute: a small model under each kind of layout, against one process
 	for layout in data=2 width=2 pipe=2; do \

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from documents import pytest_collect_file
 
@@ -22,3 +25,17 @@ collect_ignore = [
         if not path.name.startswith(("test_", "conftest"))
     ),
 ]
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest's own looks at the markers afterwards
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep some cases of a long test in the default suite, and of the pages README's blocks only."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if item.nodeid.startswith("docs/"):
+            item.add_marker(pytest.mark.long)
+        for mark in [m for m in item.own_markers if m.name == "long" and m.kwargs]:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.kwargs["every"] == 0:
+                item.own_markers.remove(mark)
+            seen[test] += 1

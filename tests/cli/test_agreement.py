@@ -37,6 +37,7 @@ print("trained")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loader", "forward", "says"),
     [

@@ -46,6 +46,7 @@ def measured(
     )
 
 
+@pytest.mark.long
 def test_two_contenders_take_turns_and_end(tmp_path: Path) -> None:
     small = ["--batch=8", "--image=8", "--steps=1", "--rounds=7", "--startup=0"]
     done = measured(tmp_path, "--variants=fp32", *small, "--contenders", "ddp", "exact")

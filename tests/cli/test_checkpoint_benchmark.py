@@ -105,6 +105,7 @@ def test_lm_resiliency_is_found_where_it_was_installed(
     assert not found["xor"].environ  # a plugin of it would load into every rank
 
 
+@pytest.mark.long
 @NEEDS_CC
 @pytest.mark.parametrize("way", ["torch.save", "copy", "buffered", "direct"])
 def test_what_passes_is_counted_and_takes_its_time(

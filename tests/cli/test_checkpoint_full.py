@@ -27,6 +27,7 @@ with ff.start() as mesh:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_a_full_disk_is_named_and_a_run_without_any_save_fails(ranks: str, tmp_path: Path) -> None:

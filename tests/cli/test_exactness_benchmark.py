@@ -14,6 +14,7 @@ from commands import python
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "exactness"
 
 
+@pytest.mark.long
 def test_one_model_and_one_step() -> None:
     page = (HERE / "README.md").read_text()
     done = subprocess.run(

@@ -98,6 +98,7 @@ def alone(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", LINES)
 def test_an_example_computes_the_same_alone_and_in_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str], script: str
@@ -154,6 +155,7 @@ def test_an_example_leaves_weights_that_torch_alone_can_use(
     assert int(net[1].num_batches_tracked) == 15  # 3 epochs of 5 batches
 
 
+@pytest.mark.long
 def test_a_run_that_reaches_its_limit_goes_on_where_it_stood(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def submitted(name: str, folder: Path) -> Path:
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "RANKS": "2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["slurm/one_node.sbatch", "slurm/several_nodes.sbatch"])
 def test_a_job_of_slurm_is_queued_again_when_its_time_is_up(folder: Path, name: str) -> None:
     """Real but for Slurm: the signal comes from here, to whom Slurm would send it."""
@@ -228,6 +231,7 @@ def ends_in_time(name: str, folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["pbs/several_nodes.pbs", pytest.param("flux/several_nodes.sh", marks=pytest.mark.slow)],

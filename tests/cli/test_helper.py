@@ -92,6 +92,7 @@ def mistake(folder: Path, *words: object, **environment: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -144,6 +145,7 @@ def test_an_unknown_role_is_refused(folder: Path) -> None:
     assert "FIVEFOLD_ROLE=helpr is not a choice; did you mean 'helper'?" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_a_helper_by_hand(folder: Path, kind: str) -> None:
     alone = fivefold("run", "stream.py", folder, cwd=folder)
@@ -169,6 +171,7 @@ def test_a_helper_by_hand(folder: Path, kind: str) -> None:
         helper.communicate()
 
 
+@pytest.mark.long
 def test_a_helper_of_another_job_is_told_by_its_key(folder: Path) -> None:
     address = f"unix:{folder}/h.sock"
     helper = subprocess.Popen(
@@ -281,6 +284,7 @@ def in_a_shell(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_dry_run_with_helpers_can_be_run(folder: Path) -> None:
     (folder / "plan.toml").write_text('[offload]\nhelpers = "local:1"\nshare_cores = true\n')
     words = ("run", "--plan", "plan.toml", "--dry-run", "stream.py", folder)
@@ -299,6 +303,7 @@ def test_a_dry_run_whose_helper_has_ended_succeeds(folder: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
+@pytest.mark.long
 def test_a_recipe_with_a_helper(folder: Path) -> None:
     words = ("train", "digits", "--epochs", "1", "--set", "offload.share_cores=true")
     done = fivefold(*words, "--helpers", "local:1", "--out", "runs", cwd=folder)

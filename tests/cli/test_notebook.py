@@ -33,6 +33,7 @@ def cells() -> list[tuple[str, str | None]]:
 
 
 # Of jupyter_client, about the loopback interface; and its sockets, left to the collector.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_the_page_runs_as_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ.keys() - CLEAN.keys():

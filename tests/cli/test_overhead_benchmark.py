@@ -26,6 +26,7 @@ def measured(script: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_recording_in_one_round(tmp_path: Path) -> None:
     page = PAGE.read_text()
     said = measured(
@@ -37,6 +38,7 @@ def test_recording_in_one_round(tmp_path: Path) -> None:
     assert PAGE.read_text() == page
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium: apt-get install chromium")
 def test_reports_of_many_ranks(tmp_path: Path) -> None:
     page = PAGE.read_text()

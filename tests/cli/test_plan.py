@@ -111,6 +111,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert not (tmp_path / "plan.toml").exists()
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -136,6 +137,7 @@ def test_mistakes_are_told_in_a_line(words: str, said: str, tmp_path: Path) -> N
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_a_full_disk_is_told_and_no_empty_plan_is_left(tmp_path: Path) -> None:
     (tmp_path / "boxes.toml").write_text(CLUSTER)

@@ -132,6 +132,7 @@ def test_throughput_beside_a_run_of_one_process(slow: Path, tmp_path: Path) -> N
     assert str(alone) in (slow / "report.html").read_text()
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -194,6 +195,7 @@ def test_no_terminal_obeys_what_traces_say(tmp_path: Path) -> None:
     assert not set(evil) - set("[2J]0;title31mabc") & set(done.stdout + done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [".report.html.partial", "report.html", "csv/steps.csv"])
 def test_links_are_replaced_and_not_followed(name: str, slow: Path) -> None:
     """The directory of a run may be one that others write to."""

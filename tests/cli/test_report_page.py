@@ -220,6 +220,7 @@ def test_everything_is_reached_by_the_keyboard(opened: Open, report: Path) -> No
     assert nameless == []
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_no_width_needs_sideways_scrolling(

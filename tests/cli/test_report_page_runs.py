@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # --- two runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_runs_are_compared(opened: Open, compared: Path) -> None:
     page = opened(compared)
     assert page.locator("h1").inner_text().startswith("Steps of four-workers take")
@@ -125,6 +126,7 @@ def test_damaged_figures_are_refused(document: dict[str, Any]) -> None:
 # --- many ranks -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_thousand_ranks_open(opened: Open, folder: Path) -> None:
     found = reports.report(folder / "many", reports.busy(ranks=1024, steps=100, late=517))
     path = written(folder / "many.html", found)
@@ -184,6 +186,7 @@ def eventually(true: Callable[[], bool], page: Page, seconds: float = 60) -> Non
         page.wait_for_timeout(100)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_live_run_is_followed(opened: Open, tmp_path: Path) -> None:
     pytest.importorskip("starlette")

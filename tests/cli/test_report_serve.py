@@ -341,6 +341,7 @@ def test_a_run_that_is_taken_away_is_a_problem_and_no_end(tmp_path: Path) -> Non
     eventually(report, lambda: not report.problem)
 
 
+@pytest.mark.long
 def test_silent_and_slow_callers_are_given_up_and_keep_nobody_out(server: Server) -> None:
     address = ("127.0.0.1", server.port)
     with crowd(address, 100) as lines:
@@ -352,6 +353,7 @@ def test_silent_and_slow_callers_are_given_up_and_keep_nobody_out(server: Server
     assert is_hung_up_while_it_dribbles(address, pieces=40, pause_s=0.5)
 
 
+@pytest.mark.long
 def test_who_has_shown_the_token_is_not_given_up(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as line:
         asked = f"GET /events HTTP/1.1\r\nHost: a\r\nAuthorization: {server.bearer}\r\n\r\n"

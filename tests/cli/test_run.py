@@ -107,6 +107,7 @@ def test_the_python_of_a_virtual_environment_stays_that(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"[0] {tmp_path / 'venv'}\n"), done.stderr
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

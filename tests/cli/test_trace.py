@@ -254,6 +254,7 @@ def test_a_script_that_fails_says_why_in_its_trace(folder: Path) -> None:
     assert failures == ["ValueError: no such thing"]
 
 
+@pytest.mark.long
 def test_a_recipe_is_recorded_unless_its_plan_says_no(folder: Path) -> None:
     words = ("train", "digits", "-n", 2, "--epochs", 1)
     fivefold(*words, cwd=folder)
@@ -273,6 +274,7 @@ def test_a_recipe_is_recorded_unless_its_plan_says_no(folder: Path) -> None:
         assert tags == {"parameters and gradients", "batch-norm statistics", "loss", "control"}
 
 
+@pytest.mark.long
 def test_saves_are_noted(folder: Path) -> None:
     fivefold("train", "digits", "--epochs", 1, "--checkpoint", "saves",
              "--set", "checkpoint.every_steps=6", "--set", f'checkpoint.local="{folder}/local"',

@@ -47,6 +47,7 @@ def first(home) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.long
 def test_lines_tell_the_epochs_and_the_outcome(first):
     lines = first.stdout.splitlines()
     assert first.stderr == ""
@@ -90,6 +91,7 @@ def test_the_weights_reach_the_reported_accuracy_in_plain_torch(first, home):
     assert found.double().mean().item() == pytest.approx(reported, abs=0.02)
 
 
+@pytest.mark.long
 def test_under_mpirun_and_with_the_plan_of_an_earlier_run(first, home):
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
     mpirun = Path(sysconfig.get_path("scripts")) / "mpirun"
@@ -170,6 +172,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(pictures, tmp_path, words, mes
     assert list(work.iterdir()) == [], "nothing half-written"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
     (full := tmp_path / "full").mkdir()

@@ -48,6 +48,7 @@ def start(folder: Path, recipe: str, *words: str, ranks: int = 2) -> subprocess.
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe",
     ["digits", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "photos"))],
@@ -78,6 +79,7 @@ def test_a_recipe_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, reci
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.long
 def test_a_recipe_whose_saves_are_lost_begins_again_when_it_is_told_to(tmp_path: Path) -> None:
     words = ["--epochs", "1", "--checkpoint", "saved", "--set", "checkpoint.every_steps=5"]
     done = start(tmp_path, "digits", *words, ranks=1)

@@ -31,6 +31,7 @@ def trained(folder: Path, *words: str) -> tuple[list[str], list[dict[str, Any]],
     return done.stdout.splitlines(), [json.loads(line) for line in lines], weights
 
 
+@pytest.mark.long
 def test_a_run_with_helpers_is_the_same_run(tmp_path: Path) -> None:
     said, plain, weights = trained(tmp_path / "plain", "-n", "2")
     share = ("--set", "offload.share_cores=true")

@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from commands import CLEAN, programs
@@ -15,6 +16,7 @@ from fivefold.recipes import models
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.long
 def test_an_epoch_on_two_processes_is_told_in_decibels(tmp_path: Path) -> None:
     command = [str(programs() / "fivefold"), "train", "photos", "-n", "2"]
     done = subprocess.run(

@@ -84,6 +84,7 @@ def logs(folder: Path) -> list[Path]:
     return list((folder.parent / "temporary").glob("fivefold-verify-*/rank-*.log"))
 
 
+@pytest.mark.long
 def test_resnet20_is_exact_with_the_answer_in_a_file_too(folder: Path) -> None:
     # Three ranks with eight samples, and float32: docs/how-to/verify-a-model.md, which is run as well.
     done = verify(folder, "resnet20 --layout data=2 --batch 7 --input 3x16x16 --json report.json")
@@ -101,6 +102,7 @@ def test_resnet20_is_exact_with_the_answer_in_a_file_too(folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["my_models.py", "report.json"]
 
 
+@pytest.mark.long
 def test_replica_statistics_fail_with_a_table_and_the_worst_parameters(folder: Path) -> None:
     done = verify(folder, "resnet20 --batch-norm replica --input 3x8x8 --json report.json")
     assert done.returncode == 1
@@ -112,11 +114,13 @@ def test_replica_statistics_fail_with_a_table_and_the_worst_parameters(folder: P
     assert not json.loads((folder / "report.json").read_text())["passed"]
 
 
+@pytest.mark.long
 def test_a_model_of_ones_own_with_dropout_and_fewer_samples_than_ranks(folder: Path) -> None:
     done = verify(folder, "my_models:Net --input 3x2x2 --batch 2 --layout data=3 --seed 5")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_uncontrolled_random_numbers_fail_and_the_warning_is_shown(folder: Path) -> None:
     done = verify(folder, "my_models:noisy --input 12 --loss mse --steps 1")
     assert done.returncode == 1, done.stderr
@@ -136,12 +140,14 @@ def test_a_rank_that_dies_is_named_and_its_log_is_kept(folder: Path) -> None:
     assert str(kept[0].parent) in done.stderr
 
 
+@pytest.mark.long
 def test_one_process_needs_no_ranks(folder: Path) -> None:
     done = verify(folder, "my_models:instance --layout data=1 --input 12 --loss bce_with_logits")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exact: my_models:instance under data=1" in done.stdout
 
 
+@pytest.mark.long
 def test_another_launcher_may_start_the_ranks(folder: Path) -> None:
     before = (python(), "-m", "fivefold", "run", "-n", "2", "--log-dir", "logs", "-m")
     done = subprocess.run(
@@ -198,12 +204,14 @@ def assert_one_line(done: subprocess.CompletedProcess[str], start: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes(folder: Path, words: str) -> None:
     assert_one_line(verify(folder, words), MISTAKES[words])
     assert [p.name for p in folder.iterdir()] == ["my_models.py"]
 
 
+@pytest.mark.long
 def test_mistakes_that_only_a_rank_can_see_are_told_once(folder: Path) -> None:
     done = verify(folder, "resnet20 --layout pipe=2 --set pipeline.cut=layer9 --input 3x8x8")
     assert_one_line(done, "pipeline.cut names 'layer9', of which no call was seen")
@@ -235,6 +243,7 @@ def test_a_torchvision_that_does_not_work_is_told_in_one_line(folder: Path) -> N
     assert "(RuntimeError: no operator nms): pip install 'torchvision==0." in done.stderr
 
 
+@pytest.mark.long
 def test_integers_and_a_loss_of_ones_own(folder: Path) -> None:
     (folder / "tokens.py").write_text(
         "from torch import nn\n"

@@ -10,6 +10,7 @@ from fivefold.arena.native import problem
 from pool import Pool
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 @pytest.mark.parametrize(
     "before",
@@ -23,6 +24,7 @@ def test_a_script_only_names_the_backend(before: str) -> None:
     assert run(before).stdout == "SharedGroup fivefold [1.0, 1.0, 1.0]\n"
 
 
+@pytest.mark.long
 def test_without_the_core_a_group_is_gloo_and_says_why() -> None:
     done = run(
         "import fivefold.comm, fivefold.arena.native as native; native.LIBRARY = 'missing.so'"

@@ -23,6 +23,7 @@ _OLD = Path("/sys/fs/cgroup/memory")
 """control groups of version 1, of memory alone"""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() not in comm_places.CALLS, reason="other system calls")
 def test_a_container_without_memory_files_gets_gloo_and_one_line() -> None:
     done = run("import fivefold.comm, comm_places; comm_places.forbid('memfd_create')")
@@ -33,6 +34,7 @@ def test_a_container_without_memory_files_gets_gloo_and_one_line() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_ranks_of_different_users_are_told() -> None:
     with Pool(2) as pool:

@@ -19,6 +19,7 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("consumer", comm_consumers.ALL)
 def test_it_works_over_fivefold_as_over_gloo(pool: Pool, consumer: str) -> None:
     ours = pool.run("fivefold", comm_consumers.result_of, consumer)

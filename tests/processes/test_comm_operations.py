@@ -20,6 +20,7 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 @pytest.mark.parametrize(
     "dtype",

@@ -103,6 +103,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.long
 def test_ranks_output_and_logs(start: Start, tmp_path: Path) -> None:
     lines = 300
     script = f"""
@@ -131,6 +132,7 @@ print("no newline", end="")
     assert len(err.splitlines()) == 2 * lines
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_others(start: Start, tmp_path: Path) -> None:
     process = start("""
 family()
@@ -150,6 +152,7 @@ while True:
     awaited(lambda: not any(map(alive, pids(tmp_path))), "all processes to be gone", 1.0)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_even_stubborn_others(start: Start, tmp_path: Path) -> None:
     process = start("""
 if rank == 1:
@@ -168,6 +171,7 @@ time.sleep(300)
     awaited(lambda: not any(map(alive, pids(tmp_path))), "all processes to be gone", 1.0)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_launcher_leaves_nothing(
     start: Start, tmp_path: Path, signum: signal.Signals
@@ -183,6 +187,7 @@ def test_a_stopped_launcher_leaves_nothing(
     awaited(lambda: not any(map(alive, {*mine, *pids(tmp_path)})), "all processes to be gone", 1.0)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("all_save", [True, False])
 def test_ranks_that_save_when_the_launcher_is_stopped_can_go_on(
     start: Start, tmp_path: Path, all_save: bool
@@ -207,6 +212,7 @@ time.sleep(300)
     assert ("the same command goes on from there" in err) == all_save
 
 
+@pytest.mark.long
 def test_a_signal_of_the_user_reaches_every_rank_once(start: Start, tmp_path: Path) -> None:
     process = start("""
 asked = []
@@ -222,6 +228,7 @@ sys.exit(0 if asked == [rank] else f"asked {asked}")
     assert finish(process) == (0, "", "")
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_nothing(start: Start, tmp_path: Path) -> None:
     process = start("family()\nall_ready()\ntime.sleep(300)\n")
     wait_until_ready(tmp_path)
@@ -232,6 +239,7 @@ def test_a_killed_launcher_leaves_nothing(start: Start, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_mistake_of_a_user_is_told_once(start: Start) -> None:
     process = start("""
 ready()

@@ -60,6 +60,7 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads((path / "placement.json").read_text())
 
 
+@pytest.mark.long
 def test_the_report_comes_first_and_lies_beside_the_logs(run: Run, tmp_path: Path) -> None:
     done = run("--explain", "--log-dir", "logs", "greet.py", "you")
     assert done.returncode == 0, done.stderr
@@ -80,12 +81,14 @@ def test_the_report_comes_first_and_lies_beside_the_logs(run: Run, tmp_path: Pat
     assert logs == {"placement.json", "rank-0.log", "rank-1.log"}
 
 
+@pytest.mark.long
 def test_the_script_ends_the_run_as_it_does_without_a_report(run: Run, tmp_path: Path) -> None:
     done = run("--explain", "--log-dir", "logs", "greet.py", "fail")
     assert done.returncode == 7
     assert "rank 1 of 2 exited with code 7" in done.stderr
 
 
+@pytest.mark.long
 def test_a_dry_run_prints_what_a_shell_can_run(run: Run, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = run("--dry-run", "--log-dir", "the logs", "-x", "WHO=two words", "greet.py", "a 'b'")
@@ -99,6 +102,7 @@ def test_a_dry_run_prints_what_a_shell_can_run(run: Run, tmp_path: Path) -> None
     assert said == ["rank 0 of 2 a 'b'", "rank 1 of 2 a 'b'"]
 
 
+@pytest.mark.long
 def test_a_dry_run_with_a_report_tells_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "greet.py").write_text(SCRIPT)
     words = ["run", "-n", "2", "--dry-run", "--explain", "--port", "24123", "greet.py"]
@@ -127,6 +131,7 @@ def by_hand(
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_every_rank_tells_its_own_mask(tmp_path: Path) -> None:
     ranks = [
@@ -149,6 +154,7 @@ def host(name: str, folder: Path) -> tuple[str, ...]:
     return ("unshare", "--uts", "--mount", "sh", "-ec", enter, "sh")
 
 
+@pytest.mark.long
 def test_ranks_of_several_hosts_meet_in_a_folder_that_they_share(tmp_path: Path) -> None:
     if finished([*host("host0", tmp_path), "true"], tmp_path, ENVIRON).returncode:
         pytest.skip("no hosts of other names: unshare is not allowed here")
@@ -183,6 +189,7 @@ def test_a_folder_is_used_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_command_that_is_not_there_is_told_in_a_line(tmp_path: Path) -> None:
     out, err = (one := by_hand(tmp_path, 0, 1, "no-such-program")).communicate(timeout=TIMEOUT_S)
     assert (one.returncode, out) == (2, "")

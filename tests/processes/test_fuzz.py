@@ -42,11 +42,13 @@ def check(runner: Runner, case: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("case", FIXED, ids=lambda case: f"{case['seed']}-{label(case)}")
 def test_fixed(runner: Runner, case: dict[str, Any]) -> None:
     check(runner, case)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("file", FOUND, ids=lambda file: file.stem)
 def test_found(runner: Runner, file: Path) -> None:
     check(runner, {k: v for k, v in json.loads(file.read_text()).items() if k != "found"})

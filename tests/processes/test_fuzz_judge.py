@@ -227,17 +227,20 @@ def test_what_one_process_cannot_run_is_rejected(judge: Judge) -> None:
 # ---- the comparison
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [{}, {"data": 2}, {"data": 3}])
 def test_a_net_compared_with_itself_is_exact(runner: Runner, layout: dict[str, int]) -> None:
     assert runner.run(plain(layout=layout)).kind == "exact"
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("fault", NUMBERS)
 def test_what_is_wrong_is_found(runner: Runner, fault: str) -> None:
     outcome = runner.run(plain(), fault=fault)
     assert outcome.kind == "wrong", outcome
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("fault", OTHERS)
 def test_how_a_case_ends_is_told(judge: Judge, fault: str) -> None:
     ranks = Ranks(limit_s=6.0 if OTHERS[fault] == "hang" else 40.0)
@@ -283,6 +286,7 @@ def test_shrinking_keeps_what_matters(runner: Runner) -> None:
     assert runner.run(small).kind == "exact"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "why"), [("low-precision", "rounding by samples"), ("diverging", "training diverges")]
 )

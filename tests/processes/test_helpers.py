@@ -149,6 +149,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return digests(done.stdout)
 
 
+@pytest.mark.long
 def test_helpers_work_with_every_engine(
     run: Run, engine: tuple[str, dict[str, str]], alone: list[str], shared: str, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_helpers_work_with_every_engine(
     assert not sockets() - before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_helpers_have_cores_of_their_own(run: Run, engine: tuple[str, dict[str, str]]) -> None:
     body = """
@@ -188,6 +190,7 @@ time.sleep(0.2)
     assert {told.rpartition(" ")[2] for role, told in rows if role == "helper"} != {"7"}
 
 
+@pytest.mark.long
 def test_a_helper_that_is_killed_helps_again(run: Run, shared: str, tmp_path: Path) -> None:
     code, out, err = finish(run("-n", "1", waits=False))
     assert code == 0, err
@@ -288,6 +291,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("where", ["local", "elsewhere"])
 def test_nothing_is_left_when_the_launcher_ends(
@@ -365,6 +369,7 @@ while not Path(sys.argv[1], "told").exists():
     assert f"[h0] 0.0.0.0:21999 {core}\n" in out
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_a_helper_on_another_node(run: Run, tmp_path: Path) -> None:
     code, out, err = finish(run("-n", "1", waits=False))

@@ -106,6 +106,7 @@ def ends(helper: Helper, pool: BufferPool) -> Iterator[Ends]:
             link.send(Kind.BYE, {})
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_socket_does_what_a_link_does(ends: Ends, check: str) -> None:
     CHECKS[check](ends)
@@ -352,6 +353,7 @@ def test_a_helper_that_counts_processes_otherwise_is_sent_to_and_a_warning_says_
 # ---- two hosts
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(nodes.refusal()), reason=nodes.refusal() or "nodes can be made")
 def test_two_hosts_do_what_a_link_does_and_a_cut_cable_is_noticed() -> None:
     with nodes.Nodes(2) as two:

@@ -45,6 +45,7 @@ def reference() -> str:
     return stream
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (1, 3), (2, 1), (3, 1), (2, 3), (5, 1)])
 def test_the_stream_is_the_same_for_any_ranks_and_workers(
     reference: str, ranks: int, workers: int

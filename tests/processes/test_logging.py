@@ -94,6 +94,7 @@ def read_by(folder: Path, code: str) -> dict[str, dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_run_is_followed_in_tensorboard_from_start_to_finish(tmp_path: Path) -> None:
     """Recorded as well: the export of the trace has the same charts."""
     lines = run(tmp_path, "tensorboard", 2, "--trace")
@@ -141,6 +142,7 @@ print(json.dumps(found))
         assert row == pytest.approx(figures, rel=1e-6)  # event files hold float32
 
 
+@pytest.mark.long
 def test_steps_that_are_made_again_replace_those_of_the_start_before(tmp_path: Path) -> None:
     code = """
 import json

@@ -18,6 +18,7 @@ LIMIT_S = 30.0
 """within which both have ended, on busy cores too; torch lets a group wait for 30 minutes"""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal() or "nodes can be made")
 @pytest.mark.parametrize("layout", ["data=2", "width=2", "pipe=2"])
 def test_a_lost_link_is_told_after_the_timeout(layout: str, template: Template) -> None:

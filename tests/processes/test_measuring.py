@@ -54,6 +54,7 @@ def test_a_net_that_no_other_process_can_have_is_refused() -> None:
         pass
 
 
+@pytest.mark.long
 def test_messages_are_timed_between_processes() -> None:
     between = measured_between()
     link = between.link

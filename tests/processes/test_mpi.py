@@ -96,6 +96,7 @@ def test_ranks_of_a_job_meet_at_one_file_and_jobs_at_different_ones(
     assert Path(first.pop()).parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 def test_ranks_of_the_mpirun_engine_may_use_mpi(mpi: tuple[str, Path], tmp_path: Path) -> None:
     name, mpirun = mpi

@@ -77,6 +77,7 @@ def by_engine(script: str, folder: Path, env: dict[str, str]) -> subprocess.Comp
     return run([*fivefold, "-x", "GIVEN=two words", script], folder, env)
 
 
+@pytest.mark.long
 def test_an_engine_of_one_node_refuses_several_with_the_line_that_works(
     mpi: str, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_an_engine_of_one_node_refuses_several_with_the_line_that_works(
     assert told == ["2 False", "2 True"]
 
 
+@pytest.mark.long
 def test_ranks_that_fit_on_this_node_start(mpi: str, tmp_path: Path) -> None:
     env = environment(mpi, tmp_path, slots=2)
     done = by_engine("meets.py", tmp_path, env)
@@ -99,6 +101,7 @@ def test_ranks_that_fit_on_this_node_start(mpi: str, tmp_path: Path) -> None:
     assert (tmp_path / "rank-1").read_text() == "2 False"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("library", "told"),
     [

@@ -37,6 +37,7 @@ from streams import Seat, fingerprint
 from waiting import awaited
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_stream_is_the_same_for_every_number_of_helpers(
     start: Callable[..., Helpers], count: int

@@ -51,6 +51,7 @@ def troubled_run(start: Callable[..., Helpers], nursery: Nursery, seed: int) -> 
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::fivefold.errors.OffloadWarning")
@@ -195,6 +196,7 @@ def test_a_helper_that_cannot_do_what_the_trainer_can_is_told_of_and_retired(
     data.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["list", "key", "dims", "dtype"])
 def test_batches_that_a_helper_builds_otherwise_are_made_here(
     start: Callable[..., Helpers], how: str
@@ -298,6 +300,7 @@ def test_what_cannot_be_sent_is_made_by_the_trainer(start: Callable[..., Helpers
     data.close()
 
 
+@pytest.mark.long
 def test_an_interrupted_loop_goes_on_with_the_same_batch(
     start: Callable[..., Helpers], monkeypatch: pytest.MonkeyPatch
 ) -> None:

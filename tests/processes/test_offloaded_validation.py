@@ -84,6 +84,7 @@ def blocking(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict
     return fields
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("helpers", "delay"), [(1, 0), (2, 1), (1, 2)])
 def test_results_and_decisions_are_those_of_a_run_without_helpers(
     nursery: Nursery, tmp_path: Path, helpers: int, delay: int
@@ -108,6 +109,7 @@ def test_a_helper_computes_with_the_threads_of_the_trainer(
     assert sum(r["by_helpers"] for r in fields["results"]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_helpers_may_die_and_come_back_at_any_moment(
     nursery: Nursery, tmp_path: Path, blocking: dict[str, Any], seed: int
@@ -178,6 +180,7 @@ def test_another_net_is_refused(nursery: Nursery, tmp_path: Path, blocking: dict
     assert any("validator is another one: tensors is" in text for text in fields["warnings"])
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", [{"data": 2}, {"pipe": 2}, {"height": 2}], ids=str)
 @pytest.mark.parametrize("die", [False, True])
 def test_helpers_of_several_ranks(
@@ -216,6 +219,7 @@ def fitted(nursery: Nursery, folder: Path, helpers: int, **options: Any) -> list
     )
 
 
+@pytest.mark.long
 def test_fit_reports_the_same_with_helpers(nursery: Nursery, tmp_path: Path) -> None:
     timed = {"images_per_s", "epoch_s", "phases_s"}
     plain, helped = (
@@ -245,6 +249,7 @@ def through(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[
     return fitted(nursery, tmp_path_factory.mktemp("through") / "run", 0, after=99)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "then", "after"), [(0, 0, 4), (1, 1, 6), (1, 0, 8), (1, 1, 12)])
 def test_a_run_that_was_killed_and_goes_on_lacks_no_validation(
     nursery: Nursery, tmp_path: Path, through: list[Any], *, first: int, then: int, after: int

@@ -18,6 +18,7 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 @pytest.mark.parametrize("backend", ["gloo", "fivefold"])
 def test_it_trains_as_undivided_replicas_do(pool: Pool, backend: str, shard: str) -> None:

@@ -114,6 +114,7 @@ def alone(script: Path) -> str:
     return first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["fivefold", "torchrun", "openmpi", "mpich"])
 def test_the_loss_is_that_of_one_process(launcher: str, script: Path, alone: str) -> None:
     python = [sys.executable] if "mpi" in launcher else []
@@ -121,6 +122,7 @@ def test_the_loss_is_that_of_one_process(launcher: str, script: Path, alone: str
     assert lines == sorted(f"{rank} of 2 loss {alone}" for rank in range(2) for _ in range(2))
 
 
+@pytest.mark.long
 def test_over_several_nodes_mpi_tells_the_ranks_where_to_meet(tmp_path: Path) -> None:
     (tmp_path / "address.py").write_text(ADDRESS)
     [words] = run([*launch("openmpi"), 3, sys.executable, "address.py"], tmp_path)
@@ -163,6 +165,7 @@ def test_over_several_nodes_the_store_listens_at_the_address_that_was_told(
         assert told[0][0].split()[-1] in ("::", "0.0.0.0") and alike
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_to_make_a_group_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +201,7 @@ def test_half_an_address_is_the_users_mistake() -> None:
     assert "UsageError: MASTER_ADDR is set but MASTER_PORT is not" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_addresses_without_names_are_no_matter_for_warnings() -> None:
     with Nodes(2) as nodes:

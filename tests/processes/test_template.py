@@ -56,6 +56,7 @@ def ran(program: str, words: list[str], folder: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_it_does_what_python_does(words: list[str], folder: Path) -> None:
     expected = ran(sys.executable, words, folder)

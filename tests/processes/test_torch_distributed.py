@@ -16,6 +16,7 @@ PART = ("all_reduce_coalesced", "send_recv_any_source", "all_to_all_single_unequ
         "gather_object", "scatter_object")  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 def test_a_part_of_torchs_own_tests_passes(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")

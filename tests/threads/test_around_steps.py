@@ -83,6 +83,7 @@ def grow(net: Net) -> None:
         nn.init.zeros_(parameter)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 @pytest.mark.parametrize("change", [assign, exchange, grow])
 @pytest.mark.parametrize("when", ["at once", "evaluated", "after two steps"])

@@ -29,6 +29,7 @@ def expected(training: bool, rows: int = 7) -> list[Tensor]:
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [7, 6])

@@ -74,6 +74,7 @@ INNER = [
 ]  # fmt: skip
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [(DATA, Net), (DATA, Images), (PIPE, Net), (WIDTH, Images)],

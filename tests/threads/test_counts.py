@@ -96,6 +96,7 @@ COUNTS: dict[str, Call] = {
 }  # fmt: skip
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("rows", [EVEN, ODD], ids=str)
 @pytest.mark.parametrize("which", COUNTS)
 def test_what_follows_the_number_of_samples(which: str, rows: tuple[int, ...]) -> None:

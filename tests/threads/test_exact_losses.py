@@ -162,6 +162,7 @@ LOSSES: dict[str, Case] = {
 }
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.filterwarnings(
     "ignore:the loss .(contrast|both). is not one that Fivefold can take apart"
 )

@@ -340,6 +340,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(("ranks", "samples"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_nets(case: str, ranks: int, samples: int) -> None:

@@ -72,6 +72,7 @@ def plain(net) -> tuple[float, dict]:
     return correct.double().mean().item(), net.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_train_what_plain_torch_trains(ranks: int, net, plain):
     accuracy, weights = plain

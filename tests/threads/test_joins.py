@@ -63,6 +63,7 @@ def assigned_parameter(net: Any, h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", [DATA, PIPE], ids=str)
 @pytest.mark.parametrize(
     "middle",

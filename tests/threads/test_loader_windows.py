@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.filterwarnings("ignore:the loss")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=["pixels", "own", "map", "label"])

@@ -134,6 +134,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("make", [Tempered, Sharing, lambda: clamped(Tempered())])
 @pytest.mark.parametrize(("layout", "rows"), LAYOUTS, ids=str)
 def test_a_loss_trains_its_own(make: Any, layout: Layout, rows: int) -> None:

@@ -23,6 +23,7 @@ def one_process(x: Tensor, w: Tensor | None, b: Tensor | None, dy: Tensor, m: fl
     return [y.detach(), mean, var, *torch.autograd.grad(y, wanted, dy)]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("cut", CUTS, ids=str)

@@ -59,6 +59,7 @@ def added(outputs: tuple[Tensor, Any], targets: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.filterwarnings("ignore:the loss 'added' is not one that Fivefold can take apart")
 @pytest.mark.filterwarnings("ignore:the loss cannot be computed in tiles")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -111,6 +112,7 @@ def test_a_net_may_return_its_loss(layout: Layout) -> None:
     run_ranks(layout, check, plan=plan_for(layout))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the loss 'compared' is not one that Fivefold can take apart")
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(pipe=2)], ids=str)
 def test_a_loss_that_compares_needs_targets(layout: Layout) -> None:

@@ -80,6 +80,7 @@ def validated(
         return validator.submit(1, 10)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     "layout",
     [Layout(data=3), Layout(width=3), Layout(data=2, height=2), Layout(pipe=2), Layout(pipe=2, width=2)],
@@ -167,6 +168,7 @@ class Trained:
             self.best.update(result)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("layout", "shard", "delay"),
     [

@@ -57,6 +57,7 @@ def test_unknown_options_are_refused() -> None:
         options_before(text, text.index("```"))
 
 
+@pytest.mark.long
 def test_blocks_share_names_and_a_folder(pytester: pytest.Pytester) -> None:
     page = """
 ```python

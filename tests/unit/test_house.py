@@ -60,6 +60,7 @@ def expect_none(paths: Iterable[Path], problems: Callable[[Path], Iterable[str]]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 def test_files_and_functions_are_small() -> None:
     def problems(path: Path) -> Iterator[str]:
         lines = path.read_text().count("\n")

@@ -158,6 +158,7 @@ def outcome(found: Any) -> torch.Tensor:
     return found["out"] if isinstance(found, dict) else found  # of torchvision's segmentation
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(("name", "theirs", "options"), LIKE_TORCHVISION, ids=str)
 def test_equals_torchvision(name: str, theirs: str, options: dict[str, Any]):
     build = operator.attrgetter(theirs)(torchvision_models())

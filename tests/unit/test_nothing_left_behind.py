@@ -37,6 +37,7 @@ def outcomes(pytester: pytest.Pytester, body: str) -> tuple[dict[str, int], str]
     return result.parseoutcomes(), result.stdout.str()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LEAKS)
 def test_a_leak_fails_the_test_and_is_named(pytester: pytest.Pytester, kind: str) -> None:
     found, told = outcomes(pytester, LEAKS[kind])

@@ -111,6 +111,7 @@ def goes_on(start: Starting, through: Run, after: int) -> None:
         assert again.steps(rank) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_makes_all_save_and_end(
     start: Starting, folder: Path, through: Run, number: signal.Signals
@@ -125,6 +126,7 @@ def test_a_signal_to_one_rank_makes_all_save_and_end(
     goes_on(start, through, saved.step)
 
 
+@pytest.mark.long
 def test_a_signal_is_noticed_in_validation(start: Starting, through: Run) -> None:
     run = start("--validate")
     run.until("step 6 ")

@@ -30,6 +30,7 @@ def payload(disk: Path) -> tuple[int, int]:
     return sum(sizes.values()) - kept, kept
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_saves_and_not_the_run(nodes: Nodes, oracle: list[Told]) -> None:
     leave(nodes.disk(1), 40_000)
     job = run(nodes)
@@ -46,6 +47,7 @@ def test_a_full_disk_costs_saves_and_not_the_run(nodes: Nodes, oracle: list[Told
     assert {one.start for one in after} <= {0}, "nothing was saved, and nothing pretends to be"
 
 
+@pytest.mark.long
 def test_a_disk_with_room_for_data_alone_lowers_the_protection(nodes: Nodes) -> None:
     ended(run(nodes, MANY, "--lockstep", steps=3))
     data, kept = payload(nodes.disk(1))
@@ -59,6 +61,7 @@ def test_a_disk_with_room_for_data_alone_lowers_the_protection(nodes: Nodes) -> 
     assert {one.loaded for one in after} == {found[0].steps[6].split()[-1]}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("strace") is None, reason="no strace here")
 def test_a_disk_that_fails_to_synchronise_costs_what_it_fails_only(
     nodes: Nodes, oracle: list[Told], tmp_path: Path

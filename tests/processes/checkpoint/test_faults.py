@@ -40,6 +40,7 @@ def slow(*values: object) -> ParameterSet:
 
 
 # Node 0 is lost below: a job on another host has to wait until its hold on the directory has expired.
+@pytest.mark.long
 @apart
 @pytest.mark.parametrize(
     ("point", "victim"),
@@ -66,6 +67,7 @@ def test_a_run_whose_first_save_fails_begins_again(nodes: Nodes, oracle: list[To
     same(found, oracle)
 
 
+@pytest.mark.long
 @apart
 @pytest.mark.parametrize("point", CRASH_POINTS[7:])
 def test_a_node_may_die_at_any_moment_of_a_recovery(
@@ -78,6 +80,7 @@ def test_a_node_may_die_at_any_moment_of_a_recovery(
     same(found, oracle)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [2, 0], ids=["any", "with-the-first-rank"])
 def test_a_node_is_killed_from_outside(
     victim: int, nodes: Nodes, oracle: list[Told], monkeypatch: pytest.MonkeyPatch
@@ -93,6 +96,7 @@ def test_a_node_is_killed_from_outside(
     same(found, oracle)
 
 
+@pytest.mark.long
 def test_a_run_whose_saves_are_all_lost_stops_until_it_is_told_to_begin_again(
     nodes: Nodes, oracle: list[Told]
 ) -> None:
@@ -111,6 +115,7 @@ def test_a_run_whose_saves_are_all_lost_stops_until_it_is_told_to_begin_again(
     same(found, oracle)
 
 
+@pytest.mark.long
 @apart
 def test_a_node_that_comes_back_with_a_dead_end_neither_wins_nor_deletes(
     nodes: Nodes, oracle: list[Told]
@@ -136,6 +141,7 @@ def test_a_node_that_comes_back_with_a_dead_end_neither_wins_nor_deletes(
     same(ended(run(nodes)), oracle)
 
 
+@pytest.mark.long
 @apart
 def test_a_node_that_comes_back_with_an_old_save_is_brought_up_to_date(
     nodes: Nodes, oracle: list[Told]
@@ -162,6 +168,7 @@ def put_back(disk: Path, files: dict[str, bytes]) -> None:
         (disk / name).write_bytes(data)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_where_it_was_stopped(nodes: Nodes, oracle: list[Told]) -> None:
     ended(run(nodes, steps=6))
     found = ended(run(nodes))
@@ -169,6 +176,7 @@ def test_a_run_goes_on_from_where_it_was_stopped(nodes: Nodes, oracle: list[Told
     same(found, oracle)
 
 
+@pytest.mark.long
 def test_two_lost_nodes_leave_what_was_flushed(nodes: Nodes, oracle: list[Told]) -> None:
     ended(run(nodes, "--lockstep", steps=7))  # the last save, of step 6, is flushed at the end
     job = run(nodes, "--lockstep")
@@ -184,6 +192,7 @@ def test_two_lost_nodes_leave_what_was_flushed(nodes: Nodes, oracle: list[Told])
     same(found, oracle)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lost", "after"),
     [
@@ -223,6 +232,7 @@ def latest(disk: Path) -> Path:
     return max(disk.glob("*/step-*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     ["__*.distcp", *(slow(name) for name in (".metadata", "manifest.json")), "redundancy-*.bin"],
@@ -236,6 +246,7 @@ def test_a_flipped_bit_is_repaired(kind: str, nodes: Nodes, oracle: list[Told]) 
     same(found, oracle)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["__1_0.distcp", slow("run.json"), slow("saved-epoch-1.json")])
 def test_a_flipped_bit_in_the_shared_directory_is_said(
     name: str, nodes: Nodes, oracle: list[Told]
@@ -256,6 +267,7 @@ def test_a_flipped_bit_in_the_shared_directory_is_said(
     same(found, oracle)
 
 
+@pytest.mark.long
 def test_more_damage_than_parity_repairs_costs_a_save(nodes: Nodes, oracle: list[Told]) -> None:
     ended(run(nodes, steps=6))
     draw = random.Random(0)

@@ -141,6 +141,7 @@ def test_what_a_node_started_ends_with_it(nodes: Nodes) -> None:
     until(lambda: not any(psutil.pid_exists(pid) for pid in running), 2.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_that_are_started_one_by_one_are_the_same(kind: bool, sums: list[str]) -> None:
     """Without a template, which the other tests have."""

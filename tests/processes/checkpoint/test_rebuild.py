@@ -33,6 +33,7 @@ def nodes(tmp_path: Path) -> Iterator[AgentNodes]:
     nodes.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["partner", "xor"])
 def test_every_node_comes_back_after_its_loss(nodes: AgentNodes, scheme: str) -> None:
     state = saved_state(THREE, scheme=scheme)

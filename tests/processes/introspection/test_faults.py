@@ -17,6 +17,7 @@ RUNS = 3
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.timeout(300)
 def test_the_verdict_names_rank_and_cause(case: Case, template: Template, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def release(pipe: Path) -> None:
     os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_is_stuck_in_a_read_is_found_and_the_end_of_it_noted(
     backend: str, node: Nodes, tmp_path: Path
@@ -89,6 +90,7 @@ def release_all(pipe: Path, job: Job) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_without_faults_says_nothing(backend: str, node: Nodes, tmp_path: Path) -> None:
     job = run(node, tmp_path, "--steps=6", f"--backend={backend}", hang_s=20)
@@ -97,6 +99,7 @@ def test_a_run_without_faults_says_nothing(backend: str, node: Nodes, tmp_path: 
     assert not any("fivefold:" in text for text in said)
 
 
+@pytest.mark.long
 def test_calls_that_do_not_belong_together_are_both_named(node: Nodes, tmp_path: Path) -> None:
     options = ["--fault=other", "--on=1", "--steps=4", "--backend=gloo", "--timeout=8"]
     job = run(node, tmp_path, *options)
@@ -112,6 +115,7 @@ def test_calls_that_do_not_belong_together_are_both_named(node: Nodes, tmp_path:
     assert "ranks do not agree on an operation" in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_size_is_named_by_the_error(backend: str, node: Nodes, tmp_path: Path) -> None:
     options = ["--fault=all_reduce", "--on=1", "--steps=4", f"--backend={backend}", "--timeout=8"]
@@ -123,6 +127,7 @@ def test_another_size_is_named_by_the_error(backend: str, node: Nodes, tmp_path:
     assert "mismatch" in {note["kind"] for note in told(tmp_path)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_is_killed_is_told_as_dead(backend: str, node: Nodes, tmp_path: Path) -> None:
     options = ["--fault=die", "--on=2", "--steps=4", f"--backend={backend}", "--timeout=8"]
@@ -132,6 +137,7 @@ def test_a_rank_that_is_killed_is_told_as_dead(backend: str, node: Nodes, tmp_pa
     assert any("rank 2" in error and "is dead; it was in step 3" in error for error in errors)
 
 
+@pytest.mark.long
 def test_a_rank_that_a_signal_stopped(node: Nodes, tmp_path: Path) -> None:
     job = run(node, tmp_path, "--fault=layer", "--on=1", "--seconds=0.1", "--steps=30")
     until(lambda: all("at train" in rank.text for rank in job.ranks), job)
@@ -145,6 +151,7 @@ def test_a_rank_that_a_signal_stopped(node: Nodes, tmp_path: Path) -> None:
     assert [n.get("resolved", False) for n in told(tmp_path)] == [False, True]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=f"no nodes of their own: {refusal()}")
 def test_nodes_that_see_only_their_own_traces_ask_through_the_store(
     template: Template, tmp_path: Path

@@ -20,6 +20,7 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [0, 5, 9])
 def test_a_link_that_was_slow_for_a_moment_is_measured_again(pool: Pool, times: int) -> None:
     """All turns of the first time, or of a second one as well."""

@@ -28,6 +28,7 @@ with ff.start() as mesh:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_nodes_know_their_clocks_and_links() -> None:
     with Nodes(2) as nodes:

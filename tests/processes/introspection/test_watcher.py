@@ -90,6 +90,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [BUSY, CROWDED, STOPPED], ids=["busy", "crowded", "stopped"])
 def test_a_process_that_is_stopped_counts_it(tmp_path: Path, code: str) -> None:
     found = run(tmp_path, code + "time.sleep(0.05)")

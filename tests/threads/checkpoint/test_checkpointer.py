@@ -101,6 +101,7 @@ def names(folder: Path, node: str) -> list[str]:
     return [g.name for g in LocalStore(folder / node, run.name).generations() if g.manifest]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saves", "loads"), [(1, 1), (2, 2), (2, 1), (1, 3)])
 def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, saves: int, loads: int) -> None:
     run_ranks(saves, train, tmp_path, 5)
@@ -161,6 +162,7 @@ def test_the_room_that_saves_take_is_what_the_documentation_says(
     assert times - 0.5 < most / state_bytes < times + 0.2
 
 
+@pytest.mark.long
 def test_old_copies_are_removed(tmp_path: Path) -> None:
     how: dict[str, Any] = {"flush_every": 1, "keep_flushed": 2}
     run_ranks(2, lambda mesh: train(mesh, tmp_path, 12, nodes="ab", **how))
@@ -194,6 +196,7 @@ def test_what_saves_and_copies_cost_is_measured_and_noted(tmp_path: Path) -> Non
     assert note.costs.every_s == 0, "steps decide"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("nodes", "lost", "scheme"),
     [("ab", "a", "partner"), ("ab", "b", "partner"), ("abc", "b", "xor"), ("aabbcc", "a", "xor")],
@@ -206,6 +209,7 @@ def test_a_lost_node_is_rebuilt(tmp_path: Path, nodes: str, lost: str, scheme: s
     assert run_ranks(size, again)[0] == uninterrupted(9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["partner", "xor"])
 def test_another_node_is_lost_before_the_next_save(tmp_path: Path, scheme: str) -> None:
     """What was rebuilt is protected again at once."""

@@ -61,6 +61,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(1, train, tmp_path_factory.mktemp("through"), 6)[0][1]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -88,6 +88,7 @@ def second_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileOps, "sync", fails)
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_costs_that_save_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_full_disk_costs_redundancy_and_is_told(
     assert [(g.step, g.manifest.state) for g in states if g.manifest][-1] == (3, "flushed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["__1_0.distcp", "redundancy-1.bin", "manifest.json", ".metadata"])
 def test_a_damaged_file_is_made_anew(tmp_path: Path, what: str) -> None:
     run_ranks(3, run, tmp_path, range(1, 3))
@@ -234,6 +236,7 @@ def test_a_run_that_never_completed_a_save_begins_again(
     assert run_ranks(2, run, tmp_path, range(3, 4)) == [(2, 3)] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("starts", [1, 2])
 def test_a_run_that_lost_all_its_saves_stops_until_it_is_told_to_begin_again(
     tmp_path: Path, starts: int
@@ -279,6 +282,7 @@ def test_a_run_that_began_again_and_made_no_save_has_nothing_to_lose(tmp_path: P
     assert "it completed no save: it begins again" in warned[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["single", "partner"])
 def test_a_save_that_could_not_be_copied_is_copied_by_the_next_start(
     tmp_path: Path, scheme: str

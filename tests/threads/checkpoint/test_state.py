@@ -98,6 +98,7 @@ def moments(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in held]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("saves", [1, 3])
 @pytest.mark.parametrize("loads", [1, 2, 4])
 def test_parameters_and_moments_survive_another_number_of_ranks(
@@ -130,6 +131,7 @@ def test_parameters_and_moments_survive_another_number_of_ranks(
     run_ranks(loads, load)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saves", "loads"), [(2, 3), (3, 2), (2, 1)])
 def test_sharded_parameters_survive_another_number_of_ranks(
     tmp_path: Path, saves: int, loads: int
@@ -324,6 +326,7 @@ def ordered() -> dict[str, Any]:
     return {**{f"z{name}": kinds[i % 3](i) for i, name in enumerate(names)}, "inner": inner, "a": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dicts_come_back_with_their_keys_in_order(ranks: int, tmp_path: Path) -> None:
     def check(mesh: Mesh, loads: bool) -> None:

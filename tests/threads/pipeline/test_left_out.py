@@ -84,6 +84,7 @@ def made(ends: Callable[[Tensor], Tensor]) -> Stopped:
     return Stopped(ends).double()
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     "ends", [detached, data_of, unwatched, compared, _Stopping.apply, stopping]
 )

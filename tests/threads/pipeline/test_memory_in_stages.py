@@ -67,6 +67,7 @@ def on_ranks(plan: Plan, live: Callable[[], Any]) -> list[tuple[int, Predicted]]
     return run_ranks(plan.layout.size, counted, plan=plan)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "stages_per_rank", "recompute"),
     [
@@ -94,6 +95,7 @@ def test_it_is_what_the_ranks_need(
         assert told.total_bytes > peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(data=2, pipe=2), Layout(pipe=2, width=2)], ids=str)
 def test_with_replicas_and_tiles(layout: Layout, live: Callable[[], Any]) -> None:
     plan = Plan(layout=layout, pipeline=Pipeline(micro_batches=2), tiles=Tiles(fuse="never"))

@@ -545,6 +545,7 @@ class Heads(nn.Module):
         return found, torch.tensor(float(targets.numel()))
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.filterwarnings("ignore:the loss cannot be computed in tiles")
 @pytest.mark.parametrize("layout", [Layout(pipe=2), Layout(pipe=2, height=2)], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "gems"])

@@ -73,6 +73,7 @@ def plan(layout: Layout, schedule: Any, micro_batches: int = 0, **more: Any) -> 
     return Plan(layout=layout, pipeline=Pipeline(schedule, micro_batches, **more))
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "micro_batches"),
     [
@@ -120,6 +121,7 @@ def labels(n: int) -> Tensor:
     return found
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("layout", "schedule", "micro_batches", "more"),
     [
@@ -158,6 +160,7 @@ def test_skips_over_stages_in_tiles(layout: Layout) -> None:
     expect_exact(judged(plan(layout, "gpipe", 2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [

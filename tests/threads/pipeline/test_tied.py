@@ -93,6 +93,7 @@ def check(mesh: Mesh) -> tuple[dict[str, Tensor], bool, set[str]]:
     return model.full_state_dict(), same, held
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("layout", "pipeline"),
     [

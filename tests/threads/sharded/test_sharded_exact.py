@@ -18,6 +18,7 @@ def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "LEAST_BYTES", 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_layer_by_layer")
 @pytest.mark.parametrize(
     ("name", "shard", "ranks", "samples"),
@@ -36,6 +37,7 @@ def test_real_models_are_exact(name: str, shard: str, ranks: int, samples: int) 
     assert report.replicas.difference == 0
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.usefixtures("_layer_by_layer")
 @pytest.mark.parametrize(
     ("shard", "layout", "samples", "pipeline"),

@@ -181,6 +181,7 @@ def trained(step: Callable[[int], object], net: Net, change: Change | None, own:
         optimizer.zero_grad()
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.filterwarnings("ignore:.*is another one in every forward")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", CHANGES)
@@ -300,6 +301,7 @@ def queued(_net: Net, y: Tensor) -> Tensor:
 QUEUE: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:whether the samples of a batch depend on each other")
 @pytest.mark.parametrize("middle", [tabled, tabled_and_asked])
 def test_no_tensor_without_numbers_stays_in_a_cache(middle: Any) -> None:

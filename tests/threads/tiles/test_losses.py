@@ -32,6 +32,7 @@ def numbers(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.rand(SAMPLES, *shape)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("net", "loss", "targets"),

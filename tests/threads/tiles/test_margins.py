@@ -49,6 +49,7 @@ def messages(program: Program) -> int:
     return sum(m[1].messages() for s in program.steps if (m := exchange_of(s)) is not None)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("fuse", FUSES)
 def test_fused_layers_are_exact_at_the_borders_too(fuse: int | str, layout: Layout) -> None:

@@ -84,6 +84,7 @@ def counted(model: ParallelModel, x: Tensor, y: Tensor, live: Callable[[], Any])
     return min(saved), min(most)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "fuse", "recompute"),
     [

@@ -40,6 +40,7 @@ def expect_exact(report: Report) -> None:
     assert report.replicas.difference == 0
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(("name", "layout", "steps"), SPREAD, ids=str)
 def test_a_model_in_tiles(name: str, layout: Layout, steps: int) -> None:
     expect_exact(run(name, layout, steps))

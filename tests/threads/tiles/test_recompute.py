@@ -44,6 +44,7 @@ class Deep(nn.Module):
         return [x, self.head(x.mean((2, 3)))]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("segments", [1, 3, 100])
 def test_recomputing_changes_no_number(segments: int, layout: Layout) -> None:
@@ -79,6 +80,7 @@ class Flat(nn.Module):
         return [x, self.head(x)]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", [Layout(height=2, width=2), Layout(height=2)], ids=str)
 @pytest.mark.parametrize("recompute", [0, 1, 100])
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -42,6 +42,7 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [Layout(height=2, width=2), Layout(data=2, width=2), Layout(data=3, height=2)],
@@ -63,6 +64,7 @@ def test_norms_and_masks_of_replicas_in_tiles(layout: Layout) -> None:
     assert report.replicas.difference == 0
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("fuse", ["1", "2", "never"])
 @pytest.mark.parametrize("samples", [1, 2, 4])
 def test_replicas_without_samples_whatever_shares_an_exchange(fuse: str, samples: int) -> None:

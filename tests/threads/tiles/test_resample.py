@@ -74,6 +74,7 @@ def test_shrinking_by_whole_numbers(options: dict[str, Any]) -> None:
     expect_tiles(net, (1, 2, 12, 18), Layout(height=2, width=2))
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
 def test_margins_behind_interpolation(options: dict[str, Any]) -> None:
     net = nn.Sequential(nn.AvgPool2d(2, 1), Resized(options), nn.AvgPool2d(3, 1, 1))

@@ -68,6 +68,7 @@ def test_views_of_tiles_are_those_of_the_image(layout: Layout) -> None:
     expect_tiles(net, (2, 4, 11, 7), layout)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", [Layout(height=3), Layout(height=2)], ids=str)
 @pytest.mark.parametrize(
     "function",
@@ -94,6 +95,7 @@ def averaged(tree: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return [F.avg_pool2d(y, (k, 3), 1, (k // 2, 1)) for k, y in enumerate(tensors, 1)]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     "name", [name for name in VIEWS if not name.startswith(("un", "ex", "view"))]
 )
@@ -115,6 +117,7 @@ def test_margins_behind_groups_of_dims(function: Callable[[Tensor], Tensor]) -> 
     expect_tiles(Calls(function), (2, 4, 12, 7), Layout(height=3), fuse=4, check=keeps_cuts)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", [Layout(height=2, width=2), Layout(width=3)], ids=str)
 @pytest.mark.parametrize(
     "function",

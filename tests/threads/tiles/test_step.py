@@ -70,6 +70,7 @@ def expect_exact(report: Report) -> None:
     assert report.replicas.difference == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_uneven_tiles_with_weights_and_ignored_pixels(layout: Layout) -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0]))

@@ -10,6 +10,7 @@ from tiles import expect_tiles
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3)]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "net",

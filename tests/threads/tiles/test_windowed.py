@@ -7,6 +7,7 @@ from tiles import expect_tiles
 LAYOUTS = [Layout(height=2, width=2), Layout(height=3), Layout(width=2)]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel"
 )  # torch's, in one process

@@ -250,6 +250,7 @@ def test_no_candidate_is_faster_than_its_bounds_on_shared_cores() -> None:
         assert case.bound_s() <= step_s and case.least_s() <= step_s, candidate
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "gems", "chimera"])
 def test_memory_of_stages_is_near_to_what_a_step_needs(schedule: Any) -> None:
     net, shape, batch = build("resnet20", 10, 3), (3, 48, 48), 8
