@@ -7,6 +7,7 @@ import json
 import os
 import random
 import socket
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,23 +15,16 @@ from typing import Any
 import xxhash
 
 from fivefold.helpers.arena_link import ArenaLink
-from fivefold.helpers.messages import (
-    HEADER_BYTES,
-    Header,
-    Kind,
-    LinkClosed,
-    LinkError,
-    Message,
-    packed,
-)
+from fivefold.helpers.messages import FRAMES, Kind
 from fivefold.helpers.stream_link import StreamLink
+from fivefold.wire.frames import HEADER_BYTES, Header, LinkClosed, LinkError, Message
 
 __all__ = ["Heard", "framed", "heard", "link", "sealed", "spoilt"]
 
 
 def framed(kind: Kind, fields: dict[str, Any], payload: bytes = b"") -> bytes:
     """A whole message."""
-    head, _ = packed(kind, fields, [payload])
+    head, _ = FRAMES.packed(kind, fields, [payload])
     return head + payload
 
 
@@ -40,7 +34,7 @@ def sealed(text: bytes, payload: bytes = b"", **fields: Any) -> bytes:
         kind=Kind.LEASE,
         fields_bytes=len(text),
         payload_bytes=len(payload),
-        fields_digest=xxhash.xxh3_64_intdigest(text),
+        fields_digest=zlib.crc32(text),
         payload_digest=xxhash.xxh3_64_intdigest(payload),
     )
     return header._replace(**fields).pack() + text + payload

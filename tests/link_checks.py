@@ -20,9 +20,10 @@ from fivefold.data.windows import Box
 from fivefold.helpers.decode import decode
 from fivefold.helpers.encode import encode, types_in
 from fivefold.helpers.link import Link
-from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
-from fivefold.helpers.reader import no_place
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.receive_buffers import BufferPool, ReceiveBuffer
+from fivefold.wire.frames import LinkClosed, LinkError, Message
+from fivefold.wire.reader import no_place
 
 __all__ = ["CHECKS", "LIMIT_S", "Ends", "made", "results", "serve"]
 

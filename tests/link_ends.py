@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from fivefold.helpers.handshake import connect, listen
-from fivefold.helpers.messages import LinkClosed
+from fivefold.wire.frames import LinkClosed
 from link_checks import LIMIT_S, results, serve
 
 

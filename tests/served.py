@@ -15,8 +15,9 @@ from fivefold.data.source import Samples, Source
 from fivefold.helpers.decode import decode
 from fivefold.helpers.handshake import connect, listen
 from fivefold.helpers.link import Link
-from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.serving_loop import ServingLoop
+from fivefold.wire.frames import Message
 
 __all__ = ["TIMEOUT_S", "Helper", "Numbers", "OnDisk", "Pictures", "Trainer", "source_of"]
 

@@ -29,10 +29,11 @@ from fivefold.helpers.handshake import (
     listen,
     parse_key,
 )
-from fivefold.helpers.messages import Kind, LinkClosed
-from fivefold.helpers.reader import no_place
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.receive_buffers import BufferPool
 from fivefold.helpers.stream_link import StreamLink
+from fivefold.wire.frames import LinkClosed
+from fivefold.wire.reader import no_place
 from helping import Nursery, is_running, signalled
 from link_checks import CHECKS, LIMIT_S, Ends, made
 from strangers import crowd
@@ -208,7 +209,7 @@ def test_a_wrong_key_is_refused_on_both_sides(tmp_path: Path) -> None:
     [
         (b"fivefold help002" + bytes(32), "speaks protocol 002.*install the same version"),
         (b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(60), "no helper of fivefold"),
-        (b"fivefold help003" + bytes(64), "another key"),
+        (b"fivefold help004" + bytes(64), "another key"),
     ],
 )
 def test_who_answers_otherwise_is_told_apart(head: bytes, why: str) -> None:

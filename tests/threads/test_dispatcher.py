@@ -12,7 +12,8 @@ import pytest
 from fivefold.errors import OffloadWarning
 from fivefold.helpers.dispatcher import Dispatcher
 from fivefold.helpers.handshake import TrainerListener, listen
-from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.messages import Kind
+from fivefold.wire.frames import Message
 from waiting import awaited
 
 KEY = bytes(range(32))

@@ -20,10 +20,11 @@ from typing import Any
 
 from fivefold.arena.native import ArenaError
 from fivefold.errors import OffloadWarning, warn
-from fivefold.helpers.messages import Buffer, Header, Kind, LinkError, Message, packed
-from fivefold.helpers.reader import MessageReader
+from fivefold.helpers.messages import FRAMES, Kind
 from fivefold.helpers.receive_buffers import AttachedPool, BufferPool, pool_of
 from fivefold.helpers.stream_link import StreamLink
+from fivefold.wire.frames import Buffer, Header, LinkError, Message
+from fivefold.wire.reader import MessageReader
 
 __all__ = ["ArenaLink"]
 
@@ -39,7 +40,7 @@ class ArenaLink(StreamLink):
         self, sock: socket.socket, peer: str, *, queues: bool, timeout_s: float = 60.0
     ) -> None:
         super().__init__(sock, peer, queues=queues, timeout_s=timeout_s)
-        self._reader = MessageReader(self._room_for, self._payload_in_buffer)
+        self._reader = MessageReader(FRAMES, self._room_for, self._payload_in_buffer)
         self._lent: dict[int, BufferPool] = {}
         self._attached_pools: dict[int, AttachedPool] = {}
         self._fds: list[int] = []
@@ -56,12 +57,12 @@ class ArenaLink(StreamLink):
         if self.passes_memory and pool.id not in self._lent:
             self._lent[pool.id] = pool
             fields = {"pool": pool.id, "buffer_bytes": pool.buffer_bytes, "count": pool.count}
-            head, _ = packed(Kind.POOL, fields)
+            head, _ = FRAMES.packed(Kind.POOL, fields)
             self._put([head], [pool.segment.fd])
 
     def send(
         self,
-        kind: Kind,
+        kind: int,
         fields: Mapping[str, Any],
         parts: Sequence[Buffer] = (),
         *,
@@ -75,7 +76,7 @@ class ArenaLink(StreamLink):
             return
         # If the buffer was taken back, the trainer sees that from its number.
         attached.write(buffer, parts)
-        head, _ = packed(kind, fields, parts, buffer=buffer)
+        head, _ = FRAMES.packed(kind, fields, parts, buffer=buffer)
         self._put([head])
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class ArenaLink(StreamLink):
             del self._lent[number]
             super().send(Kind.POOL, {"pool": number, "buffer_bytes": 0, "count": 0})
 
-    def _payload_in_buffer(self, kind: Kind, fields: dict[str, Any], header: Header) -> memoryview:
+    def _payload_in_buffer(self, kind: int, fields: dict[str, Any], header: Header) -> memoryview:
         """The payload of a message that says it lies in a buffer."""
         pool = self._lent.get(pool_of(header.buffer))
         memory = None if pool is None else pool.memory(header.buffer)

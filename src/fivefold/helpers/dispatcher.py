@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fivefold.closing import Closing
 from fivefold.errors import OffloadWarning, warn
 from fivefold.helpers.event_loop import Dial, EventLoop, dialled
-from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.peers import OUTSTANDING, ClientId, Peer, SupplyTally
 from fivefold.trace import active
 from fivefold.trace.helping import HelperFigures, SupplyFigures, tell
 from fivefold.trace.trace import Trace
+from fivefold.wire.frames import LinkClosed, LinkError, Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
@@ -68,9 +69,7 @@ class Client(Protocol):
         """
         ...
 
-    def place(
-        self, helper: int, kind: Kind, fields: dict[str, Any], size: int
-    ) -> memoryview | None:
+    def place(self, helper: int, kind: int, fields: dict[str, Any], size: int) -> memoryview | None:
         """Where a payload of `size` bytes of an answer shall lie; None: anywhere."""
         ...
 
@@ -241,7 +240,7 @@ class Dispatcher(Closing):
         peer.refused(why)
         self._events.event(peer, "refused", f"{peer.name} cannot help: {why}")
 
-    def place(self, peer: Peer, kind: Kind, fields: dict[str, Any], size: int) -> memoryview | None:
+    def place(self, peer: Peer, kind: int, fields: dict[str, Any], size: int) -> memoryview | None:
         """See `EventHandler`."""
         client = self._client(fields)
         return None if client is None else client.place(peer.number, kind, fields, size)

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from fivefold.errors import UsageError
-from fivefold.helpers.messages import Buffer
+from fivefold.wire.frames import Buffer
 
 __all__ = [
     "NUMPY_KINDS",

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.closing import Closing
 from fivefold.errors import FivefoldError
-from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.peers import Peer
+from fivefold.wire.frames import LinkClosed, LinkError, Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
@@ -51,7 +52,7 @@ class EventHandler(Protocol):
         """There is no use in calling a helper again."""
         ...
 
-    def place(self, peer: Peer, kind: Kind, fields: dict[str, Any], size: int) -> memoryview | None:
+    def place(self, peer: Peer, kind: int, fields: dict[str, Any], size: int) -> memoryview | None:
         """Where a payload shall lie. See `Place`."""
         ...
 
@@ -169,9 +170,7 @@ class EventLoop(Closing):
             self._selector.register(link.fileno(), selectors.EVENT_READ, peer)
         self._handler.connected(peer)
 
-    def _place(
-        self, peer: Peer, kind: Kind, fields: dict[str, Any], size: int
-    ) -> memoryview | None:
+    def _place(self, peer: Peer, kind: int, fields: dict[str, Any], size: int) -> memoryview | None:
         with self._lock:
             return self._handler.place(peer, kind, fields, size)
 

@@ -25,11 +25,12 @@ from fivefold.closing import Closing
 from fivefold.errors import FivefoldError, OffloadWarning, UsageError, warn
 from fivefold.helpers.arena_link import ArenaLink
 from fivefold.helpers.link import Link
-from fivefold.helpers.messages import Kind, LinkClosed, LinkError
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.stream_link import StreamLink
 from fivefold.helpers.versions import versions
 from fivefold.launch.environment import locate
 from fivefold.wire import KEY_BYTES, OtherKey, OtherProtocol, OtherVersion, Protocol
+from fivefold.wire.frames import LinkClosed, LinkError
 
 __all__ = [
     "Address",
@@ -41,7 +42,7 @@ __all__ = [
     "parse_key",
 ]
 
-_PROTOCOL = Protocol("fivefold help", "003")
+_PROTOCOL = Protocol("fivefold help", "004")
 _HELLO_S = 10.0
 _MOST_CALLERS, _OF_ONE = 256, 64
 """who have not proved yet that they know the key"""

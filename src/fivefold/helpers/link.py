@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fivefold.helpers.messages import Buffer, Kind, Message
-from fivefold.helpers.reader import Place
+from fivefold.wire.frames import Buffer, Message
+from fivefold.wire.reader import Place
 
 if TYPE_CHECKING:
     from fivefold.helpers.receive_buffers import BufferPool
@@ -39,7 +39,7 @@ class Link(Protocol):
 
     def send(
         self,
-        kind: Kind,
+        kind: int,
         fields: Mapping[str, Any],
         parts: Sequence[Buffer] = (),
         *,

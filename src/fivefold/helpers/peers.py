@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, cast
 
-from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.versions import differences, versions
 from fivefold.trace.helping import HelperFigures, SupplyFigures
+from fivefold.wire.frames import Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link

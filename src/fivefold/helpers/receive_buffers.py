@@ -27,7 +27,7 @@ from fivefold.arena.segment import Segment
 from fivefold.arena.slots import Slots
 from fivefold.closing import Closing
 from fivefold.errors import OffloadWarning, warn
-from fivefold.helpers.messages import Buffer
+from fivefold.wire.frames import Buffer
 
 __all__ = ["AttachedPool", "BufferPool", "ReceiveBuffer", "pool_of"]
 

@@ -24,7 +24,7 @@ from fivefold.mesh.duty import undertake
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
-    from fivefold.helpers.messages import Buffer, Message
+    from fivefold.wire.frames import Buffer, Message
 
 __all__ = ["Serving", "check_identity", "is_helper", "offer", "serve"]
 

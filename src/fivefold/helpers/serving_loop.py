@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.closing import Closing
 from fivefold.errors import DataError, FivefoldError, UsageError
-from fivefold.helpers.messages import Kind, LinkClosed, LinkError, Message
+from fivefold.helpers.messages import FRAMES, Kind
 from fivefold.helpers.service import Serving, offered
+from fivefold.wire.frames import LinkClosed, LinkError, Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.handshake import TrainerListener
@@ -190,7 +191,7 @@ class ServingLoop(Closing):
             try:
                 serving.other(message, trainer.link)
             except Exception as problem:  # noqa: BLE001 - nothing that a trainer says may end a helper
-                what = f"{message.kind.name} of {trainer.name}"
+                what = f"{FRAMES.name(message.kind)} of {trainer.name}"
                 sys.stderr.write(f"warning: {what} was ignored: {_failure(problem)['message']}\n")
 
     def _open(self, trainer: _Trainer, fields: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from fivefold.parallel.arithmetic import Arithmetic
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
-    from fivefold.helpers.messages import Buffer, Message
+    from fivefold.wire.frames import Buffer, Message
 
 __all__ = ["ValidatorServing"]
 

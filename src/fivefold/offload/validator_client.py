@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.messages import Kind
 from fivefold.offload.slices import Slices, Sums
+from fivefold.wire.frames import Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.dispatcher import Dispatcher
@@ -243,7 +244,7 @@ class ValidatorClient:
     def place(
         self,
         helper: int,  # noqa: ARG002
-        kind: Kind,  # noqa: ARG002
+        kind: int,  # noqa: ARG002
         fields: dict[str, Any],  # noqa: ARG002
         size: int,  # noqa: ARG002
     ) -> memoryview | None:

@@ -1,6 +1,8 @@
-"""Connections between processes of a job: taking calls, and the handshake that proves who calls."""
+"""Channels between processes of a job: taking calls, proving who calls, and messages in frames."""
 
 from fivefold.wire.callers import Callers
+from fivefold.wire.channel import Channel
+from fivefold.wire.frames import Frames, LinkClosed, LinkError, Message
 from fivefold.wire.handshake import (
     KEY_BYTES,
     OtherKey,
@@ -14,7 +16,12 @@ from fivefold.wire.listener import Listener
 __all__ = [
     "KEY_BYTES",
     "Callers",
+    "Channel",
+    "Frames",
+    "LinkClosed",
+    "LinkError",
     "Listener",
+    "Message",
     "OtherKey",
     "OtherProtocol",
     "OtherVersion",

@@ -22,7 +22,7 @@ from fivefold.data.windows import Box
 from fivefold.errors import UsageError
 from fivefold.helpers.decode import DecodeError, decode
 from fivefold.helpers.encode import encode, types_in
-from fivefold.helpers.reader import fresh
+from fivefold.helpers.messages import fresh
 
 
 class Pair(NamedTuple):

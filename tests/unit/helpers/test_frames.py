@@ -15,18 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.helpers.messages import (
+from fivefold.helpers.messages import FRAMES, Kind, fresh
+from fivefold.helpers.stream_link import StreamLink
+from fivefold.wire.frames import (
     HEADER_BYTES,
     MOST_FIELDS_BYTES,
     MOST_PAYLOAD_BYTES,
-    Kind,
     LinkClosed,
     LinkError,
     Message,
-    packed,
 )
-from fivefold.helpers.reader import MessageReader, fresh, no_place
-from fivefold.helpers.stream_link import StreamLink
+from fivefold.wire.reader import MessageReader, no_place
 from frames import framed, heard, link, sealed, spoilt
 
 json_values = st.recursive(
@@ -40,7 +39,7 @@ frames = st.tuples(st.sampled_from(Kind), tolds, st.binary(max_size=300))
 
 def arrived(data: bytes, cuts: list[int]) -> list[Message]:
     """What an arrival makes of bytes that come in pieces of so many bytes, over and over."""
-    arrival, messages, at = MessageReader(no_place), [], 0
+    arrival, messages, at = MessageReader(FRAMES, no_place), [], 0
     while at < len(data):
         size = min(cuts[at % len(cuts)], len(arrival.room), len(data) - at)
         arrival.room[:size] = data[at : at + size]
@@ -225,13 +224,13 @@ def test_sending_never_waits_where_it_queues_and_goes_on_when_there_is_room() ->
         made.send(Kind.WEIGHTS, {"version": 1}, parts)
         made.send(Kind.BYE, {})
         assert time.monotonic() - begun < 5.0
-        whole = packed(Kind.WEIGHTS, {"version": 1}, parts)[0] + b"".join(parts)
+        whole = FRAMES.packed(Kind.WEIGHTS, {"version": 1}, parts)[0] + b"".join(parts)
         got = bytearray()
         while len(got) < len(whole):
             got += peer.recv(1 << 20)
             assert made.receive(0.0) is None
         assert got[: len(whole)] == whole
-    assert packed(Kind.BYE, {})[0].startswith(got[len(whole) :])
+    assert FRAMES.packed(Kind.BYE, {})[0].startswith(got[len(whole) :])
 
 
 def test_a_corrupt_message_does_not_leave_its_descriptors_open() -> None:

@@ -20,8 +20,9 @@ from fivefold.data.remote.leases import Grant, Leases
 from fivefold.data.remote.serving import identity_of
 from fivefold.data.source import BatchId, Made, Source
 from fivefold.data.workers import Key
-from fivefold.helpers.messages import Kind, Message
+from fivefold.helpers.messages import Kind
 from fivefold.helpers.receive_buffers import BufferPool, ReceiveBuffer
+from fivefold.wire.frames import Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.dispatcher import Dispatcher
@@ -219,9 +220,7 @@ class LoaderClient:
         read = getattr(dataset, "raw")  # noqa: B009 - offered by some data sets
         return [bytes(read(index)) for index in indices[key.start : key.stop] or indices[:1]]
 
-    def place(
-        self, helper: int, kind: Kind, fields: dict[str, Any], size: int
-    ) -> memoryview | None:
+    def place(self, helper: int, kind: int, fields: dict[str, Any], size: int) -> memoryview | None:
         """See `Client`."""
         lease = fields.get("lease")
         _, buffer = self._out.get(lease if type(lease) is int else 0, (helper, None))

@@ -24,10 +24,10 @@ from fivefold.data.source import BatchId, Made, Source
 from fivefold.data.workers import Key
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.helpers.decode import decode
-from fivefold.helpers.messages import Message
-from fivefold.helpers.reader import fresh
+from fivefold.helpers.messages import fresh
 from fivefold.helpers.receive_buffers import BufferPool
 from fivefold.trace import active
+from fivefold.wire.frames import Message
 
 if TYPE_CHECKING:
     from fivefold.helpers.dispatcher import Dispatcher

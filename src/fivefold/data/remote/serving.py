@@ -24,7 +24,7 @@ from fivefold.trace import Phase, span
 
 if TYPE_CHECKING:
     from fivefold.helpers.link import Link
-    from fivefold.helpers.messages import Buffer, Message
+    from fivefold.wire.frames import Buffer, Message
 
 __all__ = ["LoaderServing", "decode_boxes", "encode_boxes", "identity_of"]
 

@@ -6,52 +6,22 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import xxhash
+from fivefold.wire.frames import HEADER_BYTES, Frames, Header, LinkError, Message
 
-from fivefold.helpers.messages import (
-    HEADER_BYTES,
-    MOST_PAYLOAD_BYTES,
-    Header,
-    Kind,
-    LinkClosed,
-    LinkError,
-    Message,
-    parse_fields,
-)
+__all__ = ["InBuffer", "MessageReader", "Place", "no_place"]
 
-__all__ = ["InBuffer", "MessageReader", "Place", "fresh", "no_place"]
-
-Place = Callable[[Kind, dict[str, Any], int], memoryview | None]
+Place = Callable[[int, dict[str, Any], int], memoryview | None]
 """Where a payload of so many bytes shall lie, given the message's kind and text. At least that many bytes,
 writable; None: in fresh memory."""
 
-InBuffer = Callable[[Kind, dict[str, Any], Header], memoryview]
+InBuffer = Callable[[int, dict[str, Any], Header], memoryview]
 """The payload of a message that says it lies in a buffer. Raises `LinkError` if it does not."""
 
 _WASTE_BYTES = 1 << 16
-_ALIGNED = 64
 
 
-def no_place(kind: Kind, fields: dict[str, Any], size_bytes: int) -> None:
+def no_place(kind: int, fields: dict[str, Any], size_bytes: int) -> None:
     """Every payload lies in fresh memory."""
-
-
-def fresh(size_bytes: int) -> memoryview:
-    """New memory, 64-byte aligned, pages of which cost nothing until they are written.
-
-    Raises `LinkClosed` where there is none.
-    """
-    if size_bytes > MOST_PAYLOAD_BYTES:
-        raise LinkClosed(
-            f"a message announces a payload of {size_bytes} bytes; {MOST_PAYLOAD_BYTES} is the most"
-        )
-    try:
-        room = np.empty(size_bytes + _ALIGNED, np.uint8)
-    except MemoryError:
-        raise LinkClosed(f"no memory for a payload of {size_bytes} bytes") from None
-    start = -room.ctypes.data % _ALIGNED
-    return room.data[start : start + size_bytes]
 
 
 class _Stage(enum.Enum):
@@ -69,11 +39,13 @@ class MessageReader:
     it is complete.
 
     Args:
+        frames: what messages are made of.
         place: where payloads shall lie.
         in_buffer: the bytes of a payload that lies in a buffer already, where memory is shared.
     """
 
-    def __init__(self, place: Place, in_buffer: InBuffer | None = None) -> None:
+    def __init__(self, frames: Frames, place: Place, in_buffer: InBuffer | None = None) -> None:
+        self._frames = frames
         self._place, self._payload_in_buffer = place, in_buffer
         self._begin()
 
@@ -126,7 +98,9 @@ class MessageReader:
         self._begin()
         if self._state.intdigest() != header.payload_digest:
             raise LinkError(
-                f"the payload of a message {kind.name} was damaged on the way", kind, fields
+                f"the payload of a message {self._frames.name(kind)} was damaged on the way",
+                kind,
+                fields,
             )
         return Message(kind, fields, payload)
 
@@ -136,7 +110,7 @@ class MessageReader:
     def _text(self) -> Message | None:
         header = self._header
         try:
-            self._kind, self._fields = parse_fields(header, self._rooms)
+            self._kind, self._fields = self._frames.parsed(header, self._rooms)
             if header.buffer >= 0:
                 return self._in_buffer()
         except LinkError as problem:
@@ -152,8 +126,8 @@ class MessageReader:
             return Message(kind, fields)
         room = self._place(self._kind, self._fields, header.payload_bytes)
         if room is None or len(room) < header.payload_bytes:
-            room = fresh(header.payload_bytes)
-        self._state = xxhash.xxh3_64()
+            room = self._frames.fresh(header.payload_bytes)
+        self._state = self._frames.checksum()
         self._enter(_Stage.PAYLOAD, room[: header.payload_bytes])
         return None
 
