@@ -14,7 +14,8 @@ from typing import Literal
 
 from fivefold.cluster import reading
 
-__all__ = ["Interface", "interface_for", "interfaces", "resolve"]
+__all__ = ["Interface", "interface_for", "interfaces",
+    "local_addresses", "resolve"]
 
 _RESOLVER_S = 5.0
 
@@ -54,7 +55,7 @@ class Interface:
 def interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
     """All interfaces by name."""
     subnets, default = _routes(root)
-    local = _local_addresses(root)
+    local = local_addresses(root)
     six = _addresses_6(root)
     return tuple(
         _interface(
@@ -106,7 +107,7 @@ def _four(digits: str) -> IPv4Address:
     return IPv4Address(struct.pack("=I", int(digits, 16)))
 
 
-def _local_addresses(root: Path) -> list[IPv4Address]:
+def local_addresses(root: Path = Path("/")) -> list[IPv4Address]:
     """All IPv4 addresses of the node: the leaves `/32 host LOCAL` of the kernel's routing trie."""
     lines = (reading.text(root / "proc/net/fib_trie") or "").splitlines()
     found: list[IPv4Address] = []

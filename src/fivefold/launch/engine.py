@@ -5,8 +5,10 @@ All engines pass the same test, tests/processes/test_engines.py.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +17,13 @@ from fivefold.errors import UsageError, suggest
 from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.local import LocalEngine
 from fivefold.launch.mpirun import MpirunEngine
+from fivefold.launch.node_engines import (
+    FluxEngine,
+    MpiNodesEngine,
+    PalsEngine,
+    SrunEngine,
+    SshEngine,
+)
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
 
@@ -51,25 +60,44 @@ class Engine(Protocol):
         ...
 
 
-def engines() -> dict[str, Engine]:
-    """All engines by name."""
-    known: list[Engine] = [LocalEngine(), TorchrunEngine(), MpirunEngine()]
-    return {engine.name: engine for engine in known}
+def engines(*, several_nodes: bool = False) -> dict[str, Engine]:
+    """All engines by name, of those for one node or for several."""
+    one: list[Engine] = [LocalEngine(), TorchrunEngine(), MpirunEngine()]
+    several: list[Engine] = [
+        SrunEngine(), SshEngine(), FluxEngine(), PalsEngine(), MpiNodesEngine()
+    ]  # fmt: skip
+    return {engine.name: engine for engine in (several if several_nodes else one)}
 
 
-def choose(name: str = "auto") -> Engine:
-    """The engine called `name`; "auto" is the local one.
+def choose(
+    name: str = "auto", *, several_nodes: bool = False, environ: Mapping[str, str] = os.environ
+) -> Engine:
+    """The engine called `name`; "auto" is local, on several nodes the scheduler's, else a remote shell.
 
     Raises `UsageError` if there is no such engine or if it cannot be used here.
     """
-    known = engines()
+    known = engines(several_nodes=several_nodes)
     if name == "auto":
-        return known["local"]
+        return known[_automatic(environ) if several_nodes else "local"]
     if name not in known:
+        if name in engines(several_nodes=not several_nodes):
+            where = (
+                "one node only" if several_nodes else "several nodes only; on this one leave it out"
+            )
+            raise UsageError(f"the engine {name} is for {where}{suggest(name, ['auto', *known])}")
         raise UsageError(f"unknown engine {name!r}{suggest(name, ['auto', *known])}")
     if reason := known[name].unavailable():
         raise UsageError(f"the {name} engine cannot be used: {reason}")
     return known[name]
+
+
+def _automatic(environ: Mapping[str, str]) -> str:
+    """For several nodes."""
+    if environ.get("SLURM_JOB_ID") and SrunEngine().unavailable() is None:
+        return "srun"
+    if environ.get("FLUX_URI") and FluxEngine().unavailable() is None:
+        return "flux"
+    return "ssh"
 
 
 # ---- The torchrun engine: torch's own launcher starts the ranks, on this node

@@ -18,6 +18,7 @@ from fivefold.launch.variables import check_variables
 
 __all__ = [
     "Job",
+    "NodeRanks",
     "Outcome",
     "ProcessStart",
     "RankFailure",
@@ -34,6 +35,17 @@ TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
+class NodeRanks:
+    """How many ranks of a job run on a node; 0 if it only stands by."""
+
+    host: str
+    """a name or address that a remote shell and the scheduler know"""
+    ranks: int
+    cores: tuple[int, ...] = ()
+    """logical cores that they may use; empty: all that are granted there"""
+
+
+@dataclass(frozen=True)
 class Job:
     """What to start: the same command in every process.
 
@@ -41,7 +53,8 @@ class Job:
     `log_dir`. `output` says what of it is shown as well: "prefix" shows all lines, each after `[N] `;
     "first" gives the terminal to rank 0 (its standard output only) and shows nothing else.
     `port` is where the ranks meet; None picks a free one. `helpers` run beside the ranks; the output of
-    each is kept in `helper-N.log`, and shown after `[hN] `.
+    each is kept in `helper-N.log`, and shown after `[hN] `. `nodes` says where the ranks run, in their
+    order; empty: all on this one. After a failure all ranks start again, `restarts` times at most.
     """
 
     command: Sequence[str]
@@ -51,12 +64,16 @@ class Job:
     output: Literal["prefix", "first"] = "prefix"
     port: int | None = None
     helpers: Helpers | None = None
+    nodes: tuple[NodeRanks, ...] = ()
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.processes < 1:
             raise UsageError(f"{self.processes} processes asked for; at least 1 is needed")
         if self.port is not None and not 0 < self.port < 65536:
             raise UsageError(f"port {self.port} does not exist; ports go from 1 to 65535")
+        if self.restarts < 0:
+            raise UsageError(f"{self.restarts} restarts asked for; 0 or more are possible")
         check_variables({**os.environ, **self.environment})
 
     def make_log_dir(self) -> None:

@@ -31,10 +31,15 @@ class Display:
         self._partial: dict[tuple[Who, Stream], bytes] = {}
         self._held: dict[Who, bytes] = {}
         self._folding = Folding()
+        self._others_out = True
         self.silent = False
         """Nothing more is shown: the ranks are being stopped, and their last words are in the logs."""
         self.broken = False
         """Whoever read the launcher's output has gone away (`fivefold run ... | head`)."""
+
+    def only_errors_of_others(self) -> None:
+        """Show of ranks but the first what they write to standard error only: there are many."""
+        self._others_out = False
 
     def feed(self, rank: Who, stream: Stream, chunk: bytes) -> None:
         """Take the next bytes that `rank` wrote to `stream`, and show the lines they complete."""
@@ -72,7 +77,8 @@ class Display:
                     text += self._all(rank, self._folding.take(rank, shown))
             else:
                 text += self._prefixed(rank, shown)
-        if text and (self._mode == "prefix" or (rank == 0 and stream == "out")):
+        wanted = rank == 0 or stream == "err" or self._others_out
+        if text and ((self._mode == "prefix" and wanted) or (rank == 0 and stream == "out")):
             self._write(stream, text)
 
     def _all(self, rank: Who, lines: list[bytes]) -> bytes:

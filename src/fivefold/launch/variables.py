@@ -32,6 +32,11 @@ class Variable:
 _ADDRESS = r"(unix:/[^,]+|[^,]+:\d{1,5})"
 READ = (
     Variable(
+        "FIVEFOLD_AGENTS_S",
+        "seconds that the nodes of a job may take to answer `fivefold run`",
+        "60",
+    ),
+    Variable(
         "FIVEFOLD_CRASH_AT",
         "for tests: where in a save or a recovery this process dies (`fivefold.checkpoint.files`)",
     ),
@@ -45,7 +50,7 @@ READ = (
         "FIVEFOLD_ENGINE",
         "which engine started this process, set for every rank; `alone` declares that this process "
         "is on its own, whatever the allocation around it says",
-        choices=("alone", "local", "torchrun", "mpirun"),
+        choices=("alone", "local", "torchrun", "mpirun", "srun", "ssh", "flux", "pals"),
     ),
     Variable(
         "FIVEFOLD_GRACE_S",
@@ -89,7 +94,7 @@ READ = (
     ),
     Variable(
         "FIVEFOLD_RSH",
-        "command that starts a helper on another node, as `COMMAND HOST WORDS`; WORDS are for a shell there",
+        "command that starts something on another node, as `COMMAND HOST WORDS`; WORDS are for a shell there",
         "ssh -o BatchMode=yes",
     ),
     Variable(
@@ -111,6 +116,12 @@ GIVEN = (
     Variable("LOCAL_WORLD_SIZE", "how many processes of the job run on this node"),
     Variable("MASTER_ADDR", "host where the processes meet: that of rank 0"),
     Variable("MASTER_PORT", "TCP port where the processes meet"),
+    Variable(
+        "FIVEFOLD_AGENT_ADDRESSES",
+        "addresses of `fivefold run`, for the agent that an engine starts on a node; in agents only",
+    ),
+    Variable("FIVEFOLD_AGENT_KEY", "by which the two know each other; in agents only"),
+    Variable("FIVEFOLD_RESTART", "how often the ranks were started again; not set at first"),
     Variable(
         "FIVEFOLD_HELPER_LISTEN",
         "address at which this helper listens, `HOST:PORT` or `unix:PATH`; in helpers only",

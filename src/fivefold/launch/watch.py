@@ -30,7 +30,10 @@ CAUSE_S = 2.0
 
 
 class Watch(Supervisor):
-    """Supervises the ranks of one job. `start` processes and `read` their pipes, then `wait`. Report a rank's end with `ended`."""
+    """Supervises the ranks of one job: `start` processes and `read` their pipes, then `wait`.
+
+    Report a rank's end with `ended`.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -40,13 +43,17 @@ class Watch(Supervisor):
         self._awaited: list[subprocess.Popen[bytes]] = []
         self._shims: dict[int, int] = {}
         """by rank, of the ranks that a foreign launcher started: the process that passes signals on to it"""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is known of the ranks yet."""
         self._ended: list[tuple[int, int]] = []
         self._codes: dict[int, int] = {}
         """by rank, of all that have ended"""
         self._first: tuple[int, int] | None = None
         self._follower: tuple[int, int] | None = None
         """the first that failed, where that was the failure of another one"""
-        self._stopping = False
+        self._stopping = self.display.silent = False
         self._stopped_by = 0
         self._deadline = float("inf")
 
@@ -90,10 +97,22 @@ class Watch(Supervisor):
         rank ended with code 2 after `error: ...`, `Resumable` if with code 75, and `Stopped`
         if a signal stopped the launcher, unless all ranks then saved and ended with code 75.
         """
-        while self._awaited:
+        while self._running():
             self._turn()
+        self._settle()
+        self._conclude()
+
+    def _running(self) -> bool:
+        """Whether there is anything to wait for."""
+        return bool(self._awaited)
+
+    def _settle(self) -> None:
+        """End what the ranks have left behind."""
         self._sweep(SWEEP_GRACE_S)
         self._drain()
+
+    def _conclude(self) -> None:
+        """Raise what `wait` does."""
         self._first = self._first or self._follower
         if self._first is not None:
             raise self._failure(*self._first)
@@ -109,7 +128,7 @@ class Watch(Supervisor):
             self._stop(signal.SIGPIPE, self._grace_s)
         if time.monotonic() >= self._deadline:
             self._deadline = float("inf")
-            self._kill(signal.SIGKILL)
+            self._end_ranks()
 
     def _timeout(self) -> float | None:
         soonest, deadline = super()._timeout(), self._deadline - time.monotonic()
@@ -161,6 +180,10 @@ class Watch(Supervisor):
         else:
             for process in self._awaited:
                 process.send_signal(signum)
+
+    def _end_ranks(self) -> None:
+        """At once: there was time enough."""
+        self._kill(signal.SIGKILL)
 
     def _failure(self, rank: int, code: int) -> Exception:
         if code == Resumable.exit_code:

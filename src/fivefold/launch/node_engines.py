@@ -1,0 +1,204 @@
+"""Engines for several nodes: each starts an agent on every node of the job, once, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from fivefold.cluster.network import local_addresses
+from fivefold.errors import UsageError
+from fivefold.launch.agent import ADDRESSES, KEY
+from fivefold.launch.attend import attend
+from fivefold.launch.fleet import Fleet, Starter, Switchboard
+from fivefold.launch.helpers import remote_shell
+from fivefold.launch.hosts import LOCAL
+from fivefold.launch.job import Job, NodeRanks, Outcome, ProcessStart
+from fivefold.launch.mpirun import find_mpirun, flavour
+from fivefold.launch.restarts import restarting
+
+__all__ = ["FluxEngine", "MpiNodesEngine", "NodeEngine", "PalsEngine", "SrunEngine", "SshEngine"]
+
+_AGENT = ("-P", "-m", "fivefold.launch.agent")
+
+
+class NodeEngine:
+    """What all of them do. Subclasses say how agents are started."""
+
+    name: ClassVar[str]
+
+    def unavailable(self) -> str | None:
+        """Why it cannot be used here; see `Engine.unavailable`."""
+        raise NotImplementedError
+
+    def command(self, hosts: Sequence[str]) -> list[str]:
+        """The words before those of an agent that start one on each host.
+
+        `ADDRESSES` and `KEY` of the environment have to reach it.
+        """
+        raise NotImplementedError
+
+    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[Starter]:
+        """What starts the agents: by default a process that starts all of them."""
+        environ = portable_launch(os.environ) | {ADDRESSES: ",".join(addresses), KEY: key}
+        hosts = [node.host for node in job.nodes]
+        words = [*self.command(hosts), sys.executable, *_AGENT]
+        return [Starter(ProcessStart(words, environ), tuple(range(len(hosts))))]
+
+    def starts(self, job: Job, port: int) -> list[ProcessStart]:
+        """What starts the agents; they start the ranks. See `Engine.starts`."""
+        del port
+        return [one.start for one in self.starters(job, ["HOST:PORT"], "KEY")]
+
+    def run(self, job: Job) -> Outcome:
+        """Run `job`; see `Engine.run`."""
+        began = time.monotonic()
+        job.make_log_dir()
+        with Switchboard() as board, Fleet(job, self.name, board) as fleet:
+            attend(job, self.name, fleet)
+            fleet.gather(self.starters(job, _addresses(board.port), board.key.hex()))
+            restarting(job, fleet.run_ranks, fleet.pause, fleet.display.note)
+        return Outcome(job.processes, time.monotonic() - began)
+
+
+def portable_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that starts agents: without what steers a step of Slurm otherwise."""
+    steering = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
+    return {k: v for k, v in environ.items() if not k.startswith(steering)}
+
+
+def _addresses(port: int) -> list[str]:
+    """Where agents call: all addresses of this node, its own loopback last."""
+    found = [str(address) for address in local_addresses() if not address.is_loopback]
+    return [f"{address}:{port}" for address in [*found, "127.0.0.1"]]
+
+
+class SrunEngine(NodeEngine):
+    """A step of this Slurm allocation, with all cores that it grants on each node."""
+
+    name = "srun"
+
+    def unavailable(self) -> str | None:
+        """A reason outside of Slurm's allocations."""
+        if not os.environ.get("SLURM_JOB_ID"):
+            return "this is no allocation of Slurm; salloc or sbatch makes one"
+        return None if shutil.which("srun") else "there is no srun on PATH"
+
+    def command(self, hosts: Sequence[str]) -> list[str]:
+        """See `NodeEngine.command`. Slurm passes the whole environment on."""
+        count = str(len(hosts))
+        return [
+            "srun",
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(hosts)}",
+            "--cpu-bind=none",
+            "--mpi=none",
+            "--overlap",  # a shell of the allocation is a step too
+            "--no-kill",  # a node that fails does not end the step
+            "--kill-on-bad-exit=0",
+            "--input=none",
+            "--unbuffered",
+        ]
+
+
+class FluxEngine(NodeEngine):
+    """A job of flux. Written against its documentation: it has not run under flux."""
+
+    name = "flux"
+
+    def unavailable(self) -> str | None:
+        """A reason where there is no flux."""
+        return None if shutil.which("flux") else "there is no flux on PATH"
+
+    def command(self, hosts: Sequence[str]) -> list[str]:
+        """See `NodeEngine.command`. Flux passes the whole environment on."""
+        count = str(len(hosts))
+        nodes = f"--requires=host:{','.join(hosts)}"
+        return ["flux", "run", "-N", count, "-n", count, "--exclusive", nodes]
+
+
+class PalsEngine(NodeEngine):
+    """HPE's mpiexec. Written against its documentation: it has not run under PALS."""
+
+    name = "pals"
+
+    def unavailable(self) -> str | None:
+        """A reason where PBS has started no job or there is no mpiexec."""
+        if not os.environ.get("PBS_NODEFILE"):
+            return "this is no job of PBS"
+        return None if shutil.which("mpiexec") else "there is no mpiexec on PATH"
+
+    def command(self, hosts: Sequence[str]) -> list[str]:
+        """See `NodeEngine.command`. PALS passes the whole environment on."""
+        where = ["--hosts", ",".join(hosts), "-n", str(len(hosts)), "--ppn", "1"]
+        return ["mpiexec", *where, "--cpu-bind", "none", "--no-abort-on-failure"]
+
+
+class MpiNodesEngine(NodeEngine):
+    """Open MPI or MPICH start the agents; the ranks that these start know nothing of MPI."""
+
+    name = "mpirun"
+
+    def unavailable(self) -> str | None:
+        """A reason if there is no mpirun, or one we do not know how to speak to."""
+        try:
+            flavour(find_mpirun())
+        except UsageError as problem:
+            return str(problem)
+        return None
+
+    def command(self, hosts: Sequence[str]) -> list[str]:
+        """See `NodeEngine.command`. MPICH passes the whole environment on."""
+        mpirun = find_mpirun()
+        count = str(len(hosts))
+        if flavour(mpirun) == "mpich":
+            return [str(mpirun), "-n", count, "-ppn", "1", "-hosts", ",".join(hosts)]
+        options = ["--map-by", "ppr:1:node", "--bind-to", "none", "-n", count]
+        options += ["--host", ",".join(f"{host}:1" for host in hosts)]
+        if os.geteuid() == 0:  # in a container; Open MPI wants to be told that this is on purpose
+            options.append("--allow-run-as-root")
+        return [
+            str(mpirun),
+            *options,
+            *(word for name in (ADDRESSES, KEY) for word in ("-x", name)),
+        ]
+
+
+class SshEngine(NodeEngine):
+    """A remote shell for each node; the agent of this one needs none."""
+
+    name = "ssh"
+
+    def unavailable(self) -> str | None:
+        """A reason if there is no remote shell."""
+        try:
+            remote_shell()
+        except UsageError as problem:
+            return str(problem)
+        return None
+
+    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[Starter]:
+        """See `NodeEngine.starters`. The key goes through a pipe: a command line is for all to read."""
+        brief = f'{{"addresses":"{",".join(addresses)}","key":"{key}"}}\n'.encode()
+        return [
+            Starter(
+                ProcessStart(self._words(number, node), portable_launch(os.environ)),
+                (number,),
+                brief,
+            )
+            for number, node in enumerate(job.nodes)
+        ]
+
+    def _words(self, number: int, node: NodeRanks) -> list[str]:
+        agent = [*_AGENT, "--number", str(number)]
+        if node.host == LOCAL:
+            return [sys.executable, *agent]
+        path = os.environ.get("PYTHONPATH")
+        env = ["env", f"PYTHONPATH={path}"] if path else []
+        return [*remote_shell(), node.host, "exec " + shlex.join([*env, sys.executable, *agent])]
