@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "stream.py").write_text(STREAM)
     (tmp_path / "serves.py").write_text(SERVES)
     (tmp_path / "hosts").write_text("localhost slots=1\ndpu01 slot=4 role=helper\n")
-    (tmp_path / "others").write_text("# ours\nnode7 slots=4\n")
+    (tmp_path / "others").write_text("# ours\nnode7 slots=4 port=2000\n")
     (tmp_path / "plan.toml").write_text('[offload]\nhelpers = "local:many"\n')
     return tmp_path
 
@@ -106,7 +106,7 @@ def mistake(folder: Path, *words: object, **environment: str) -> str:
         ),
         (["run", "--hostfile", "hots", "stream.py"], "cannot read the host file hots: No such"),
         (["run", "--hostfile", "hosts", "stream.py"], "hosts, line 2: 'slot=4' is not NAME=VALUE"),
-        (["run", "--hostfile", "others", "stream.py"], "others, line 2: node7 is another host"),
+        (["run", "--hostfile", "others", "stream.py"], "others, line 2: port= is for helpers"),
         (["run", "--plan", "plan.toml", "stream.py"], "offload.helpers = local:many: 'many' is no"),
         (["train", "digits", "--helpers", "a b"], "--helpers a b: expected HOST:PROCESSES"),
         (["helper", "stream.py"], "--listen is missing: expected HOST:PORT"),

@@ -290,11 +290,13 @@ def test_a_traceback_is_shown_on_demand(folder: Path) -> None:
 
 
 def test_inside_an_allocation_the_local_engine_works_as_anywhere(folder: Path) -> None:
-    allocation = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
-    done = fivefold("run", "-n", 2, "hello.py", cwd=folder, **allocation)
-    assert done.returncode == 0
-    assert "the allocation has 2 nodes, but fivefold run uses this one alone" in done.stderr
-    assert len(done.stdout.splitlines()) == 2
+    allocation = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
+    done = fivefold(
+        "run", "-n", 2, "--engine", "local", "hello.py",
+        cwd=folder, SLURM_JOB_NODELIST="n[1-2]", **allocation,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[0] hello from 0 of 2", "[1] hello from 1 of 2"]
 
 
 def test_several_copies_of_the_launcher_are_refused(folder: Path) -> None:

@@ -15,10 +15,11 @@ import tyro
 
 from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
+from fivefold.cli.nodes import chosen_hosts, nodes_of
 from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.launch.engine import choose
-from fivefold.launch.environment import allocated_nodes, launched, locate
-from fivefold.launch.hosts import Hosts, read_hostfile
+from fivefold.launch.environment import launched, locate
+from fivefold.launch.hosts import Host, Hosts, read_hostfile
 from fivefold.launch.job import Job, default_log_dir
 
 if TYPE_CHECKING:
@@ -39,16 +40,28 @@ class Run:
     processes: Annotated[
         int | None, tyro.conf.arg(aliases=["-n", "-np"], metavar="N", help_behavior_hint="")
     ] = None
-    """number of processes; default: as many as the layout of the plan needs, or 1"""
+    """number of processes; default: as many as the layout needs, or the hosts have room for, or 1"""
     helpers: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
         tyro.conf.arg(metavar="HOST:N", help_behavior_hint="(repeatable)"),
     ] = ()
     """helpers to start beside the processes, such as local:2 for two on this node's last cores, or dpu01:4"""
+    hosts: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(aliases=["-H"], metavar="HOST:N,...", help_behavior_hint="(repeatable)"),
+    ] = ()
+    """nodes, and for how many processes each has room, such as a:4,b:4; default: those of the allocation"""
     hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """file of lines such as: dpu01 slots=4 role=helper cores=0-3 port=21001"""
+    """file of lines such as: node1 slots=4, or: dpu01 slots=4 role=helper cores=0-3 port=21001"""
+    ppn: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """processes per node, whatever room it has"""
+    spares: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 0
+    """so many of the last nodes stand by, for those that are lost; with --restarts"""
+    restarts: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 0
+    """how often all processes start again after one has failed; default: never"""
     engine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "auto"
-    """what starts them: auto (the default), local, torchrun or mpirun"""
+    """what starts them: auto (the default), local, torchrun or mpirun; on several nodes srun, ssh, flux,
+    mpirun or pals"""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """plan that fivefold.start() uses in every process"""
     layout: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...", help_behavior_hint="")] = None
@@ -96,9 +109,11 @@ class Run:
         environment = dict(_setting(text) for text in self.environment)
         plan = self._told_plan(environment)
         hosts = None if self.hostfile is None else read_hostfile(self.hostfile)
-        processes = self._processes(plan, hosts)
-        engine = choose(self.engine)
         self._check_surroundings()
+        places = self._places(hosts)
+        processes = self._processes(plan, places)
+        nodes = nodes_of(places, processes, self.ppn, self.spares) if places else ()
+        engine = choose(self.engine, several_nodes=bool(nodes))
         log_dir = self.log_dir or default_log_dir()
         changed_plan = plan if self._changes_plan() else None
         if changed_plan is not None:
@@ -106,11 +121,25 @@ class Run:
         if self.trace:
             environment["FIVEFOLD_TRACE"] = str(log_dir.resolve() / "trace")
         helpers = chosen_helpers(self.helpers, hosts, plan, command, environment)
+        if nodes and helpers is not None and any(helper.local for helper in helpers.members):
+            raise UsageError(
+                "helpers on this node serve ranks of this node only, and the job has several; name hosts "
+                "that all nodes reach: --helpers dpu01:4"
+            )
         if self.explain:
             from fivefold.launch.explain import wrapped
 
             command = wrapped(command, log_dir)
-        job = Job(command, processes, log_dir, environment, port=self.port, helpers=helpers)
+        job = Job(
+            command,
+            processes,
+            log_dir,
+            environment,
+            port=self.port,
+            helpers=helpers,
+            nodes=nodes,
+            restarts=self.restarts,
+        )
         if self.dry_run:
             from fivefold.cli.dry_run import show
 
@@ -140,11 +169,26 @@ class Run:
     def _changes_plan(self) -> bool:
         return self.layout is not None or bool(self.settings)
 
-    def _processes(self, plan: Plan | None, hosts: Hosts | None) -> int:
+    def _places(self, hosts: Hosts | None) -> tuple[Host, ...]:
+        """Hosts for the processes, as far as any are told."""
+        if self.ppn is not None and self.ppn < 1:
+            raise UsageError(f"--ppn {self.ppn}: at least 1 process is needed")
+        named = self.hosts or (hosts is not None and hosts.trainers)
+        if self.engine in ("local", "torchrun") and not named:
+            return ()  # of an allocation, this node alone
+        places = chosen_hosts(self.hosts, hosts)
+        if not places and self.spares:
+            raise UsageError(
+                f"--spares {self.spares}: no hosts are known; name them with -H or --hostfile"
+            )
+        return places
+
+    def _processes(self, plan: Plan | None, places: tuple[Host, ...]) -> int:
         """The number of processes; a plan that does not fit them ends here, not in every rank."""
         from fivefold.plan import AXES
 
-        slots = (hosts.trainers if hosts is not None else 0) or None
+        working = places[: len(places) - self.spares]
+        slots = sum(self.ppn or place.slots for place in working) or self.ppn
         origins = [] if plan is None else [plan.origin(f"layout.{axis}") for axis in AXES]
         chosen = next((origin for origin in origins if origin.kind != "default"), None)
         if plan is None or chosen is None:
@@ -167,11 +211,6 @@ class Run:
                 f"{place.launcher} started {place.world_size} copies of this command, and each would start "
                 "a job of its own; start the script itself that way, or call fivefold run only once "
                 "(if several jobs are what you want: --engine local)"
-            )
-        if (nodes := allocated_nodes()) > 1:
-            sys.stderr.write(
-                f"note: the allocation has {nodes} nodes, but fivefold run uses this one alone; for all of "
-                "them, start the script with srun or mpirun\n"
             )
 
 

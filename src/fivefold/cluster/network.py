@@ -14,8 +14,7 @@ from typing import Literal
 
 from fivefold.cluster import reading
 
-__all__ = ["Interface", "interface_for", "interfaces",
-    "local_addresses", "resolve"]
+__all__ = ["Interface", "interface_for", "interfaces", "local_addresses", "resolve"]
 
 _RESOLVER_S = 5.0
 

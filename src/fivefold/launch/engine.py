@@ -26,6 +26,7 @@ from fivefold.launch.node_engines import (
 )
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
+from fivefold.launch.restarts import restarting
 
 __all__ = ["Engine", "choose", "engines"]
 
@@ -119,9 +120,12 @@ class TorchrunEngine:
     def run(self, job: Job) -> Outcome:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
+        restarting(job, self._once)
+        return Outcome(job.processes, time.monotonic() - began)
+
+    def _once(self, job: Job) -> None:
         with reserved_port(job.port) as port:
             run_through(job, self.name, self.name, lambda fifo: self._start(job, port, fifo))
-        return Outcome(job.processes, time.monotonic() - began)
 
     def _start(self, job: Job, port: int, fifo: Path | None = None) -> ProcessStart:
         options = [

@@ -352,7 +352,7 @@ class Fleet(Watch):
         try:
             self.wait()
         finally:
-            self._begun = False
+            self._begun = self.display.silent = False
 
     def _replace_lost(self) -> None:
         """Spares take the place of nodes that were lost. Raises `FinalFailure` if there are too few."""

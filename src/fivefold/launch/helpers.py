@@ -21,7 +21,7 @@ from fivefold.cluster import granted_cores
 from fivefold.cluster.cores import affinity
 from fivefold.cluster.reading import numbers, spans, text
 from fivefold.errors import UsageError
-from fivefold.launch.hosts import LOCAL, HelperHost, processes
+from fivefold.launch.hosts import LOCAL, Host, processes
 
 __all__ = ["ALONE", "Helper", "Helpers", "narrowed", "plan_helpers", "remote_shell"]
 
@@ -113,7 +113,7 @@ class Helpers:
 
 
 def plan_helpers(
-    hosts: Sequence[HelperHost],
+    hosts: Sequence[Host],
     command: Sequence[str],
     *,
     share_cores: bool = False,
@@ -169,7 +169,7 @@ def remote_shell(environ: Mapping[str, str] = os.environ) -> list[str]:
 class _Cores:
     """Divides the cores of this node between helpers and trainers."""
 
-    def __init__(self, hosts: Sequence[HelperHost], share: bool) -> None:
+    def __init__(self, hosts: Sequence[Host], share: bool) -> None:
         granted, mask = granted_cores(), affinity()
         here = [host for host in hosts if host.host == LOCAL]
         named = {core for host in here for core in host.cores}
@@ -191,7 +191,7 @@ class _Cores:
                 "(--helpers local:N), or let them run on the trainers' cores: offload.share_cores = true"
             )
 
-    def give(self, host: HelperHost) -> tuple[int, ...]:
+    def give(self, host: Host) -> tuple[int, ...]:
         """The cores of the next helper of this host."""
         return host.cores or (self._pile.pop(0) if self._pile else ())
 

@@ -43,6 +43,10 @@ class NodeRanks:
     ranks: int
     cores: tuple[int, ...] = ()
     """logical cores that they may use; empty: all that are granted there"""
+    python: str = ""
+    """its Python, where that has another path than here"""
+    local: bool = False
+    """whether it is this node"""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fivefold.launch.helpers import narrowed
 from fivefold.launch.job import Job, Outcome, ProcessStart, log_path
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
+from fivefold.launch.restarts import restarting
 from fivefold.launch.watch import Watch
 
 __all__ = ["LocalEngine"]
@@ -44,6 +45,10 @@ class LocalEngine:
     def run(self, job: Job) -> Outcome:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
+        restarting(job, self._start)
+        return Outcome(job.processes, time.monotonic() - began)
+
+    def _start(self, job: Job) -> None:
         with reserved_port(job.port) as port, narrowed(job.helpers):
             job.make_log_dir()
             with Watch(job) as watch:
@@ -51,7 +56,6 @@ class LocalEngine:
                 for rank, start in enumerate(self.starts(job, port)):
                     _start(job, rank, start, watch)
                 watch.wait()
-        return Outcome(job.processes, time.monotonic() - began)
 
 
 def _start(job: Job, rank: int, start: ProcessStart, watch: Watch) -> None:

@@ -21,6 +21,7 @@ from fivefold.errors import UsageError
 from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
+from fivefold.launch.restarts import restarting
 
 __all__ = ["MpirunEngine", "find_mpirun", "flavour"]
 
@@ -51,6 +52,10 @@ class MpirunEngine:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
         mpirun = _command(job)
+        restarting(job, lambda this: self._once(this, mpirun))
+        return Outcome(job.processes, time.monotonic() - began)
+
+    def _once(self, job: Job, mpirun: Sequence[str]) -> None:
         with reserved_port(job.port) as port:
             run_through(
                 job,
@@ -58,7 +63,6 @@ class MpirunEngine:
                 f"mpirun ({mpirun[0]})",
                 lambda fifo: self._start(job, mpirun, port, fifo),
             )
-        return Outcome(job.processes, time.monotonic() - began)
 
     def _start(
         self, job: Job, mpirun: Sequence[str], port: int, fifo: Path | None = None

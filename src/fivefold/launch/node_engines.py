@@ -16,7 +16,6 @@ from fivefold.launch.agent import ADDRESSES, KEY
 from fivefold.launch.attend import attend
 from fivefold.launch.fleet import Fleet, Starter, Switchboard
 from fivefold.launch.helpers import remote_shell
-from fivefold.launch.hosts import LOCAL
 from fivefold.launch.job import Job, NodeRanks, Outcome, ProcessStart
 from fivefold.launch.mpirun import find_mpirun, flavour
 from fivefold.launch.restarts import restarting
@@ -197,8 +196,9 @@ class SshEngine(NodeEngine):
 
     def _words(self, number: int, node: NodeRanks) -> list[str]:
         agent = [*_AGENT, "--number", str(number)]
-        if node.host == LOCAL:
-            return [sys.executable, *agent]
+        python = node.python or sys.executable
+        if node.local:
+            return [python, *agent]
         path = os.environ.get("PYTHONPATH")
         env = ["env", f"PYTHONPATH={path}"] if path else []
-        return [*remote_shell(), node.host, "exec " + shlex.join([*env, sys.executable, *agent])]
+        return [*remote_shell(), node.host, "exec " + shlex.join([*env, python, *agent])]

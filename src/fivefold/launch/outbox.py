@@ -63,17 +63,19 @@ class Outbox:
         self._near_bytes += len(item[2])
 
     def _put_far(self, item: _Item) -> None:
-        if self._dropped:
-            lost = f"({self._dropped} bytes of output are lost: no room for them on this node)\n"
-            item = item if not item[2] else (item[0], item[1], lost.encode() + item[2])
+        kind, fields, payload = item
+        told = b""
+        if self._dropped and payload:
+            told = b"(%d bytes of output are lost: no room for them on this node)\n" % self._dropped
         try:
-            self._far.append(item)
-            self._dropped = 0 if item[2] else self._dropped
+            self._far.append((kind, fields, told + payload))
         except OSError:
-            if item[2]:
-                self._dropped += len(item[2])
+            if payload:
+                self._dropped += len(payload)
             else:
                 self._keep(item)  # what is no output is small, and must arrive
+        else:
+            self._dropped = 0 if payload else self._dropped
 
     def _push(self) -> None:
         while True:

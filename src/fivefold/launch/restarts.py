@@ -6,6 +6,7 @@ signal asked (code 75), a signal to the launcher.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,8 +26,8 @@ class FinalFailure(LaunchError):
 def restarting(
     job: Job,
     start: Callable[[Job], None],
-    pause: Callable[[float], None],
-    note: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+    note: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
 ) -> None:
     """Run `start`, again with another folder of logs after each failure, `job.restarts` times at most.
 

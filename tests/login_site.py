@@ -1,0 +1,86 @@
+"""Nodes that a launcher reaches by a remote shell: the launcher runs beside them, as on a login node.
+
+with Site(3, folder) as site:
+    words = ["fivefold", "run", "-H", "node0:2,node1:2", "script.py"]
+    subprocess.run([*site.entering(folder), *words], env=site.environ)
+    site.nodes.kill(1)
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Self
+
+from commands import CLEAN
+from namespaces import call, entering
+from nodes import Nodes
+
+__all__ = ["Site"]
+
+_SHELL = """\
+#!/bin/sh
+# HOST COMMAND...
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=${{1#*@}}; shift
+case $host in
+{cases}
+esac
+echo "ssh: Could not resolve hostname $host: Name or service not known" >&2
+exit 255
+"""
+
+
+class Site:
+    """Some nodes, and how to reach them. A context manager that leaves nothing behind."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.nodes = Nodes(count)
+        self._shell = folder / "remote-shell"
+        hub = self.nodes._hub
+        assert hub is not None
+        wires = "link set lo up\naddress add 10.5.0.254/24 dev hub\n"
+        call([*entering(hub.pid, "n"), "ip", "-batch", "-"], wires)
+        self._enter = entering(hub.pid, "n", "m")
+        self.renew()
+
+    def entering(self, folder: Path) -> list[str]:
+        """Words before a command that shall run beside the nodes, in `folder`."""
+        return [*self._enter, "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """With the variables that a site sets."""
+        own = {"FIVEFOLD_RSH": str(self._shell), "PRTE_MCA_plm_ssh_agent": str(self._shell)}
+        return (
+            CLEAN
+            | own
+            | {
+                "HYDRA_LAUNCHER_EXEC": str(self._shell),
+                "HYDRA_IFACE": "hub",
+                "OMP_NUM_THREADS": "1",
+            }
+        )
+
+    def renew(self) -> None:
+        """Take up the nodes as they are now."""
+        lines: list[str] = []
+        for up in self.nodes._nodes:
+            if up is not None:
+                words = shlex.join(["nsenter", "--target", str(up.init), "-n", "-p", "-m", "-u"])
+                # As sshd does: a shell with hardly any variables, in the home folder.
+                clean = f'env -i PATH="$PATH" HOME=/ {words} sh -c "cd /; $*"'
+                lines.append(f"{up.host}|{up.address}) exec {clean} ;;")
+        text = _SHELL.format(cases="\n".join(lines))
+        self._shell.write_text(text)
+        self._shell.chmod(0o755)
+
+    def processes(self) -> list[int]:
+        """What runs on the nodes that are up."""
+        return [pid for node in range(len(self.nodes)) for pid in self.nodes.processes(node)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nodes.close()
