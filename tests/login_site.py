@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Self
 
 from commands import CLEAN
-from namespaces import call, entering
 from nodes import Nodes
 
 __all__ = ["Site"]
@@ -37,16 +36,12 @@ class Site:
     def __init__(self, count: int, folder: Path) -> None:
         self.nodes = Nodes(count)
         self._shell = folder / "remote-shell"
-        hub = self.nodes._hub
-        assert hub is not None
-        wires = "link set lo up\naddress add 10.5.0.254/24 dev hub\n"
-        call([*entering(hub.pid, "n"), "ip", "-batch", "-"], wires)
-        self._enter = entering(hub.pid, "n", "m")
+        self._login = self.nodes.login()
         self.renew()
 
     def entering(self, folder: Path) -> list[str]:
         """Words before a command that shall run beside the nodes, in `folder`."""
-        return [*self._enter, "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+        return [*self._login, "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -65,12 +60,12 @@ class Site:
     def renew(self) -> None:
         """Take up the nodes as they are now."""
         lines: list[str] = []
-        for up in self.nodes._nodes:
-            if up is not None:
-                words = shlex.join(["nsenter", "--target", str(up.init), "-n", "-p", "-m", "-u"])
-                # As sshd does: a shell with hardly any variables, in the home folder.
-                clean = f'env -i PATH="$PATH" HOME=/ {words} sh -c "cd /; $*"'
-                lines.append(f"{up.host}|{up.address}) exec {clean} ;;")
+        for node in range(len(self.nodes)):
+            # As sshd does: a shell with hardly any variables, in the home folder.
+            enter = shlex.join(self.nodes.entry(node))
+            clean = f'env -i PATH="$PATH" HOME=/ {enter} sh -c "cd /; $*"'
+            names = f"{self.nodes.host(node)}|{self.nodes.address(node)}"
+            lines.append(f"{names}) exec {clean} ;;")
         text = _SHELL.format(cases="\n".join(lines))
         self._shell.write_text(text)
         self._shell.chmod(0o755)

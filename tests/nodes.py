@@ -261,6 +261,17 @@ class Nodes:
         """Where the ranks of a job meet; on the network of all, it stays ours: rank 0 may bind it later."""
         return PORT + self._jobs if self.apart else self._ports.enter_context(reserved_port(None))
 
+    def login(self) -> list[str]:
+        """Words before a command that shall run beside the nodes, in their network, as on a login node."""
+        assert self._hub is not None, "nodes that are not apart have no network"
+        wires = "link set lo up\naddress replace 10.5.0.254/24 dev hub\n"
+        call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], wires)
+        return entering(self._hub.pid, "n", "m")
+
+    def entry(self, node: int) -> list[str]:
+        """Words before a command that shall run on a node, for a process beside the nodes."""
+        return ["nsenter", "--target", str(self._up(node).init), "-n", "-p", "-m", "-u"]
+
     # --- faults ----------------------------------------------------------------------------------
 
     def kill(self, node: int, *, silently: bool = False) -> None:

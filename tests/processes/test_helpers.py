@@ -17,7 +17,6 @@ import pytest
 
 import mpis
 from commands import CLEAN, fivefold
-from namespaces import call, entering
 from nodes import Nodes, refusal
 from waiting import alive, awaited
 
@@ -376,15 +375,11 @@ def test_a_helper_on_another_node(run: Run, tmp_path: Path) -> None:
     assert code == 0, err
     alone = digests(out)
     with Nodes(1) as nodes:
-        hub, node = nodes._hub, nodes._nodes[0]
-        assert hub is not None and node is not None
-        wires = "link set lo up\naddress add 10.5.0.254/24 dev hub\n"
-        call([*entering(hub.pid, "n"), "ip", "-batch", "-"], wires)
-        enter = ["nsenter", "--target", str(node.init), "-n", "-p", "-m", "-u"]
+        enter = nodes.entry(0)
         rsh = shell(tmp_path, f'exec {shlex.join(enter)} sh -c "hostname; $2"')
         process = run(
             "-n", "1", "--helpers", f"{nodes.address(0)}:1",
-            before=tuple(entering(hub.pid, "n", "m")), environment={"FIVEFOLD_RSH": rsh},
+            before=tuple(nodes.login()), environment={"FIVEFOLD_RSH": rsh},
         )  # fmt: skip
         code, out, err = finish(process)
         assert code == 0, err

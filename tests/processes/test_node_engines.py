@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def place_of(name: str, folder: Path) -> Iterator[Place]:
+def place_of(name: str, folder: Path) -> Generator[Place]:
     if name == "srun":
         if reason := slurm_cluster.refusal():
             pytest.skip(reason)

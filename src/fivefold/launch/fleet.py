@@ -327,7 +327,7 @@ class Fleet(Watch):
                 self._codes.setdefault(rank, -signal.SIGKILL)
                 self.display.close(rank)
             if not self._stopping:
-                self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+                self._stop(signal.SIGTERM, self._failure_grace_s)
 
     # ---- one start of the ranks
 
@@ -337,6 +337,7 @@ class Fleet(Watch):
         `NodeLost` if a node is lost. `job` is that of the beginning but for the folder of its logs.
         """
         self.job = job
+        self._failure_grace_s = 0.0 if job.restarts else FAILURE_GRACE_S
         self._begin()
         self._node_lost = None
         self._replace_lost()

@@ -51,12 +51,15 @@ def restarting(
 
 
 def _again(job: Job, number: int) -> Job:
-    """The job as it is started for the `number`-th time after the first."""
+    """The job as it is started for the `number`-th time after the first, with the restarts that are left."""
     if not number:
         return job
     folder = job.log_dir / f"restart-{number}"
     this = replace(
-        job, log_dir=folder, environment={**job.environment, "FIVEFOLD_RESTART": str(number)}
+        job,
+        log_dir=folder,
+        environment={**job.environment, "FIVEFOLD_RESTART": str(number)},
+        restarts=job.restarts - number,
     )
     this.make_log_dir()
     return this

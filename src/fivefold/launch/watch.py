@@ -40,6 +40,8 @@ class Watch(Supervisor):
         self.job = job
         self.display = Display(job.output)
         self._grace_s = read_seconds("FIVEFOLD_GRACE_S", 5.0)
+        # Ranks that start again at once have nothing to gain from a slow end.
+        self._failure_grace_s = 0.0 if job.restarts else FAILURE_GRACE_S
         self._awaited: list[subprocess.Popen[bytes]] = []
         self._shims: dict[int, int] = {}
         """by rank, of the ranks that a foreign launcher started: the process that passes signals on to it"""
@@ -148,7 +150,7 @@ class Watch(Supervisor):
             self.display.close(rank, usage_error=usage)
         self._ended.clear()
         if self._first is not None and not self._stopping:
-            self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+            self._stop(signal.SIGTERM, self._failure_grace_s)
 
     def _note(self, failed: list[tuple[bool, int, int]]) -> None:
         """Who failed first; a rank that another one has left often ends before that one."""
@@ -161,7 +163,7 @@ class Watch(Supervisor):
 
     def _take_follower(self) -> None:
         self._first = self._follower
-        self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+        self._stop(signal.SIGTERM, self._failure_grace_s)
 
     def _stop(self, signum: int, grace_s: float) -> None:
         self._stopping = self.display.silent = True
