@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.launch.engine import choose
 from fivefold.launch.environment import launched, locate
 from fivefold.launch.hosts import Host, Hosts, read_hostfile
-from fivefold.launch.job import Job, default_log_dir
+from fivefold.launch.job import Job, NodeRanks, default_log_dir
+from fivefold.launch.template import forkable
 
 if TYPE_CHECKING:
     from fivefold.plan import Plan
@@ -59,6 +61,10 @@ class Run:
     """so many of the last nodes stand by, for those that are lost; with --restarts"""
     restarts: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 0
     """how often all processes start again after one has failed; default: never"""
+    fork: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
+        False
+    )
+    """import torch once on each node, in a process that is forked into all of the node's processes"""
     engine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "auto"
     """what starts them: auto (the default), local, torchrun or mpirun; on several nodes srun, ssh, flux,
     mpirun or pals"""
@@ -113,6 +119,9 @@ class Run:
         places = self._places(hosts)
         processes = self._processes(plan, places)
         nodes = nodes_of(places, processes, self.ppn, self.spares) if places else ()
+        if self.fork:
+            nodes = nodes or (NodeRanks(socket.gethostname(), processes, local=True),)
+            self._check_forks(command)
         engine = choose(self.engine, several_nodes=bool(nodes))
         log_dir = self.log_dir or default_log_dir()
         changed_plan = plan if self._changes_plan() else None
@@ -139,6 +148,7 @@ class Run:
             helpers=helpers,
             nodes=nodes,
             restarts=self.restarts,
+            fork=self.fork,
         )
         if self.dry_run:
             from fivefold.cli.dry_run import show
@@ -168,6 +178,12 @@ class Run:
 
     def _changes_plan(self) -> bool:
         return self.layout is not None or bool(self.settings)
+
+    def _check_forks(self, command: list[str]) -> None:
+        if not forkable(command):
+            raise UsageError(
+                f"--fork is for Python scripts and modules, and {command[0]} is neither; leave it out"
+            )
 
     def _places(self, hosts: Hosts | None) -> tuple[Host, ...]:
         """Hosts for the processes, as far as any are told."""
@@ -214,7 +230,7 @@ class Run:
             )
 
 
-_FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace")
+_FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace", "--fork")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from fivefold.cluster import granted_cores
 from fivefold.errors import LaunchError, UsageError
@@ -34,8 +34,9 @@ from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind
 from fivefold.launch.outbox import Outbox
 from fivefold.launch.port import reserved_port
-from fivefold.launch.supervisor import Supervisor
+from fivefold.launch.supervisor import Supervised, Supervisor
 from fivefold.launch.surroundings import node_environment
+from fivefold.launch.template import TemplateProcess, words
 from fivefold.wire import Channel, LinkClosed, LinkError, Message, OtherKey, OtherProtocol
 
 __all__ = ["ADDRESSES", "KEY", "RankOrder", "main", "own_versions"]
@@ -68,6 +69,8 @@ class RankOrder:
     cores: list[int]
     """that the ranks may use; empty: all that are granted"""
     grace_s: float
+    fork: bool
+    """whether the ranks are forked from one process that has imported torch"""
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> Self:
@@ -85,7 +88,8 @@ class Agent(Supervisor):
         super().__init__()
         self._channel = channel
         self._outbox = Outbox(channel)
-        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._ranks: dict[int, Supervised] = {}
+        self._template: tuple[object, TemplateProcess] | None = None
         self._ports = contextlib.ExitStack()
         self._grace_s = 5.0
         self._why = ""
@@ -156,18 +160,20 @@ class Agent(Supervisor):
         shared = node_environment(order.environment, os.environ) | {
             "WORLD_SIZE": str(order.world),
             "LOCAL_WORLD_SIZE": str(order.count),
-            "MASTER_ADDR": order.address,
-            "MASTER_PORT": str(order.port),
         }
+        meeting = {"MASTER_ADDR": order.address, "MASTER_PORT": str(order.port)}
         cores = order.cores or sorted(os.sched_getaffinity(0))
         if order.threads:
             granted = min(granted_cores(), len(cores))
             shared["OMP_NUM_THREADS"] = str(max(1, granted // order.count))
         for local in range(order.count):
-            own = {"RANK": str(order.first + local), "LOCAL_RANK": str(local)}
-            self._start_rank(order, order.first + local, shared | own)
+            rank = order.first + local
+            own = meeting | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            (self._fork_rank if order.fork else self._start_rank)(order, rank, shared, own)
 
-    def _start_rank(self, order: RankOrder, rank: int, environ: dict[str, str]) -> None:
+    def _start_rank(
+        self, order: RankOrder, rank: int, shared: dict[str, str], own: dict[str, str]
+    ) -> None:
         dies = dies_with_parent()
 
         def in_child() -> None:
@@ -179,7 +185,7 @@ class Agent(Supervisor):
             process = subprocess.Popen(
                 order.command,
                 cwd=order.directory,
-                env=environ,
+                env=shared | own,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -189,11 +195,64 @@ class Agent(Supervisor):
             )
         except (OSError, subprocess.SubprocessError) as problem:
             raise UsageError(_refusal(order, problem)) from None
+        assert process.stdout is not None and process.stderr is not None
+        self._watch_rank(rank, process, process.stdout, process.stderr)
+
+    def _fork_rank(
+        self, order: RankOrder, rank: int, shared: dict[str, str], own: dict[str, str]
+    ) -> None:
+        again = shared.pop("FIVEFOLD_RESTART", None)
+        template = self._template_of(order, shared)
+        own = own if again is None else own | {"FIVEFOLD_RESTART": again}
+        ends = [os.pipe() for _ in range(2)]
+        try:
+            process = template.fork(own, order.cores, ends[0][1], ends[1][1])
+        except OSError as problem:
+            for reader, _ in ends:
+                os.close(reader)
+            raise UsageError(
+                f"{os.uname().nodename} cannot fork ranks: {problem}; its log says why, or leave --fork out"
+            ) from None
+        finally:
+            for _, writer in ends:
+                os.close(writer)
+        out, err = (os.fdopen(reader, "rb", buffering=0) for reader, _ in ends)
+        self._watch_rank(rank, process, out, err)
+
+    def _template_of(self, order: RankOrder, shared: dict[str, str]) -> TemplateProcess:
+        """One that has imported torch in this environment, or will have."""
+        wanted = (order.command, order.directory, shared)
+        if self._template is None or self._template[0] != wanted or self._template[1].gone:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    subprocess.Popen(  # the kernel ends it with this process
+                        words(order.command[0], theirs.fileno(), order.command),
+                        cwd=order.directory,
+                        env=shared,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                        preexec_fn=dies_with_parent(),  # noqa: PLW1509 - no threads here
+                    )
+                except OSError as problem:
+                    raise UsageError(_refusal(order, problem)) from None
+            template = TemplateProcess(ours)
+            self._template = (wanted, template)
+            self.callback(ours.close)  # the template ends then, and what it has forked with it
+            self.attach(ours.fileno(), lambda: self._template_said(template))
+        return self._template[1]
+
+    def _template_said(self, template: TemplateProcess) -> None:
+        template.take()
+        if template.gone:
+            self.detach(template.line.fileno())
+
+    def _watch_rank(self, rank: int, process: Supervised, out: IO[bytes], err: IO[bytes]) -> None:
         self._ranks[rank] = process
         self.start(process, lambda code: self._ended(rank, code))
-        assert process.stdout is not None and process.stderr is not None
-        self.read(process.stdout, self._telling(rank, "out"))
-        self.read(process.stderr, self._telling(rank, "err"))
+        self.read(out, self._telling(rank, "out"))
+        self.read(err, self._telling(rank, "err"))
 
     def _telling(self, rank: int, stream: str) -> Callable[[bytes], None]:
         fields = {"rank": rank, "stream": stream}

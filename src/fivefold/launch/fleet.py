@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ class _Node:
     host: str
     ranks: range
     cores: tuple[int, ...]
+    python: str
     channel: Channel | None = None
     peer: str = ""
     """its address, as it called from there"""
@@ -390,7 +392,7 @@ class Fleet(Watch):
         environ = job.rank_environment(self._engine)
         chosen = "OMP_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in job.environment
         return {
-            "command": list(job.command),
+            "command": self._command(node),
             "directory": os.getcwd(),  # noqa: PTH109 - as the shell calls it
             "environment": portable(environ),
             "first": node.ranks[0],
@@ -401,7 +403,15 @@ class Fleet(Watch):
             "threads": not chosen,
             "cores": list(node.cores),
             "grace_s": self._grace_s,
+            "fork": job.fork,
         }
+
+    def _command(self, node: _Node) -> list[str]:
+        """The node may have another Python."""
+        command = list(self.job.command)
+        if node.python and command[0] == sys.executable:
+            command[0] = node.python
+        return command
 
     def _meeting_address(self) -> str:
         """Where the other nodes reach that of rank 0: as they reach the launcher, where it is the same."""
@@ -473,6 +483,8 @@ def _nodes(job: Job) -> list[_Node]:
     nodes: list[_Node] = []
     first = 0
     for number, place in enumerate(job.nodes):
-        nodes.append(_Node(number, place.host, range(first, first + place.ranks), place.cores))
+        nodes.append(
+            _Node(number, place.host, range(first, first + place.ranks), place.cores, place.python)
+        )
         first += place.ranks
     return nodes

@@ -58,7 +58,8 @@ class Job:
     "first" gives the terminal to rank 0 (its standard output only) and shows nothing else.
     `port` is where the ranks meet; None picks a free one. `helpers` run beside the ranks; the output of
     each is kept in `helper-N.log`, and shown after `[hN] `. `nodes` says where the ranks run, in their
-    order; empty: all on this one. After a failure all ranks start again, `restarts` times at most.
+    order; empty: all on this one. After a failure all ranks start again, `restarts` times at most. With
+    `fork` those of a node are forked from one process.
     """
 
     command: Sequence[str]
@@ -70,6 +71,7 @@ class Job:
     helpers: Helpers | None = None
     nodes: tuple[NodeRanks, ...] = ()
     restarts: int = 0
+    fork: bool = False
 
     def __post_init__(self) -> None:
         if self.processes < 1:

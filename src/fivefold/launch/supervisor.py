@@ -10,24 +10,42 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Self, TypeVar, cast
+from typing import IO, Protocol, Self, TypeVar, cast
 
 from fivefold.cluster.processes import process_stat
 from fivefold.launch.guard import Guard
 
-__all__ = ["STOPPING", "SWEEP_GRACE_S", "Supervisor"]
+__all__ = ["STOPPING", "SWEEP_GRACE_S", "Supervised", "Supervisor"]
 
 SWEEP_GRACE_S = 1.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _CHUNK_BYTES = 65536
 _File = TypeVar("_File", bound=IO[bytes])
+
+
+class Supervised(Protocol):
+    """A process, as `subprocess.Popen` shows it; it leads its own process group."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """The same, once it has ended."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+        ...
 
 
 class Supervisor:
@@ -39,7 +57,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._guard = Guard()
-        self._on_exit: dict[subprocess.Popen[bytes], Callable[[int], None]] = {}
+        self._on_exit: dict[Supervised, Callable[[int], None]] = {}
         self._groups: set[int] = set()
         self._due: list[tuple[float, Callable[[], object]]] = []
         self._attached: set[int] = set()
@@ -68,7 +86,7 @@ class Supervisor:
             self._forget(key.fd)
         self._selector.close()
 
-    def start(self, process: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:
+    def start(self, process: Supervised, on_exit: Callable[[int], None]) -> None:
         """Supervise a process that leads its own process group; `on_exit` gets its return code."""
         self._on_exit[process] = on_exit
         self.add_group(process.pid)
@@ -128,7 +146,8 @@ class Supervisor:
         while gone := [p for p in self._on_exit if p.poll() is not None]:
             self._drain()  # its last words come before the news of its end
             for process in gone:
-                self._on_exit.pop(process)(process.returncode)
+                on_exit = self._on_exit.pop(process)
+                on_exit(process.wait())
         self._turned()
         for when, function in [due for due in self._due if due[0] <= time.monotonic()]:
             self._due.remove((when, function))

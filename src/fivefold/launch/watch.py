@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 
 from fivefold.errors import UsageError
 from fivefold.launch.job import Job, RankFailure, Resumable, Stopped, log_path, tail
 from fivefold.launch.output import Display
-from fivefold.launch.supervisor import STOPPING, SWEEP_GRACE_S, Supervisor
+from fivefold.launch.supervisor import STOPPING, SWEEP_GRACE_S, Supervised, Supervisor
 from fivefold.launch.variables import read_seconds
 
 __all__ = ["Watch"]
@@ -42,7 +41,7 @@ class Watch(Supervisor):
         self._grace_s = read_seconds("FIVEFOLD_GRACE_S", 5.0)
         # Ranks that start again at once have nothing to gain from a slow end.
         self._failure_grace_s = 0.0 if job.restarts else FAILURE_GRACE_S
-        self._awaited: list[subprocess.Popen[bytes]] = []
+        self._awaited: list[Supervised] = []
         self._shims: dict[int, int] = {}
         """by rank, of the ranks that a foreign launcher started: the process that passes signals on to it"""
         self._begin()
@@ -61,7 +60,7 @@ class Watch(Supervisor):
 
     def start(
         self,
-        process: subprocess.Popen[bytes],
+        process: Supervised,
         on_exit: Callable[[int], None],
         *,
         awaited: bool = True,
