@@ -49,6 +49,7 @@ class Place:
     hosts: Sequence[str]
     processes: Callable[[], list[int]]
     """what runs on the nodes"""
+    options: Sequence[str] = ()
 
 
 @contextlib.contextmanager
@@ -65,13 +66,14 @@ def place_of(name: str, folder: Path) -> Generator[Place]:
         pytest.skip(reason)
     with Site(2, folder) as site:
         environ = site.environ
-        if name != "ssh":
+        if name in ("openmpi", "mpich"):
             environ |= {"FIVEFOLD_MPIRUN": str(mpis.find(name))}
-        engine = "ssh" if name == "ssh" else "mpirun"
-        yield Place(engine, site.entering, environ, ("node0", "node1"), site.processes)
+        engine = "mpirun" if name in ("openmpi", "mpich") else "ssh"
+        options = ["--fork"] if name == "forked" else []
+        yield Place(engine, site.entering, environ, ("node0", "node1"), site.processes, options)
 
 
-@pytest.fixture(params=["ssh", "openmpi", "mpich", "srun"], scope="module")
+@pytest.fixture(params=["ssh", "forked", "openmpi", "mpich", "srun"], scope="module")
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
@@ -103,7 +105,14 @@ def start(place: Place, tmp_path: Path) -> Iterator[Start]:
         if place.engine != "srun":
             command += ["--engine", place.engine, "-H", ",".join(f"{h}:2" for h in place.hosts)]
         process = subprocess.Popen(
-            [*place.before(tmp_path), *command, *options, str(script), str(tmp_path)],
+            [
+                *place.before(tmp_path),
+                *command,
+                *place.options,
+                *options,
+                str(script),
+                str(tmp_path),
+            ],
             cwd=tmp_path,
             env=place.environ | variables,
             stdin=subprocess.DEVNULL,

@@ -161,7 +161,10 @@ class Agent(Supervisor):
             "WORLD_SIZE": str(order.world),
             "LOCAL_WORLD_SIZE": str(order.count),
         }
+        # What differs between starts is apart: a process that has imported torch serves all of them.
         meeting = {"MASTER_ADDR": order.address, "MASTER_PORT": str(order.port)}
+        if (again := shared.pop("FIVEFOLD_RESTART", None)) is not None:
+            meeting["FIVEFOLD_RESTART"] = again
         cores = order.cores or sorted(os.sched_getaffinity(0))
         if order.threads:
             granted = min(granted_cores(), len(cores))
@@ -201,9 +204,7 @@ class Agent(Supervisor):
     def _fork_rank(
         self, order: RankOrder, rank: int, shared: dict[str, str], own: dict[str, str]
     ) -> None:
-        again = shared.pop("FIVEFOLD_RESTART", None)
         template = self._template_of(order, shared)
-        own = own if again is None else own | {"FIVEFOLD_RESTART": again}
         ends = [os.pipe() for _ in range(2)]
         try:
             process = template.fork(own, order.cores, ends[0][1], ends[1][1])

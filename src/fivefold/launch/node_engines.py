@@ -184,15 +184,14 @@ class SshEngine(NodeEngine):
 
     def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[Starter]:
         """See `NodeEngine.starters`. The key goes through a pipe: a command line is for all to read."""
-        brief = f'{{"addresses":"{",".join(addresses)}","key":"{key}"}}\n'.encode()
-        return [
-            Starter(
-                ProcessStart(self._words(number, node), portable_launch(os.environ)),
-                (number,),
-                brief,
-            )
-            for number, node in enumerate(job.nodes)
-        ]
+        starters: list[Starter] = []
+        for number, node in enumerate(job.nodes):
+            near = [one for one in addresses if one.startswith("127.")]
+            told = ",".join(near or addresses if node.local else addresses)
+            brief = f'{{"addresses":"{told}","key":"{key}"}}\n'.encode()
+            start = ProcessStart(self._words(number, node), portable_launch(os.environ))
+            starters.append(Starter(start, (number,), brief))
+        return starters
 
     def _words(self, number: int, node: NodeRanks) -> list[str]:
         agent = [*_AGENT, "--number", str(number)]
