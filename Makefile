@@ -54,7 +54,7 @@ fuzz: $(VENV)/.develop  ## random nets under random layouts against one process:
 
 soak: $(VENV)/.develop  ## the slow tests: all cases of costly ones, nodes lost at random, for an hour or so
 	$(INSTALL) -e '.[wandb,mlflow]'
-	$(BIN)/python -m pytest tests/processes/test_logging.py
+	$(BIN)/python -m pytest -m "not slow" tests/processes/test_logging.py
 	$(BIN)/python -m pytest -m slow tests $(PYTEST_FLAGS)
 
 check: $(VENV)/.develop  ## format, lint, types, layers, spelling and the documentation build

@@ -248,7 +248,7 @@ print("well", again)
         "2",
     ).finish()
     assert code == 0, err
-    assert err.count("rank 3 of 4 was killed by SIGKILL") == 1 and "restart 1 of 2 in 1 s" in err
+    assert err.count("rank 3 of 4 was killed by SIGKILL") == 1 and "restart 1 of 2 now" in err
     assert err.count("rank 1 of 4 was killed by SIGKILL") == 1 and "restart 2 of 2" in err
     assert sorted(re.findall(r"\[(\d)\] well 2", out)) == ["0", "1", "2", "3"]
     logs = tmp_path / "logs"

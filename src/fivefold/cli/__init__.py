@@ -144,6 +144,8 @@ def _help() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.write(printable(message) + "\n")
+    if sys.stdout is not None:  # closed by who started this, as `>&-` does
+        sys.stdout.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(printable(message) + "\n")
     return code

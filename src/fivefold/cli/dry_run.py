@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from fivefold.errors import UsageError
 from fivefold.launch.engine import Engine
 from fivefold.launch.expectation import expectation
 from fivefold.launch.explain import describe
@@ -26,6 +27,9 @@ def show(job: Job, engine: Engine, *, report: bool, plan: Plan | None = None) ->
 
     `plan`: what the commands write to the folder of the logs.
     """
+    if job.nodes:
+        _show_nodes(job, engine, report=report)
+        return
     with reserved_port(job.port) as port, narrowed(job.helpers):
         starts = engine.starts(job, port)
     chosen = "" if job.port else f"; port {port} is free now, a run looks for one itself"
@@ -39,6 +43,23 @@ def show(job: Job, engine: Engine, *, report: bool, plan: Plan | None = None) ->
             found = probe.answer()
             situation = expectation(job.processes, engine.name, environ, found, job.port)
         sys.stderr.write(describe(place(situation)))
+
+
+def _show_nodes(job: Job, engine: Engine, *, report: bool) -> None:
+    if report:
+        raise UsageError(
+            "--dry-run --explain tells of this node alone, and the job has several; leave --dry-run out"
+        )
+    print(f"# engine {engine.name}, {job.processes} processes on {len(job.nodes)} nodes")
+    print("# agents, which call `fivefold run` and start what it says:")
+    for start in engine.starts(job, 0):
+        print(shlex.join(start.command))
+    first = 0
+    for node in job.nodes:
+        what = f"ranks {first} to {first + node.ranks - 1}" if node.ranks else "stands by"
+        print(f"# {node.host}: {what}")
+        first += node.ranks
+    print(f"# each rank:\n{shlex.join(job.command)}")
 
 
 def script(

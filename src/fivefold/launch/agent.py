@@ -45,6 +45,8 @@ ADDRESSES = "FIVEFOLD_AGENT_ADDRESSES"
 KEY = "FIVEFOLD_AGENT_KEY"
 _MOST_BYTES = 1 << 16
 _CALL_S = 10.0
+_SAME_S = 5.0
+"""within this, a signal that comes on two ways is one"""
 _CONNECT_S = 3.0
 """an address of the launcher may lead nowhere from here"""
 SILENT_S = 20.0
@@ -91,6 +93,12 @@ class Agent(Supervisor):
         self._ranks: dict[int, Supervised] = {}
         self._template: tuple[object, TemplateProcess] | None = None
         self._ports = contextlib.ExitStack()
+        self._pipes: list[int] = []
+        """of the ranks of this start"""
+        self._passed_on: dict[tuple[int, bool], float] = {}
+        """by signal, and whether the launcher sent it: when"""
+        self._deaf = False
+        """nobody listens any more to what ranks write"""
         self._grace_s = 5.0
         self._why = ""
         """of the end"""
@@ -105,14 +113,24 @@ class Agent(Supervisor):
         except LinkClosed as problem:
             self._why = str(problem)
         finally:
+            self._deaf = True
             self.detach(self._channel.fileno())
             self._ports.close()
             self._outbox.close()
         if self._why == _BYE:
             return 0
         sys.stderr.write(f"error: {self._why}; the ranks of this node are ended\n")
-        self._sweep(self._grace_s)
+        self._end_ranks()
         return LaunchError.exit_code
+
+    def _end_ranks(self) -> None:
+        """Ask them to end, and go on reading what they write while they save."""
+        end = time.monotonic() + self._grace_s
+        self._kill(signal.SIGTERM)
+        self.later(self._grace_s, lambda: None)
+        while self._ranks and time.monotonic() < end:
+            self._turn()
+        self._sweep(0.0)
 
     def _receive(self) -> None:
         while not self._why:
@@ -131,16 +149,22 @@ class Agent(Supervisor):
         elif kind == Kind.LISTEN:
             self._try(lambda: self._listen(fields["port"] or None))
         elif kind == Kind.START:
-            self._try(lambda: self._start_ranks(RankOrder.parse(fields)))
+            order = json.loads(bytes(message.payload))
+            self._try(lambda: self._start_ranks(RankOrder.parse(order)))
         elif kind == Kind.SIGNAL:
-            self._signal(int(fields["signum"]))
+            self._pass_on(int(fields["signum"]), by_launcher=True)
         elif kind == Kind.KILL:
             self._sweep(float(fields["grace_s"]))
             self._tell_when_cleared()
         elif kind == Kind.BYE:
             self._why = _BYE
 
-    def _signal(self, signum: int) -> None:
+    def _pass_on(self, signum: int, *, by_launcher: bool) -> None:
+        """Send a signal to the ranks, once if a scheduler sends it to the launcher and to its agents."""
+        now = time.monotonic()
+        if now - self._passed_on.pop((signum, not by_launcher), -_SAME_S) < _SAME_S:
+            return
+        self._passed_on[signum, by_launcher] = now
         for rank in self._ranks.values():
             rank.send_signal(signum)
 
@@ -160,6 +184,7 @@ class Agent(Supervisor):
         shared = node_environment(order.environment, os.environ) | {
             "WORLD_SIZE": str(order.world),
             "LOCAL_WORLD_SIZE": str(order.count),
+            "PWD": order.directory,
         }
         # What differs between starts is apart: a process that has imported torch serves all of them.
         meeting = {"MASTER_ADDR": order.address, "MASTER_PORT": str(order.port)}
@@ -252,29 +277,38 @@ class Agent(Supervisor):
     def _watch_rank(self, rank: int, process: Supervised, out: IO[bytes], err: IO[bytes]) -> None:
         self._ranks[rank] = process
         self.start(process, lambda code: self._ended(rank, code))
-        self.read(out, self._telling(rank, "out"))
-        self.read(err, self._telling(rank, "err"))
+        self._pipes += [
+            self.read(out, self._telling(rank, "out")),
+            self.read(err, self._telling(rank, "err")),
+        ]
 
     def _telling(self, rank: int, stream: str) -> Callable[[bytes], None]:
         fields = {"rank": rank, "stream": stream}
-        return lambda chunk: self._outbox.put(Kind.OUTPUT, fields, chunk)
+        return lambda chunk: None if self._deaf else self._outbox.put(Kind.OUTPUT, fields, chunk)
 
     def _ended(self, rank: int, code: int) -> None:
         del self._ranks[rank]
-        self._outbox.put(Kind.ENDED, {"rank": rank, "code": code})
+        if not self._deaf:
+            self._outbox.put(Kind.ENDED, {"rank": rank, "code": code})
 
     def _tell_when_cleared(self) -> None:
         if self._ranks:
             self.later(0.01, self._tell_when_cleared)
-        else:
-            self._outbox.put(Kind.CLEARED, {})
+            return
+        self.leave(
+            self._pipes
+        )  # what escaped from its group must not write into the next start's logs
+        self._pipes.clear()
+        self._passed_on.clear()
+        self._outbox.put(Kind.CLEARED, {})
 
     def _signalled(self, signum: int) -> None:
-        """Of a scheduler. Ctrl-C reaches the launcher too, which tells what to do about it."""
-        if signum in (signal.SIGUSR1, signal.SIGUSR2):
-            self._signal(signum)
-        elif signum == signal.SIGTERM:
-            self._why = "a signal asked the agent of this node to end"
+        """Of a scheduler, for the ranks: when they have ended, the launcher says what follows.
+
+        Ctrl-C reaches the launcher too, which tells what to do about it.
+        """
+        if signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            self._pass_on(signum, by_launcher=False)
 
 
 _BYE = "bye"

@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         where = locate()
-        _refuse_used(options.log_dir, where)
-        _tell(where, options.log_dir)
+        if not os.environ.get("FIVEFOLD_RESTART"):  # ranks that start again are where they were
+            _refuse_used(options.log_dir, where)
+            _tell(where, options.log_dir)
         os.execvp(options.command[0], options.command)  # noqa: S606 - becoming the rank is the purpose
     except FivefoldError as problem:
         return _fail(str(problem))

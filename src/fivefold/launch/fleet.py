@@ -11,6 +11,7 @@ comes through their agents and is kept in the folder of the logs, which is this 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -25,17 +26,18 @@ from types import TracebackType
 from typing import Any
 
 from fivefold.closing import Closing
+from fivefold.cluster.network import resolve
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.agent import SILENT_S, own_versions
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.job import Job, ProcessStart, ended, log_path, tail
-from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind
+from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind, weight
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.restarts import FinalFailure
-from fivefold.launch.supervisor import SWEEP_GRACE_S, Supervisor
+from fivefold.launch.supervisor import SWEEP_GRACE_S, Supervised, Supervisor
 from fivefold.launch.surroundings import portable
 from fivefold.launch.variables import read_seconds
-from fivefold.launch.watch import FAILURE_GRACE_S, Watch
+from fivefold.launch.watch import Watch
 from fivefold.wire import Channel, LinkClosed, LinkError, Listener, Message, new_key
 
 __all__ = ["Fleet", "NodeLost", "Starter", "Switchboard"]
@@ -43,6 +45,7 @@ __all__ = ["Fleet", "NodeLost", "Starter", "Switchboard"]
 _MOST_CALLERS, _OF_ONE = 1024, 64
 _CLEARED_S = 10.0
 _GOODBYE_S = 3.0
+_AT_ONCE = 32
 _TAKEN_BYTES = 1 << 14
 _SHOWN_RANKS = 64
 """of more ranks the output of the first is shown, and what others write to standard error"""
@@ -152,7 +155,8 @@ class Fleet(Watch):
         self._port = 0
         self._refused = ""
         self._node_lost: NodeLost | None = None
-        self._begun = False
+        self._begun = self._leaving = False
+        self._starters: list[Supervised] = []
         if job.processes > _SHOWN_RANKS:
             self.display.only_errors_of_others()
 
@@ -208,6 +212,7 @@ class Fleet(Watch):
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(starter.brief)
                 process.stdin.close()
+        self._starters.append(process)
         self.start(process, lambda code: self._starter_ended(starter, path, code), awaited=False)
 
     def _starter_ended(self, starter: Starter, log: Path, code: int) -> None:
@@ -245,7 +250,10 @@ class Fleet(Watch):
     def _hearing(self, channel: Channel, node: _Node | None) -> Callable[[], None]:
         def hear() -> None:
             try:
-                while (message := channel.receive(0.0)) is not None:
+                # A few: whoever writes all the time must not keep us from signals and other nodes.
+                for _ in range(_AT_ONCE):
+                    if (message := channel.receive(0.0)) is None:
+                        return
                     if node is None:
                         self._introduced(channel, message)
                         return
@@ -265,8 +273,13 @@ class Fleet(Watch):
         ((_, peer, own),) = [one for one in self._strangers if one[0] is channel]
         self._strangers = [one for one in self._strangers if one[0] is not channel]
         self.detach(channel.fileno())
-        node = self._node_of(message.fields)
-        if node is None or node.channel is not None:
+        node = self._node_of(message.fields, peer)
+        if node is None or self._leaving:
+            if not self._leaving:
+                names = ", ".join(message.fields["names"])
+                self.display.note(f"warning: an agent on {names} calls, which is none of the hosts")
+            with contextlib.suppress(LinkClosed):
+                channel.send(Kind.BYE, {})
             channel.close()
             return
         channel.peer = f"the agent of {node.host}"
@@ -277,12 +290,23 @@ class Fleet(Watch):
             told = ", ".join(f"{name} {theirs.get(name)} (here {ours[name]})" for name in differing)
             self._lost(node, f"it has {told}; all nodes need the same")
 
-    def _node_of(self, fields: Mapping[str, Any]) -> _Node | None:
+    def _node_of(self, fields: Mapping[str, Any], peer: str) -> _Node | None:
+        """The node of an agent, by the number that it was told, its names or its address; None if none is."""
+        awaited = [node for node in self._nodes if node.channel is None]
         if fields["number"] >= 0:
-            return self._nodes[fields["number"]]
-        names = {str(name).partition(".")[0] for name in fields["names"]}
-        found = [n for n in self._nodes if n.host.rpartition("@")[2].partition(".")[0] in names]
-        return found[0] if found else None
+            return next((node for node in awaited if node.number == fields["number"]), None)
+        names = {str(name) for name in fields["names"]}
+        short = {name.partition(".")[0] for name in names}
+        hosts = {node.number: node.host.rpartition("@")[2] for node in awaited}
+        for node in awaited:
+            if hosts[node.number] in names:
+                return node
+        for node in awaited:
+            if hosts[node.number].partition(".")[0] in short:
+                return node
+        return next(
+            (n for n in awaited if peer in (hosts[n.number], resolve(hosts[n.number]))), None
+        )
 
     def _heard(self, node: _Node, message: Message) -> None:
         kind, fields = message.kind, message.fields
@@ -303,16 +327,18 @@ class Fleet(Watch):
         if rank in node.logs:
             node.logs[rank][stream == "err"].feed(chunk)
         self.display.feed(rank, stream, chunk)
-        node.untaken_bytes += len(chunk)
+        node.untaken_bytes += weight(chunk)
         if node.untaken_bytes >= _TAKEN_BYTES:
             self._send(node, Kind.TAKEN, {"bytes": node.untaken_bytes})
             node.untaken_bytes = 0
 
-    def _send(self, node: _Node, kind: Kind, fields: Mapping[str, Any]) -> None:
+    def _send(
+        self, node: _Node, kind: Kind, fields: Mapping[str, Any], payload: bytes = b""
+    ) -> None:
         if node.channel is None or node.lost:
             return
         try:
-            node.channel.send(kind, fields)
+            node.channel.send(kind, fields, [payload] if payload else [])
         except LinkClosed as problem:
             self._lost(node, str(problem))
 
@@ -323,13 +349,14 @@ class Fleet(Watch):
         if node.channel is not None:
             self.detach(node.channel.fileno())
             node.channel.close()
-        if self._begun and node.ranks:
+        ended = {*self._codes, *(rank for rank, _ in self._ended)}
+        if self._begun and not ended.issuperset(node.ranks):
             self._node_lost = self._node_lost or NodeLost(node.host, node.ranks, why, self.job)
             for rank in node.ranks:
                 self._codes.setdefault(rank, -signal.SIGKILL)
                 self.display.close(rank)
             if not self._stopping:
-                self._stop(signal.SIGTERM, self._failure_grace_s)
+                self._stop(signal.SIGTERM, self._failure_grace_s(1))
 
     # ---- one start of the ranks
 
@@ -339,23 +366,29 @@ class Fleet(Watch):
         `NodeLost` if a node is lost. `job` is that of the beginning but for the folder of its logs.
         """
         self.job = job
-        self._failure_grace_s = 0.0 if job.restarts else FAILURE_GRACE_S
         self._begin()
-        self._node_lost = None
+        self._node_lost, self._refused = None, ""
         self._replace_lost()
-        self._ask_for_port()
-        for node in self._nodes:
-            for rank in node.ranks:
-                log = self.keep(log_path(job.log_dir, rank).open("ab", buffering=0))
-                node.logs[rank] = (LogLines(log), LogLines(log))
         self._begun = True
-        for node in self._nodes:
-            if node.ranks:
-                self._send(node, Kind.START, self._order(node))
+        self.display.begin()
         try:
-            self.wait()
+            with contextlib.ExitStack() as logs:
+                self._ask_for_port()
+                for node in self._nodes:
+                    node.logs = {rank: self._log(rank, logs) for rank in node.ranks}
+                for node in self._nodes:
+                    if node.ranks:
+                        order = json.dumps(self._order(node)).encode()
+                        self._send(node, Kind.START, {}, order)
+                self.wait()
         finally:
             self._begun = self.display.silent = False
+            for node in self._nodes:
+                node.logs = {}
+
+    def _log(self, rank: int, logs: contextlib.ExitStack) -> tuple[LogLines, LogLines]:
+        log = logs.enter_context(log_path(self.job.log_dir, rank).open("ab", buffering=0))
+        return LogLines(log), LogLines(log)
 
     def _replace_lost(self) -> None:
         """Spares take the place of nodes that were lost. Raises `FinalFailure` if there are too few."""
@@ -367,18 +400,15 @@ class Fleet(Watch):
                 spare = spares.pop(0)
                 self.display.note(f"note: node {spare.host} takes the place of {node.host}")
                 spare.ranks, node.ranks = node.ranks, range(0)
-                spare.cores = ()
 
     def _ask_for_port(self) -> None:
         """Of the node of rank 0, where the ranks will meet."""
-        self._refused, self._port = "", 0
+        self._port = 0
         first = min((node for node in self._nodes if node.ranks), key=lambda node: node.ranks[0])
         self._send(first, Kind.LISTEN, {"port": self.job.port or 0})
-        self._await(lambda: self._port or self._refused or first.lost)
+        self._await(lambda: self._port or self._refused)
         if self._refused:
             raise UsageError(self._refused)
-        if first.lost:
-            raise NodeLost(first.host, first.ranks, first.lost, self.job)
 
     def pause(self, seconds: float) -> None:
         """Wait, and notice signals meanwhile. Raises `Stopped` for one."""
@@ -394,7 +424,7 @@ class Fleet(Watch):
         return {
             "command": self._command(node),
             "directory": os.getcwd(),  # noqa: PTH109 - as the shell calls it
-            "environment": portable(environ),
+            "environment": portable(environ) | dict(job.environment),
             "first": node.ranks[0],
             "count": len(node.ranks),
             "world": job.processes,
@@ -455,7 +485,7 @@ class Fleet(Watch):
     def _conclude(self) -> None:
         if self._refused:
             raise UsageError(self._refused)
-        if self._node_lost is not None and self._first is None:
+        if self._node_lost is not None and self._first is None and not self._asked:
             raise self._node_lost
         super()._conclude()
 
@@ -472,10 +502,11 @@ class Fleet(Watch):
         """Let the agents go, and wait for what started them."""
         for node in self._nodes:
             self._send(node, Kind.BYE, {})
+        self._leaving = True
         end = time.monotonic() + _GOODBYE_S
         self._due.clear()
         Supervisor.later(self, _GOODBYE_S, lambda: None)
-        while self._on_exit and time.monotonic() < end:
+        while any(p in self._on_exit for p in self._starters) and time.monotonic() < end:
             self._turn()
 
 

@@ -160,7 +160,7 @@ def remote_shell(environ: Mapping[str, str] = os.environ) -> list[str]:
         raise UsageError(f"FIVEFOLD_RSH={told}: {problem}") from None
     if not words or shutil.which(words[0], path=environ.get("PATH")) is None:
         raise UsageError(
-            f"helpers on other nodes are started through {told!r}, and there is no such program: set "
+            f"other nodes are reached through {told!r}, and there is no such program: set "
             "FIVEFOLD_RSH to a remote shell of this site, or start them there by `fivefold helper`"
         )
     return words

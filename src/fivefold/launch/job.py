@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class Job:
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             used = any(self.log_dir.glob("rank-*.log"))
+            with tempfile.TemporaryFile(dir=self.log_dir):
+                pass  # files can be made there
         except OSError as problem:
             reason = problem.strerror or str(problem)
             raise UsageError(

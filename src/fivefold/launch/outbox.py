@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-from fivefold.launch.node_messages import WINDOW_BYTES, Kind
+from fivefold.launch.node_messages import WINDOW_BYTES, Kind, weight
 from fivefold.wire import Channel
 
 __all__ = ["Outbox"]
@@ -44,7 +44,7 @@ class Outbox:
         self._push()
 
     def taken(self, count: int) -> None:
-        """The launcher has dealt with so many bytes of output."""
+        """The launcher has dealt with so many bytes of output, as `weight` counts them."""
         self._under_way = max(0, self._under_way - count)
         self._push()
 
@@ -86,7 +86,7 @@ class Outbox:
                 return
             kind, fields, payload = self._near.popleft()
             self._near_bytes -= len(payload)
-            self._under_way += len(payload)
+            self._under_way += weight(payload) if payload else 0
             self._channel.send(kind, fields, [payload] if payload else [])
 
 

@@ -37,6 +37,10 @@ class Display:
         self.broken = False
         """Whoever read the launcher's output has gone away (`fivefold run ... | head`)."""
 
+    def begin(self) -> None:
+        """The ranks start again: what earlier ones told is no reason to be short."""
+        self._folding = Folding()
+
     def only_errors_of_others(self) -> None:
         """Show of ranks but the first what they write to standard error only: there are many."""
         self._others_out = False
@@ -44,8 +48,11 @@ class Display:
     def feed(self, rank: Who, stream: Stream, chunk: bytes) -> None:
         """Take the next bytes that `rank` wrote to `stream`, and show the lines they complete."""
         *lines, rest = (self._partial.pop((rank, stream), b"") + chunk).split(b"\n")
+        if len(rest) > _LONGEST_BYTES and not rest.endswith(b"\r"):
+            lines.append(rest)  # no line at all: what waits for its end would grow without one
+            rest = b""
         if rest:
-            self._partial[rank, stream] = rest[-_LONGEST_BYTES:] if rest.endswith(b"\r") else rest
+            self._partial[rank, stream] = rest[-_LONGEST_BYTES:]
         self._show(rank, stream, lines)
 
     def close(self, rank: Who, usage_error: bool = False) -> None:

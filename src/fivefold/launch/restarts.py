@@ -31,9 +31,9 @@ def restarting(
 ) -> None:
     """Run `start`, again with another folder of logs after each failure, `job.restarts` times at most.
 
-    Between starts that each ended within a minute pauses grow, from 1 s to a minute: what is wrong may need
-    time to pass. `pause` waits so many seconds, `note` tells people. Raises what the last start does, and
-    `FinalFailure` at once.
+    The first comes at once. Between others that end within a minute pauses grow, from 1 s to a minute: what
+    is wrong may need time to pass. `pause` waits so many seconds, `note` tells people. Raises what the last
+    start does, and `FinalFailure` at once.
     """
     pause_s = 0.0
     for number in range(job.restarts):
@@ -43,9 +43,10 @@ def restarting(
         except (Resumable, Stopped, FinalFailure):
             raise
         except LaunchError as problem:
-            quick = time.monotonic() - began < _LONGEST_PAUSE_S
-            pause_s = min(max(2 * pause_s, 1.0), _LONGEST_PAUSE_S) if quick else 1.0
-            note(f"warning: {problem}\nrestart {number + 1} of {job.restarts} in {pause_s:g} s")
+            quick = number and time.monotonic() - began < _LONGEST_PAUSE_S
+            pause_s = min(max(2 * pause_s, 1.0), _LONGEST_PAUSE_S) if quick else 0.0
+            when = f"in {pause_s:g} s" if pause_s else "now"
+            note(f"warning: {problem}\nrestart {number + 1} of {job.restarts} {when}")
             pause(pause_s)
     return start(_again(job, job.restarts))
 
@@ -55,10 +56,13 @@ def _again(job: Job, number: int) -> Job:
     if not number:
         return job
     folder = job.log_dir / f"restart-{number}"
+    environment = {**job.environment, "FIVEFOLD_RESTART": str(number)}
+    if environment.get("FIVEFOLD_TRACE") == str(job.log_dir.resolve() / "trace"):
+        environment["FIVEFOLD_TRACE"] = str(folder.resolve() / "trace")
     this = replace(
         job,
         log_dir=folder,
-        environment={**job.environment, "FIVEFOLD_RESTART": str(number)},
+        environment=environment,
         restarts=job.restarts - number,
     )
     this.make_log_dir()

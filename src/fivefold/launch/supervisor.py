@@ -12,7 +12,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Protocol, Self, TypeVar, cast
@@ -60,6 +61,8 @@ class Supervisor:
         self._on_exit: dict[Supervised, Callable[[int], None]] = {}
         self._groups: set[int] = set()
         self._due: list[tuple[float, Callable[[], object]]] = []
+        self._pumps: dict[int, object] = {}
+        """descriptors that are read from"""
         self._attached: set[int] = set()
         """descriptors that others own"""
         self._poll_s: float | None = None
@@ -119,12 +122,21 @@ class Supervisor:
         self._undo.callback(file.close)
         return file
 
-    def read(self, source: IO[bytes] | socket.socket, sink: Callable[[bytes], None]) -> None:
-        """Pass what arrives from `source` to `sink` until its end, and close it."""
+    def read(self, source: IO[bytes] | socket.socket, sink: Callable[[bytes], None]) -> int:
+        """Pass what arrives from `source` to `sink` until its end, and close it. A number for `leave`."""
         with source:
             fd = os.dup(source.fileno())
         os.set_blocking(fd, False)
-        self._selector.register(fd, selectors.EVENT_READ, lambda: self._pump(fd, sink))
+        pump = partial(self._pump, fd, sink)
+        self._selector.register(fd, selectors.EVENT_READ, pump)
+        self._pumps[fd] = pump
+        return fd
+
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Read no more from these, as far as they have not ended."""
+        for fd in numbers:
+            if fd in self._pumps:
+                self._forget(fd)
 
     def attach(self, fd: int, ready: Callable[[], object]) -> None:
         """Call `ready` when something can be read from `fd`, which stays its owner's, until `detach`."""
@@ -139,9 +151,7 @@ class Supervisor:
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it."""
-        for key, _ in self._selector.select(self._timeout()):
-            if key.fd in self._selector.get_map():  # unless one before has ended it
-                cast(Callable[[], None], key.data)()
+        self._handle(self._selector.select(self._timeout()))
         # Again until none is found: draining uses up the notice of a process that ended meanwhile.
         while gone := [p for p in self._on_exit if p.poll() is not None]:
             self._drain()  # its last words come before the news of its end
@@ -152,6 +162,11 @@ class Supervisor:
         for when, function in [due for due in self._due if due[0] <= time.monotonic()]:
             self._due.remove((when, function))
             function()
+
+    def _handle(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
+        for key, _ in ready:
+            if key.fd in self._selector.get_map():  # unless one before has ended it
+                cast(Callable[[], None], key.data)()
 
     def _turned(self) -> None:
         """What follows from the ends of processes."""
@@ -183,8 +198,7 @@ class Supervisor:
         """Read what a process that has ended left in its pipes."""
         # A pipe holds no more than a chunk or two; a rank that never stops writing must not keep us.
         for _ in range(4):
-            for key, _ in self._selector.select(0):
-                cast(Callable[[], None], key.data)()
+            self._handle(self._selector.select(0))
 
     def _pump(self, fd: int, sink: Callable[[bytes], None]) -> None:
         try:
@@ -197,6 +211,7 @@ class Supervisor:
             self._forget(fd)
 
     def _forget(self, fd: int) -> None:
+        self._pumps.pop(fd, None)
         self._selector.unregister(fd)
         os.close(fd)
 

@@ -39,8 +39,6 @@ class Watch(Supervisor):
         self.job = job
         self.display = Display(job.output)
         self._grace_s = read_seconds("FIVEFOLD_GRACE_S", 5.0)
-        # Ranks that start again at once have nothing to gain from a slow end.
-        self._failure_grace_s = 0.0 if job.restarts else FAILURE_GRACE_S
         self._awaited: list[Supervised] = []
         self._shims: dict[int, int] = {}
         """by rank, of the ranks that a foreign launcher started: the process that passes signals on to it"""
@@ -56,6 +54,8 @@ class Watch(Supervisor):
         """the first that failed, where that was the failure of another one"""
         self._stopping = self.display.silent = False
         self._stopped_by = 0
+        self._asked = 0
+        """the last signal that asked the launcher to end, even if it was ending the ranks already"""
         self._deadline = float("inf")
 
     def start(
@@ -115,7 +115,9 @@ class Watch(Supervisor):
     def _conclude(self) -> None:
         """Raise what `wait` does."""
         self._first = self._first or self._follower
-        if self._first is not None:
+        if self._asked and self.job.restarts:
+            self._stopped_by = self._asked  # whoever asks for an end wants no other start
+        elif self._first is not None:
             raise self._failure(*self._first)
         if self._stopped_by:
             codes = list(self._codes.values())
@@ -149,7 +151,7 @@ class Watch(Supervisor):
             self.display.close(rank, usage_error=usage)
         self._ended.clear()
         if self._first is not None and not self._stopping:
-            self._stop(signal.SIGTERM, self._failure_grace_s)
+            self._stop(signal.SIGTERM, self._failure_grace_s(self._first[1]))
 
     def _note(self, failed: list[tuple[bool, int, int]]) -> None:
         """Who failed first; a rank that another one has left often ends before that one."""
@@ -162,7 +164,7 @@ class Watch(Supervisor):
 
     def _take_follower(self) -> None:
         self._first = self._follower
-        self._stop(signal.SIGTERM, self._failure_grace_s)
+        self._stop(signal.SIGTERM, self._failure_grace_s(1))
 
     def _stop(self, signum: int, grace_s: float) -> None:
         self._stopping = self.display.silent = True
@@ -182,6 +184,13 @@ class Watch(Supervisor):
             for process in self._awaited:
                 process.send_signal(signum)
 
+    def _failure_grace_s(self, code: int) -> float:
+        """How long the others may take to end after one has ended with this code."""
+        if code == Resumable.exit_code:
+            return max(self._grace_s, FAILURE_GRACE_S)  # they save too
+        # Ranks that start again at once have nothing to gain from a slow end.
+        return 0.0 if self.job.restarts and code != UsageError.exit_code else FAILURE_GRACE_S
+
     def _end_ranks(self) -> None:
         """At once: there was time enough."""
         self._kill(signal.SIGKILL)
@@ -195,7 +204,9 @@ class Watch(Supervisor):
     def _signalled(self, signum: int) -> None:
         if signum not in STOPPING:
             self._signal(signum)
-        elif self._stopping:
+            return
+        self._asked = signum
+        if self._stopping:
             self._deadline = 0.0  # asked again: no more patience
         else:
             self._stop(signum, self._grace_s)
