@@ -177,7 +177,7 @@ def test_a_run_that_reaches_its_limit_goes_on_where_it_stood(
 @pytest.mark.slow
 def test_a_loop_starts_a_limited_run_until_it_is_done(folder: Path) -> None:
     *_, loop = commands(LIMITED)
-    lines = run(loop.replace("3300", "2"), folder)
+    lines = run(loop.replace("3300", "1"), folder)
     assert sum(line.startswith("begins") for line in lines) > 1
     assert any(line.startswith("step 384 ") for line in lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -259,15 +260,11 @@ for start in range(0, {lines}, 100):
         "node0:1,node1:1",
     )
     ready(tmp_path, 2)
-    family = psutil.Process(process.pid)
-    (launcher,) = [
-        p for p in [family, *family.children(recursive=True)]
-        if "fivefold" in p.cmdline() and "run" in p.cmdline() and "python" in p.name()
-    ]  # fmt: skip
-    launcher.suspend()
+    held = launcher(process)
+    held.suspend()
     (tmp_path / "go").touch()
     awaited(lambda: len(list(tmp_path.glob("*.written"))) == 2, "ranks to write", TIMEOUT_S)
-    launcher.resume()
+    held.resume()
     code, out, err = finish(process)
     assert code == 0, err
     expected = [f"{n} {'x' * 100}" for n in range(lines)]
@@ -283,3 +280,139 @@ def test_too_few_slots_start_nothing(site: Site, run: Run, tmp_path: Path) -> No
         "error: 3 processes are asked for, and there are 2 slots on 2"
     )
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_rank_that_writes_all_the_time_holds_up_neither_signals_nor_failures(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    flood = """
+import os, sys, time
+from pathlib import Path
+here, rank = Path(sys.argv[1]), os.environ["RANK"]
+(here / f"{rank}.ready").touch()
+lines = ("y" * 199 + "\\n") * 300
+while rank == "0" or sys.argv[2] == "stop":
+    sys.stdout.write(lines)
+time.sleep(1)
+sys.exit(3)
+"""
+    for ending, code in (("fail", 3), ("stop", 130)):
+        folder = tmp_path / ending
+        process = run(
+            flood, "-H", "node0:1,node1:1", "--log-dir", str(folder), arguments=[ending], FIVEFOLD_GRACE_S="2"
+        )  # fmt: skip
+        ready(tmp_path, 2)
+        if ending == "stop":
+            launcher(process).send_signal(signal.SIGINT)
+        drained = subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL)
+        assert process.wait(30) == code
+        drained.wait(30)
+        for path in tmp_path.glob("*.ready"):
+            path.unlink()
+        emptied(site)
+
+
+def launcher(process: subprocess.Popen[str]) -> psutil.Process:
+    """`fivefold run`, of the processes that a command has started or become."""
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        with contextlib.suppress(psutil.Error):
+            top = psutil.Process(process.pid)
+            for found in (top, *top.children(recursive=True)):
+                if "fivefold" in found.cmdline() and "python" in found.name():
+                    return found
+        time.sleep(0.01)
+    raise AssertionError("no launcher")
+
+
+def test_ranks_save_to_the_end_though_the_first_has_ended_and_a_restart_were_left(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    process = run(
+        """
+import os, signal, sys, time
+from pathlib import Path
+here, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+def save(*_):
+    time.sleep(1.5 * rank)
+    (here / f"{rank}.saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, save)
+(here / f"{rank}.ready").touch()
+time.sleep(300)
+""",
+        "-H", "node0:1,node1:1", "--restarts", "3",
+    )  # fmt: skip
+    ready(tmp_path, 2)
+    launcher(process).send_signal(signal.SIGUSR1)
+    code, _, err = finish(process)
+    assert code == 75 and "the same command goes on" in err
+    assert len([*tmp_path.glob("*.saved")]) == 2
+
+
+def test_a_launcher_that_is_killed_leaves_ranks_the_time_to_save_and_to_say_so(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    process = run(
+        """
+import os, signal, sys, time
+from pathlib import Path
+here, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+def save(*_):
+    print("saving " * 40_000, flush=True)
+    (here / f"{rank}.saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+(here / f"{rank}.ready").touch()
+time.sleep(300)
+""",
+        "-H", "node0:1,node1:1",
+    )  # fmt: skip
+    ready(tmp_path, 2)
+    launcher(process).kill()
+    emptied(site, 2 * PROMISED_S)
+    assert len([*tmp_path.glob("*.saved")]) == 2
+
+
+def test_what_the_user_sets_reaches_ranks_whatever_its_length_and_files_are_closed_between_starts(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    process = run(
+        """
+import os, sys
+print(os.environ["TMPDIR"], os.environ["CUDA_VISIBLE_DEVICES"], len(os.environ["LONG"]), os.environ["PWD"])
+sys.exit(os.environ.get("FIVEFOLD_RESTART") != "2")
+""",
+        "-H", "node0:12,node1:12", "--restarts", "2", "-x", "TMPDIR=/var/tmp", "-x", "CUDA_VISIBLE_DEVICES=1",
+        LONG="ä" * 60_000, **{f"LONG{n}": "ä" * 60_000 for n in range(4)},
+    )  # fmt: skip
+    pid = launcher(process).pid
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (90, 90))
+    code, _, err = finish(process)
+    assert code == 0, err
+    logs = [(tmp_path / "logs" / "restart-2" / f"rank-{n}.log").read_text() for n in range(24)]
+    assert logs == [f"/var/tmp 1 60000 {tmp_path}\n"] * 24
+
+
+def test_what_escapes_from_a_start_does_not_write_into_the_logs_of_the_next(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    process = run(
+        """
+import os, subprocess, sys, time
+again = os.environ.get("FIVEFOLD_RESTART", "0")
+if again == "0":
+    escaped = "import time\\nfor n in range(60): print('escaped', flush=True); time.sleep(0.05)"
+    subprocess.Popen([sys.executable, "-c", escaped], start_new_session=True)
+    time.sleep(1)
+    sys.exit(1)
+time.sleep(1)
+print("well")
+""",
+        "-H", "node0:1,node1:1", "--restarts", "1",
+    )  # fmt: skip
+    code, _, err = finish(process)
+    assert code == 0, err
+    for rank in "01":
+        assert "escaped" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert (tmp_path / "logs" / "restart-1" / f"rank-{rank}.log").read_text() == "well\n"

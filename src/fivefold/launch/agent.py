@@ -154,7 +154,10 @@ class Agent(Supervisor):
         elif kind == Kind.SIGNAL:
             self._pass_on(int(fields["signum"]), by_launcher=True)
         elif kind == Kind.KILL:
-            self._sweep(float(fields["grace_s"]))
+            grace_s = float(fields["grace_s"])
+            self._sweep(grace_s)
+            if not grace_s:
+                self._outbox.shorten()
             self._tell_when_cleared()
         elif kind == Kind.BYE:
             self._why = _BYE

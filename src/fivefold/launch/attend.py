@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import Helper, Helpers, remote_shell
-from fivefold.launch.job import Job, ended, helper_log_path, tail
+from fivefold.launch.job import Job, ended, helper_log_path, opened_log, tail
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.watch import Watch
 
@@ -63,7 +63,7 @@ class _Attended:
         self._environ = {**environ, **helpers.for_helper(helper)}
         self._who = f"h{helper.number}"
         self._path = helper_log_path(job.log_dir, helper.number)
-        self._log = watch.keep(self._path.open("ab", buffering=0))
+        self._log = watch.keep(opened_log(self._path))
         self._started = 0
 
     def start(self) -> None:

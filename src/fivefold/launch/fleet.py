@@ -30,7 +30,7 @@ from fivefold.cluster.network import resolve
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.agent import SILENT_S, own_versions
 from fivefold.launch.guard import dies_with_parent
-from fivefold.launch.job import Job, ProcessStart, ended, log_path, tail
+from fivefold.launch.job import Job, ProcessStart, ended, log_path, opened_log, tail
 from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind, weight
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.restarts import FinalFailure
@@ -194,7 +194,7 @@ class Fleet(Watch):
         several = len(starter.nodes) > 1
         name = "engine" if several else f"agent-{self._nodes[starter.nodes[0]].host}"
         path = self.job.log_dir / f"{name}.log"
-        log = self.keep(path.open("ab", buffering=0))
+        log = self.keep(opened_log(path))
         try:
             process = subprocess.Popen(
                 list(starter.start.command),
@@ -387,7 +387,7 @@ class Fleet(Watch):
                 node.logs = {}
 
     def _log(self, rank: int, logs: contextlib.ExitStack) -> tuple[LogLines, LogLines]:
-        log = logs.enter_context(log_path(self.job.log_dir, rank).open("ab", buffering=0))
+        log = logs.enter_context(opened_log(log_path(self.job.log_dir, rank)))
         return LogLines(log), LogLines(log)
 
     def _replace_lost(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from fivefold.cluster import granted_cores
 from fivefold.errors import LaunchError, UsageError
@@ -29,6 +29,7 @@ __all__ = [
     "ended",
     "helper_log_path",
     "log_path",
+    "opened_log",
     "tail",
 ]
 
@@ -216,6 +217,16 @@ def log_path(log_dir: Path, rank: int) -> Path:
 def helper_log_path(log_dir: Path, number: int) -> Path:
     """Where the output of a helper is kept."""
     return log_dir / f"helper-{number}.log"
+
+
+def opened_log(path: Path) -> IO[bytes]:
+    """A log to be added to. Raises `UsageError` if it cannot be written."""
+    try:
+        return path.open("ab", buffering=0)
+    except OSError as problem:
+        raise UsageError(
+            f"cannot write {path}: {problem.strerror}; choose another folder with --log-dir"
+        ) from None
 
 
 def tail(path: Path, lines: int = TAIL_LINES, most_bytes: int = 16384) -> list[str]:

@@ -11,7 +11,7 @@ from fivefold.errors import UsageError
 from fivefold.launch.attend import attend
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
-from fivefold.launch.job import Job, Outcome, ProcessStart, log_path
+from fivefold.launch.job import Job, Outcome, ProcessStart, log_path, opened_log
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
 from fivefold.launch.restarts import restarting
@@ -59,7 +59,7 @@ class LocalEngine:
 
 
 def _start(job: Job, rank: int, start: ProcessStart, watch: Watch) -> None:
-    log = watch.keep(log_path(job.log_dir, rank).open("ab", buffering=0))
+    log = watch.keep(opened_log(log_path(job.log_dir, rank)))
     piped = job.output == "prefix"
     # With "first", rank 0 draws on the terminal itself; all else goes to the log files directly.
     direct = None if rank == 0 else log

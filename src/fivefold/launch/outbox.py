@@ -48,6 +48,29 @@ class Outbox:
         self._under_way = max(0, self._under_way - count)
         self._push()
 
+    def shorten(self) -> None:
+        """Keep the end of what waits: ranks are being ended, and nobody wants to wait for all they wrote."""
+        kept: deque[_Item] = deque()
+        waiting_bytes = dropped = 0
+        while (item := self._near.popleft() if self._near else self._far.pop()) is not None:
+            kept.append(item)
+            waiting_bytes += len(item[2])
+            while waiting_bytes > _MEMORY_BYTES:
+                first = next(number for number, one in enumerate(kept) if one[2])
+                waiting_bytes -= len(kept[first][2])
+                dropped += len(kept[first][2])
+                del kept[first]
+        if dropped:
+            first = next(number for number, one in enumerate(kept) if one[2])
+            kind, fields, payload = kept[first]
+            told = (
+                b"(%d bytes of output are left out: they waited when the ranks were ended)\n"
+                % dropped
+            )
+            kept[first] = (kind, fields, told + payload)
+        self._near, self._near_bytes = kept, sum(len(payload) for _, _, payload in kept)
+        self._push()
+
     def close(self) -> None:
         """Give up what has not been sent."""
         self._near.clear()

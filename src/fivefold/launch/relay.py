@@ -23,7 +23,7 @@ from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.attend import attend
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
-from fivefold.launch.job import Job, ProcessStart, ended, tail
+from fivefold.launch.job import Job, ProcessStart, ended, opened_log, tail
 from fivefold.launch.watch import Watch
 
 __all__ = ["FRAME_BYTES", "run_through", "send", "shim_command"]
@@ -68,7 +68,7 @@ def run_through(job: Job, engine: str, name: str, start: Callable[[Path], Proces
         # Open for writing too: then the pipe never ends while shims come and go.
         watch.read(os.fdopen(os.open(fifo, os.O_RDWR), "rb", buffering=0), frames.take)
         codes: list[int] = []
-        log = watch.keep(engine_log.open("ab", buffering=0))
+        log = watch.keep(opened_log(engine_log))
         process = _start(start(fifo), log.fileno())
         watch.start(process, codes.append)
         watch.wait()

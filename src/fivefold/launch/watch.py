@@ -24,6 +24,8 @@ from fivefold.launch.variables import read_seconds
 __all__ = ["Watch"]
 
 FAILURE_GRACE_S = 3.0
+SAVING_GRACE_S = 30.0
+"""how long ranks may go on saving when one of them has saved and ended"""
 CAUSE_S = 2.0
 """how long a rank that failed since another one had gone waits for that one to end"""
 
@@ -151,7 +153,10 @@ class Watch(Supervisor):
             self.display.close(rank, usage_error=usage)
         self._ended.clear()
         if self._first is not None and not self._stopping:
-            self._stop(signal.SIGTERM, self._failure_grace_s(self._first[1]))
+            code = self._first[1]
+            # Who has saved is followed by the others; to them, a second signal would say to end at once.
+            signum = 0 if code == Resumable.exit_code else signal.SIGTERM
+            self._stop(signum, self._failure_grace_s(code))
 
     def _note(self, failed: list[tuple[bool, int, int]]) -> None:
         """Who failed first; a rank that another one has left often ends before that one."""
@@ -172,7 +177,8 @@ class Watch(Supervisor):
         self._deadline = time.monotonic() + grace_s
         if self._first is None:
             self._stopped_by = signum
-        self._signal(signal.SIGTERM if signum == signal.SIGPIPE else signum)
+        if signum:
+            self._signal(signal.SIGTERM if signum == signal.SIGPIPE else signum)
 
     def _signal(self, signum: int) -> None:
         """Send a signal to the ranks, or to what starts them where a rank has not started or has failed."""
@@ -187,7 +193,7 @@ class Watch(Supervisor):
     def _failure_grace_s(self, code: int) -> float:
         """How long the others may take to end after one has ended with this code."""
         if code == Resumable.exit_code:
-            return max(self._grace_s, FAILURE_GRACE_S)  # they save too
+            return max(self._grace_s, SAVING_GRACE_S)
         # Ranks that start again at once have nothing to gain from a slow end.
         return 0.0 if self.job.restarts and code != UsageError.exit_code else FAILURE_GRACE_S
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -107,3 +108,20 @@ def test_what_finds_no_room_is_told_and_ends_of_ranks_arrive(pair: Pair) -> None
     text = b"".join(bytes(m.payload) for m in messages if m.kind == Kind.OUTPUT)
     told = b"(12 bytes of output are lost: no room for them on this node)\nlater"
     assert text == b"a" * (40 << 15) + told
+
+
+def test_when_ranks_are_ended_the_end_of_their_output_comes_at_once(pair: Pair) -> None:
+    for number in range(200):
+        output(pair, b"%06d " % number + bytes((1 << 15) - 7))
+        if number == 50:
+            pair.outbox.put(Kind.ENDED, {"rank": 5, "code": 1})
+    pair.outbox.shorten()
+    came: list[bytes] = []
+    while not pair.outbox.empty:
+        came += taken(pair)
+    came += taken(pair)
+    whole = b"".join(came)
+    assert b"5" in came, "an end is no output"
+    numbers = [int(text) for text in re.findall(rb"(\d{6}) \0", whole)]
+    assert numbers == [0, 1, *range(200 - len(numbers) + 2, 200)] and len(numbers) < 40
+    assert b"bytes of output are left out: they waited when" in whole
