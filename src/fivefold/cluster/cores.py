@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from fivefold.cluster import reading
 
-__all__ = ["affinity", "granted_cores", "quota"]
+__all__ = ["affinity", "granted_cores", "physical", "quota"]
 
 
 def granted_cores(root: Path = Path("/")) -> int:
@@ -28,6 +29,19 @@ def affinity(root: Path = Path("/")) -> tuple[int, ...]:
         if name == "Cpus_allowed_list" and listed.strip():
             return reading.numbers(listed)
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def physical(cores: Iterable[int], root: Path = Path("/")) -> list[tuple[int, ...]]:
+    """Logical cores that share a physical one, together; in the order of their first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for core in cores:
+        path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        try:
+            siblings = reading.numbers(reading.text(path) or "")
+        except ValueError:
+            siblings = ()
+        groups.setdefault(siblings or (core,), []).append(core)
+    return [tuple(group) for group in groups.values()]
 
 
 def quota(root: Path = Path("/")) -> float | None:

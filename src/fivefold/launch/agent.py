@@ -24,12 +24,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import IO, Any, Self
 
 from fivefold.cluster import granted_cores
 from fivefold.errors import LaunchError, UsageError
+from fivefold.launch.binding import bound
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind
 from fivefold.launch.outbox import Outbox
@@ -197,10 +198,11 @@ class Agent(Supervisor):
         if order.threads:
             granted = min(granted_cores(), len(cores))
             shared["OMP_NUM_THREADS"] = str(max(1, granted // order.count))
-        for local in range(order.count):
+        start = self._fork_rank if order.fork else self._start_rank
+        for local, share in enumerate(bound(cores, order.count)):
             rank = order.first + local
             own = meeting | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            (self._fork_rank if order.fork else self._start_rank)(order, rank, shared, own)
+            start(replace(order, cores=[*share] or order.cores), rank, shared, own)
 
     def _start_rank(
         self, order: RankOrder, rank: int, shared: dict[str, str], own: dict[str, str]

@@ -13,13 +13,13 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fivefold.cluster import granted_cores
-from fivefold.cluster.cores import affinity
-from fivefold.cluster.reading import numbers, spans, text
+from fivefold.cluster.cores import affinity, physical
+from fivefold.cluster.reading import spans
 from fivefold.errors import UsageError
 from fivefold.launch.hosts import LOCAL, Host, processes
 
@@ -36,7 +36,6 @@ ALONE = {
 """the place of a rank that is alone, which a helper's script may look for"""
 _RSH = "ssh -o BatchMode=yes"
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below those that systems give away (from 32768)
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class _Cores:
                 f"{spans(mask)}"
             )
         wanted = 0 if share else processes(host for host in here if not host.cores)
-        free = [core for core in _physical(mask) if not named & set(core)]
+        free = [core for core in physical(mask) if not named & set(core)]
         self._pile = free[len(free) - wanted :] if wanted else []
         taken = {core for cores in self._pile for core in cores} | (set() if share else named)
         self.left = tuple(core for core in mask if core not in taken)
@@ -194,16 +193,6 @@ class _Cores:
     def give(self, host: Host) -> tuple[int, ...]:
         """The cores of the next helper of this host."""
         return host.cores or (self._pile.pop(0) if self._pile else ())
-
-
-def _physical(mask: Iterable[int]) -> list[tuple[int, ...]]:
-    """Logical cores that share a physical one, together; in the order of their first."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for core in mask:
-        with contextlib.suppress(ValueError):
-            siblings = numbers(text(Path(_SIBLINGS.format(core))) or "")
-            groups.setdefault(siblings or (core,), []).append(core)
-    return [tuple(group) for group in groups.values()]
 
 
 def _folder() -> Path:
