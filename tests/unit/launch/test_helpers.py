@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.cluster import cores
+from fivefold.cluster.cores import physical
 from fivefold.errors import UsageError
 from fivefold.launch import helpers
 from fivefold.launch.helpers import Helpers, narrowed, plan_helpers
@@ -22,7 +23,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that grants cores 4 to 11, with no siblings told."""
     monkeypatch.setattr(helpers, "affinity", lambda: tuple(range(4, 12)))
     monkeypatch.setattr(helpers, "granted_cores", lambda: 8)
-    monkeypatch.setattr(helpers, "_SIBLINGS", "/nowhere/{}")
+    monkeypatch.setattr(helpers, "physical", lambda mask: physical(mask, Path("/nowhere")))
 
 
 def planned(*hosts: Host, share_cores: bool = False) -> Helpers:
@@ -63,14 +64,12 @@ def test_cores_may_be_shared() -> None:
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_a_helper_gets_a_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    siblings = {f"/cpu{n}": f"{n % 4 + 4},{n % 4 + 8}" for n in range(4, 12)}
-
-    def told(path: Path) -> str | None:
-        return siblings.get(str(path))
-
-    monkeypatch.setattr(helpers, "_SIBLINGS", "/cpu{}")
-    monkeypatch.setattr(helpers, "text", told)
+def test_a_helper_gets_a_physical_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for core in (7, 11):
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text("7,11\n")
+    monkeypatch.setattr(helpers, "physical", lambda mask: physical(mask, tmp_path))
     found = planned(Host(LOCAL, 1))
     assert found.members[0].cores == (7, 11)
     assert found.trainer_cores == (4, 5, 6, 8, 9, 10)
