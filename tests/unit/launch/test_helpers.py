@@ -65,10 +65,10 @@ def test_cores_may_be_shared() -> None:
 
 @pytest.mark.usefixtures("eight_cores")
 def test_a_helper_gets_a_physical_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for core in (7, 11):
+    for core in range(4, 12):
         topology = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
         topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text("7,11\n")
+        (topology / "thread_siblings_list").write_text(f"{core % 4 + 4},{core % 4 + 8}\n")
     monkeypatch.setattr(helpers, "physical", lambda mask: physical(mask, tmp_path))
     found = planned(Host(LOCAL, 1))
     assert found.members[0].cores == (7, 11)
