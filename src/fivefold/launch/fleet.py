@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -174,12 +175,13 @@ class Fleet(Watch):
             self._start_agents(starter)
         board.open()
         patience_s = read_seconds("FIVEFOLD_AGENTS_S", 60.0)
-        self.later(patience_s, lambda: self._give_up(f"its agent did not call in {patience_s:g} s"))
+        give_up = partial(self._give_up, f"its agent did not call in {patience_s:g} s")
+        self.later(patience_s, give_up)
         while any(node.channel is None and not node.lost for node in self._nodes):
             self._turn()
             if self._stopping:
                 break
-        self._due.clear()
+        self._due = [due for due in self._due if due[1] is not give_up]
         if self._stopping:
             self._conclude()
         lost = [node for node in self._nodes if node.lost]
@@ -241,7 +243,11 @@ class Fleet(Watch):
             board.woken.recv(4096)
         while board.lines:
             line = board.lines.popleft()
-            peer, own = line.getpeername()[0], line.getsockname()[0]
+            try:
+                peer, own = line.getpeername()[0], line.getsockname()[0]
+            except OSError:  # it has hung up
+                line.close()
+                continue
             channel = Channel(line, f"the agent at {peer}", FRAMES, queues=True, timeout_s=SILENT_S)
             self._undo.callback(channel.close)
             self._strangers.append((channel, peer, own))
