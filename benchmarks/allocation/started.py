@@ -27,3 +27,6 @@ now = time.time()
 told = folder / f"{os.environ['RANK']}.tmp"
 told.write_text(str(now))
 told.rename(told.with_suffix(".started"))
+# Rank 0 holds the store in which others may still be meeting.
+while len([*folder.glob("*.started")]) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.02)

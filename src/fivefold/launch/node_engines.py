@@ -17,7 +17,7 @@ from fivefold.launch.attend import attend
 from fivefold.launch.fleet import Fleet, Starter, Switchboard
 from fivefold.launch.helpers import remote_shell
 from fivefold.launch.job import Job, NodeRanks, Outcome, ProcessStart
-from fivefold.launch.mpirun import find_mpirun, flavour
+from fivefold.launch.mpirun import MpirunEngine, find_mpirun, flavour
 from fivefold.launch.restarts import restarting
 
 __all__ = ["FluxEngine", "MpiNodesEngine", "NodeEngine", "PalsEngine", "SrunEngine", "SshEngine"]
@@ -145,12 +145,8 @@ class MpiNodesEngine(NodeEngine):
     name = "mpirun"
 
     def unavailable(self) -> str | None:
-        """A reason if there is no mpirun, or one we do not know how to speak to."""
-        try:
-            flavour(find_mpirun())
-        except UsageError as problem:
-            return str(problem)
-        return None
+        """As of `MpirunEngine`."""
+        return MpirunEngine().unavailable()
 
     def command(self, hosts: Sequence[str]) -> list[str]:
         """See `NodeEngine.command`. MPICH passes the whole environment on."""
