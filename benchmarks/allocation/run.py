@@ -275,7 +275,7 @@ def section(result: dict[str, Any]) -> str:
         for way, told in seconds.items()
     ]
     header = ("", "seconds, median", "middle half", "of torchrun")
-    failed = [f"{way} {count}" for way, count in result["failed"].items()]
+    failed = [f"{way} {count}" for way, count in result.get("failed", {}).items()]
     told = (
         f" Not there within {RESTART_LIMIT_S:.0f} s, which counts: {', '.join(failed)}."
         if failed
