@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
         "hook.py": "import sys; sys.excepthook = lambda *_: sys.exit(5); 1 / 0",
         "signalled.py": "import os; os.kill(os.getpid(), 9)",
         "interrupt.py": "raise KeyboardInterrupt",
-        "mistake.py": "import fivefold as ff\nraise ff.UsageError('not so')",
+        "mistake.py": "from fivefold.errors import UsageError\nimport fivefold\nraise UsageError('not so')",
         "syntax.py": "this is no Python",
         "leaves.py": "import os; print('out', flush=True); os._exit(7)",
     }

@@ -368,11 +368,13 @@ class Checkpointer(Closing):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """`close`; after an error, which other ranks may not have, wait for nobody."""
+        """`close`; after an error, which other ranks may not have, wait for them a moment only."""
         if kind is None:
             self.close()
         else:
             self._closed = True
+            if self._writing is not None:
+                self._writing.abandon()
             self._let_go()
 
     # ---- parts

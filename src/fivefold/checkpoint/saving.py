@@ -143,6 +143,11 @@ class Saver(Closing):
             self._thread.join()
             self._planner.forget()
 
+    def abandon(self, end: float) -> None:
+        """Let the thread end with what it does, but not wait for it longer than until `end` (monotonic)."""
+        self._jobs.put(None)
+        self._thread.join(max(0.0, end - time.monotonic()))
+
     def _work(self) -> None:
         usage.background = True
         while (job := self._jobs.get()) is not None:

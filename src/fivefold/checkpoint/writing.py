@@ -128,6 +128,16 @@ class Writing(Closing):
         self._flusher.close()
         self._opened.close()
 
+    def abandon(self) -> None:
+        """After an error: what ends in a moment may end, the rest is left.
+
+        An interpreter that ends while a thread is within a collective aborts the process: the exit code,
+        which tells what went wrong, would be lost.
+        """
+        end = time.monotonic() + _ABANDON_S
+        self._saver.abandon(end)
+        self._flusher.abandon(end)
+
     # ---- called in the thread of saves
 
     def first(self) -> None:
@@ -244,6 +254,8 @@ def retain(
 #
 # agents of all nodes copy ── all have ──► manifest.json, by the first node ──► FLUSHED on every node
 
+_ABANDON_S = 3.0
+"""how long an error waits for saves under way"""
 _QUIET_S = 2.0
 """an end of a run that waits no longer needs no word"""
 _AGAIN_S = 60.0
@@ -307,6 +319,11 @@ class Flusher(Closing):
             if self._ranks.rank == 0:
                 self._say()
             self._thread.join(_AGAIN_S)
+
+    def abandon(self, end: float) -> None:
+        """Let the thread end with what it does, but not wait for it longer than until `end` (monotonic)."""
+        self._jobs.put(None)
+        self._thread.join(max(0.0, end - time.monotonic()))
 
     def _say(self) -> None:
         figures = self._node.figures()

@@ -18,8 +18,9 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -188,7 +189,7 @@ def _become(order: _Order, command: list[str]) -> CodeType:
     for name in ("numpy", "torch"):  # those of a fork are its siblings'; random sees to itself
         if (found := sys.modules.get(name)) is not None:
             (found.random.seed if name == "numpy" else found.seed)()
-    sys.excepthook = _told
+    sys.excepthook = partial(_told, sys.excepthook)
     script = command[0]
     sys.orig_argv = [sys.executable, *command]
     main = vars(sys.modules["__main__"])
@@ -206,8 +207,13 @@ def _become(order: _Order, command: list[str]) -> CodeType:
 _AS_MODULE = "__import__('runpy').run_module({!r}, run_name='__main__', alter_sys=True)"
 
 
-def _told(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-    """As the interpreter tells what ends a script, without what came before it."""
+def _told(
+    tell: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    problem: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """What ends a script, as it is told without `--fork`: nothing of what came before the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename in ("<string>", __file__):
         trace = trace.tb_next
-    sys.__excepthook__(kind, problem.with_traceback(trace), trace)
+    tell(kind, problem.with_traceback(trace), trace)
