@@ -1,7 +1,8 @@
 """Which cores each rank of a node runs on: its own, near its GPU.
 
-A rank, its loader's workers and its threads stay on their share of the granted cores; no core belongs to two
-ranks. Where there are fewer physical cores than ranks, or a quota instead of cores, nobody is bound.
+Where memory is nearer to some cores than to others, a rank, its loader's workers and its threads stay on
+their share of the granted cores, and no core belongs to two ranks. Where there are fewer physical cores than
+ranks, or a quota instead of cores, nobody is bound.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def bound(cores: Sequence[int], ranks: int, root: Path = Path("/")) -> list[tupl
     Ranks take GPUs in turn. One whose GPU is near to a NUMA node gets cores of it, unless others need them
     more.
     """
-    if quota(root) is not None:
-        return [()] * ranks
     numa = {cpu: node.number for node in processors(root).numa for cpu in node.cpus}
     usable = [gpu.numa for gpu in visible(gpus(root)) if gpu.granted and not gpu.integrated]
     wanted = [usable[rank % len(usable)] if usable else None for rank in range(ranks)]
     groups: dict[int, list[Core]] = {}
     for core in physical(cores, root):
         groups.setdefault(numa.get(core[0], 0), []).append(core)
+    if len(groups) < 2 or quota(root) is not None:
+        return [()] * ranks
     return shares(groups, wanted)
 
 

@@ -58,14 +58,19 @@ def test_no_core_belongs_to_two_ranks(sizes: dict[int, int], wanted: list[int | 
     assert any(told) == (first >= len(wanted))
 
 
-def machine(root: Path, cores: int, quota: str = "") -> Path:
-    """One NUMA node of cores with two threads each, as the kernel shows it."""
+def machine(root: Path, cores: int, quota: str = "", nodes: int = 2) -> Path:
+    """NUMA nodes of equally many cores with two threads each, as the kernel shows them."""
     for cpu in range(2 * cores):
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         topology.mkdir(parents=True)
         topology.joinpath("thread_siblings_list").write_text(
             f"{cpu % cores},{cpu % cores + cores}\n"
         )
+    for node in range(nodes):
+        folder = root / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        own = [n for n in range(2 * cores) if n % cores * nodes // cores == node]
+        (folder / "cpulist").write_text(",".join(map(str, own)) + "\n")
     (root / "sys/devices/system/cpu/online").write_text(f"0-{2 * cores - 1}\n")
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/\n")
@@ -79,8 +84,9 @@ def test_a_narrower_mask_is_respected_and_threads_of_a_core_stay_together(tmp_pa
     root = machine(tmp_path, 4)
     assert bound(range(8), 2, root) == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert bound([1, 2, 3, 5], 2, root) == [(1, 5), (2, 3)]
-    assert bound([1, 5], 2, root) == [(), ()]
+    assert bound([1, 2], 3, root) == [(), (), ()]
 
 
-def test_under_a_quota_nobody_is_bound(tmp_path: Path) -> None:
-    assert bound(range(8), 2, machine(tmp_path, 4, "150000 100000")) == [(), ()]
+def test_under_a_quota_or_where_all_memory_is_as_near_nobody_is_bound(tmp_path: Path) -> None:
+    assert bound(range(8), 2, machine(tmp_path / "a", 4, "150000 100000")) == [(), ()]
+    assert bound(range(8), 2, machine(tmp_path / "b", 4, nodes=1)) == [(), ()]
