@@ -86,7 +86,7 @@ def ran(
     command += [str(log), *options]
     done = subprocess.run(
         [*command, *words],
-        cwd=folder, env=CLEAN | {"OMP_NUM_THREADS": "2"}, stdin=subprocess.DEVNULL,
+        cwd=folder, env=CLEAN | {"OMP_NUM_THREADS": "2", "PWD": str(folder)}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     logs = [
