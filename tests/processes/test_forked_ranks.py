@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -127,12 +128,41 @@ def test_each_has_random_numbers_of_its_own(folder: Path) -> None:
     assert seeded[0] == seeded[1] and seeded[0].startswith("seeded")
 
 
-def test_what_cannot_be_forked_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--", "printenv", "RANK"], "--fork is for Python scripts and modules, and .*printenv is"),
+        (["--explain", "script.py"], "--explain tells of ranks that start one by one; leave"),
+        (
+            ["--engine", "torchrun", "script.py"],
+            "--fork and --engine torchrun: on one node Fivefold",
+        ),
+    ],
+)
+def test_what_cannot_be_forked_is_refused(words: list[str], says: str, folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold", "run", "-n", "2", "--fork", "--", "printenv", "RANK"],
+        [sys.executable, "-m", "fivefold", "run", "-n", "2", "--fork", *words],
         cwd=folder, env=CLEAN, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert re.match(
-        r"error: --fork is for Python scripts and modules, and .*printenv is neither", done.stderr
+    assert re.match(f"error: {says}", done.stderr)
+
+
+def test_helpers_of_this_node_help_forked_ranks_too(folder: Path) -> None:
+    (folder / "helped.py").write_text(
+        "import os, sys\n"
+        "role = os.environ.get('FIVEFOLD_ROLE')\n"
+        "print(role, len(os.environ['FIVEFOLD_HELPERS']) > 0, len(os.sched_getaffinity(0)))\n"
+        "import time; time.sleep(1)\n"
     )
+    log = folder / "helped"
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", "run", "-n", "1", "--fork", "--helpers", "local:1",
+         "--log-dir", str(log), "helped.py"],
+        cwd=folder, env=CLEAN, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cores = len(os.sched_getaffinity(0))
+    assert (log / "rank-0.log").read_text() == f"None True {cores - 1}\n"
+    assert (log / "helper-0.log").read_text() == "helper True 1\n"

@@ -18,8 +18,9 @@ from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
 from fivefold.cli.nodes import chosen_hosts, nodes_of
 from fivefold.errors import PlanError, UsageError, suggest
-from fivefold.launch.engine import choose
+from fivefold.launch.engine import Engine, choose
 from fivefold.launch.environment import launched, locate
+from fivefold.launch.helpers import Helpers
 from fivefold.launch.hosts import Host, Hosts, read_hostfile
 from fivefold.launch.job import Job, NodeRanks, default_log_dir
 from fivefold.launch.template import forkable
@@ -119,10 +120,7 @@ class Run:
         places = self._places(hosts)
         processes = self._processes(plan, places)
         nodes = nodes_of(places, processes, self.ppn, self.spares) if places else ()
-        if self.fork:
-            nodes = nodes or (NodeRanks(socket.gethostname(), processes, local=True),)
-            self._check_forks(command)
-        engine = choose(self.engine, several_nodes=bool(nodes))
+        nodes, engine = self._engine(command, processes, nodes)
         log_dir = self.log_dir or default_log_dir()
         changed_plan = plan if self._changes_plan() else None
         if changed_plan is not None:
@@ -130,11 +128,7 @@ class Run:
         if self.trace:
             environment["FIVEFOLD_TRACE"] = str(log_dir.resolve() / "trace")
         helpers = chosen_helpers(self.helpers, hosts, plan, command, environment)
-        if nodes and helpers is not None and any(helper.local for helper in helpers.members):
-            raise UsageError(
-                "helpers on this node serve ranks of this node only, and the job has several; name hosts "
-                "that all nodes reach: --helpers dpu01:4"
-            )
+        _check_helpers(helpers, nodes)
         if self.explain:
             from fivefold.launch.explain import wrapped
 
@@ -179,7 +173,24 @@ class Run:
     def _changes_plan(self) -> bool:
         return self.layout is not None or bool(self.settings)
 
-    def _check_forks(self, command: list[str]) -> None:
+    def _engine(
+        self, command: list[str], processes: int, nodes: tuple[NodeRanks, ...]
+    ) -> tuple[tuple[NodeRanks, ...], Engine]:
+        """What starts the processes, and the nodes whose agents it starts: with `--fork` this one, too."""
+        if self.fork:
+            self._check_forks(command, several_nodes=bool(nodes))
+            if not nodes:
+                here = NodeRanks(socket.gethostname(), processes, local=True)
+                return (here,), choose("ssh", several_nodes=True, local=True)
+        return nodes, choose(self.engine, several_nodes=bool(nodes))
+
+    def _check_forks(self, command: list[str], *, several_nodes: bool) -> None:
+        if self.explain:
+            raise UsageError("--explain tells of ranks that start one by one; leave --fork out")
+        if not several_nodes and self.engine not in ("auto", "local"):
+            raise UsageError(
+                f"--fork and --engine {self.engine}: on one node Fivefold forks itself"
+            )
         if not forkable(command):
             raise UsageError(
                 f"--fork is for Python scripts and modules, and {command[0]} is neither; leave it out"
@@ -228,6 +239,15 @@ class Run:
                 "a job of its own; start the script itself that way, or call fivefold run only once "
                 "(if several jobs are what you want: --engine local)"
             )
+
+
+def _check_helpers(helpers: Helpers | None, nodes: tuple[NodeRanks, ...]) -> None:
+    here = helpers is not None and any(helper.local for helper in helpers.members)
+    if here and not all(node.local for node in nodes):
+        raise UsageError(
+            "helpers on this node serve ranks of this node only, and the job has several; name hosts that "
+            "all nodes reach: --helpers dpu01:4"
+        )
 
 
 _FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace", "--fork")

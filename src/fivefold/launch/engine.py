@@ -71,11 +71,16 @@ def engines(*, several_nodes: bool = False) -> dict[str, Engine]:
 
 
 def choose(
-    name: str = "auto", *, several_nodes: bool = False, environ: Mapping[str, str] = os.environ
+    name: str = "auto",
+    *,
+    several_nodes: bool = False,
+    local: bool = False,
+    environ: Mapping[str, str] = os.environ,
 ) -> Engine:
     """The engine called `name`; "auto" is local, on several nodes the scheduler's, else a remote shell.
 
-    Raises `UsageError` if there is no such engine or if it cannot be used here.
+    With `local` it has to reach no other node. Raises `UsageError` if there is no such engine or if it cannot
+    be used here.
     """
     known = engines(several_nodes=several_nodes)
     if name == "auto":
@@ -87,7 +92,7 @@ def choose(
             )
             raise UsageError(f"the engine {name} is for {where}{suggest(name, ['auto', *known])}")
         raise UsageError(f"unknown engine {name!r}{suggest(name, ['auto', *known])}")
-    if reason := known[name].unavailable():
+    if not local and (reason := known[name].unavailable()):
         raise UsageError(f"the {name} engine cannot be used: {reason}")
     return known[name]
 

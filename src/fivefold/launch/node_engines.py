@@ -15,7 +15,7 @@ from fivefold.errors import UsageError
 from fivefold.launch.agent import ADDRESSES, KEY
 from fivefold.launch.attend import attend
 from fivefold.launch.fleet import Fleet, Starter, Switchboard
-from fivefold.launch.helpers import remote_shell
+from fivefold.launch.helpers import narrowed, remote_shell
 from fivefold.launch.job import Job, NodeRanks, Outcome, ProcessStart
 from fivefold.launch.mpirun import MpirunEngine, find_mpirun, flavour
 from fivefold.launch.restarts import restarting
@@ -57,7 +57,11 @@ class NodeEngine:
         """Run `job`; see `Engine.run`."""
         began = time.monotonic()
         job.make_log_dir()
-        with Switchboard() as board, Fleet(job, self.name, board) as fleet:
+        with (
+            narrowed(job.helpers),
+            Switchboard() as board,
+            Fleet(job, self.name, board) as fleet,
+        ):
             attend(job, self.name, fleet)
             fleet.gather(self.starters(job, _addresses(board.port), board.key.hex()))
             restarting(job, fleet.run_ranks, fleet.pause, fleet.display.note)
