@@ -73,7 +73,13 @@ def place_of(name: str, folder: Path) -> Generator[Place]:
         yield Place(engine, site.entering, environ, ("node0", "node1"), site.processes, options)
 
 
-@pytest.fixture(params=["ssh", "forked", "openmpi", "mpich", "srun"], scope="module")
+@pytest.fixture(
+    params=[
+        "ssh",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("forked", "openmpi", "mpich", "srun")),
+    ],
+    scope="module",
+)
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:

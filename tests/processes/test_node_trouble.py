@@ -160,6 +160,7 @@ def weights(out: str) -> set[str]:
     return set(found)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_spare_takes_over_and_the_weights_are_those_of_a_run_without_loss(
     site: Site, run: Run, tmp_path: Path
@@ -240,6 +241,7 @@ def test_a_folder_that_a_node_lacks_is_told_once(site: Site, run: Run, tmp_path:
     emptied(site)
 
 
+@pytest.mark.long
 def test_a_launcher_that_stands_still_holds_up_no_rank(
     site: Site, run: Run, tmp_path: Path
 ) -> None:
@@ -282,6 +284,7 @@ def test_too_few_slots_start_nothing(site: Site, run: Run, tmp_path: Path) -> No
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.long
 def test_a_rank_that_writes_all_the_time_holds_up_neither_signals_nor_failures(
     site: Site, run: Run, tmp_path: Path
 ) -> None:
@@ -325,6 +328,7 @@ def launcher(process: subprocess.Popen[str]) -> psutil.Process:
     raise AssertionError("no launcher")
 
 
+@pytest.mark.long
 def test_ranks_save_to_the_end_though_the_first_has_ended_and_a_restart_were_left(
     site: Site, run: Run, tmp_path: Path
 ) -> None:
@@ -394,6 +398,7 @@ sys.exit(os.environ.get("FIVEFOLD_RESTART") != "2")
     assert logs == [f"/var/tmp 1 60000 {tmp_path}\n"] * 24
 
 
+@pytest.mark.long
 def test_what_escapes_from_a_start_does_not_write_into_the_logs_of_the_next(
     site: Site, run: Run, tmp_path: Path
 ) -> None:

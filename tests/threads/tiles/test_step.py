@@ -162,17 +162,17 @@ def hooked() -> nn.Module:
         (
             Branches(),
             (1, 3, 8, 8),
-            r"the net \(test_step\.py:144\) depends on the numbers .* torch\.where",
+            r"the net \(test_step\.py:145\) depends on the numbers .* torch\.where",
         ),
         (
             nn.Sequential(Branches()),
             (1, 3, 8, 8),
-            r"module '0' \(test_step\.py:144\) depends on the numbers",
+            r"module '0' \(test_step\.py:145\) depends on the numbers",
         ),
         (
             Looks(),
             (1, 3, 8, 8),
-            r"the net \(test_step\.py:149\) has a result whose shape depends on numbers",
+            r"the net \(test_step\.py:150\) has a result whose shape depends on numbers",
         ),
         (hooked(), (1, 3, 8, 8), r"module '0' has a hook of its backward"),
         (nn.Conv2d(3, 3, 1), (1, 3, 1, 8), r"has 1 pixels along its height \(dim 2\), too few"),
