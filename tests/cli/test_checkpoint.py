@@ -327,6 +327,7 @@ def test_interval_tells_when_to_save(capsys: pytest.CaptureFixture[str]) -> None
 # ---- mistakes
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

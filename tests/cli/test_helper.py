@@ -219,6 +219,7 @@ def helper_of(template: Template, folder: Path, *words: str, **environment: str)
     return Ended(code, out.read_text(), err.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["checkpointer", "step"])
 def test_it_serves_where_a_trainer_would_begin(
     template: Template, folder: Path, where: str

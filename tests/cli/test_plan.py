@@ -64,6 +64,7 @@ def test_a_plan_for_devices_that_are_not_here(tmp_path: Path) -> None:
     assert resolved.train.batch_size == 16 and resolved.origin("layout.data").kind == "tuned"
 
 
+@pytest.mark.long
 def test_a_plan_for_this_machine_with_operations_timed(tmp_path: Path) -> None:
     done = plan(tmp_path, "resnet20 --input 3x32x32 --batch 2 --devices 1 --measure")
     assert (done.returncode, done.stderr) == (0, "")

@@ -228,6 +228,7 @@ def test_the_page_carries_the_licence_of_what_it_embeds(slow: Path) -> None:
     assert "The above copyright notice and this permission notice shall be included" in page
 
 
+@pytest.mark.long
 def test_a_script_that_was_traced_gets_a_report(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -31,6 +31,7 @@ def helped(folder: Path) -> Path:
     return written(folder / "helpers.html", reports.report(folder / "helped", story))
 
 
+@pytest.mark.long
 def test_helpers_and_those_they_serve_are_listed(opened: Open, helped: Path) -> None:
     page = opened(helped)
     assert column(page, "Helpers", 1) == ["helper 0 (this node)", "helper 1 (dpu01:21001)"]

@@ -213,6 +213,7 @@ def test_a_port_in_use_is_said_in_a_line(server: Server, run: Path) -> None:
     )
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

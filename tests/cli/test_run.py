@@ -88,6 +88,7 @@ def test_options_end_at_the_script(folder: Path) -> None:
     assert (logs / "rank-1.log").read_text() == "hello from 1 of 2 -n 5 --help\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [["hello.py"], ["--", "hello.py"], ["-m", "hello"], ["--", "-m", "hello"], ["./hello.sh"]],

@@ -142,6 +142,7 @@ def test_a_folder_of_pictures_on_a_terminal(pictures, tmp_path):
     assert (tmp_path / "elsewhere" / "folder-001" / "weights.pt").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -186,6 +187,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_weights_that_a_full_disk_does_not_take_are_named(tmp_path: Path) -> None:
     (full := tmp_path / "full").mkdir()

@@ -45,6 +45,7 @@ def test_ranks_that_share_no_node_get_gloo_and_one_line() -> None:
     assert not any(others)
 
 
+@pytest.mark.long
 def test_a_hook_that_fails_does_not_break_torch() -> None:
     before = """
 import fivefold, fivefold.comm

@@ -11,6 +11,7 @@ from pool import Pool
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 
 
+@pytest.mark.long
 def test_a_profiler_sees_operations_with_their_bytes_and_what_they_are_for() -> None:
     with Pool(2) as pool:
         for names in pool.run("fivefold", comm_places.profiled):

@@ -15,6 +15,7 @@ from pool import Pool
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "places"), [(20_000, "aaa pap"), (1_060_000, "aa pp pa")])
 def test_large_tensors_are_right_wherever_they_lie(count: int, places: str) -> None:
     with Pool(3) as pool:

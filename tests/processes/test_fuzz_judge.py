@@ -102,6 +102,7 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("micro", [None, [[0, 3], [1, 4], [2]]])
 def test_the_judge_trains_as_anyone_would(judge: Judge, micro: Any) -> None:

@@ -190,6 +190,7 @@ class Stuck(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_reported() -> None:
     plan = Plan(comm=Comm(timeout_s=1.0))
     with make(Stuck(4), Seat(plan=plan), batch_size=2, shuffle=False, workers=1) as data:

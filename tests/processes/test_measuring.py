@@ -34,6 +34,7 @@ def test_steps_are_timed_and_the_net_stays_as_it_was() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.long
 def test_others_are_busy_meanwhile() -> None:
     me = psutil.Process()
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))

@@ -137,6 +137,7 @@ def test_an_iteration_ends_when_another_begins(start: Callable[..., Helpers]) ->
     data.close()
 
 
+@pytest.mark.long
 def test_a_user_may_keep_all_batches(start: Callable[..., Helpers]) -> None:
     """Buffers are few: what is kept is copied out in time, and nothing is overwritten."""
     start(2, LONGER)

@@ -125,6 +125,7 @@ def test_helpers_may_die_and_come_back_at_any_moment(
     assert sums(fields) == sums(blocking)
 
 
+@pytest.mark.long
 def test_when_all_have_died_the_trainer_evaluates_what_was_the_net_then(
     nursery: Nursery, tmp_path: Path, blocking: dict[str, Any]
 ) -> None:

@@ -112,6 +112,7 @@ def reentrant(net: Any, x: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("how", ["gradient", "afterwards"])
 @pytest.mark.parametrize("layout", [DATA, WIDTH, PIPE])
 def test_hooks_of_what_a_reentrant_checkpoint_reads(layout: Layout, how: str) -> None:

@@ -155,6 +155,7 @@ def in_a_dict(net: Any, h: Tensor) -> Tensor:
     return h if before is None else h + before.mean(0)
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("rows", [EVEN, ODD], ids=str)
 @pytest.mark.parametrize(
     "middle", [mean_before, memory, first_before, flipped, own_before, in_a_dict]

@@ -96,6 +96,7 @@ def taught(net: Any, x: Tensor) -> Tensor:
     return x * y
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize(
     ("middle", "held"),
     [

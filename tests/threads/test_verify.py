@@ -54,6 +54,7 @@ def resnet20(ranks: int, dtype: torch.dtype, plan: Plan | None = None) -> list[R
 # ---- what is exact passes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_real_model_is_exact_and_every_rank_knows(ranks: int) -> None:
     reports = resnet20(ranks, torch.float64)

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Tensor, Tensor]] = {
 }
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("cut", [[7], [0, 7], [3, 4], [1, 0, 4, 2], [1] * 7], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_shares_add_up(name: str, cut: list[int]) -> None:

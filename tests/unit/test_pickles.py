@@ -28,6 +28,7 @@ def _fuzz(seed: int, count: int, folder: Path, timeout_s: float) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_random_programs_do_nothing_but_be_refused(tmp_path: Path) -> None:
     _fuzz(0, 300, tmp_path, 110)
 

@@ -135,6 +135,7 @@ def test_a_signal_is_noticed_in_validation(start: Starting, through: Run) -> Non
     goes_on(start, through, 6)
 
 
+@pytest.mark.long
 def test_processes_that_are_killed_go_on_from_their_last_save(
     start: Starting, through: Run
 ) -> None:
@@ -147,6 +148,7 @@ def test_processes_that_are_killed_go_on_from_their_last_save(
     assert first in (7, 9, 11) and again.steps(0)[first] == through.steps(0)[first]
 
 
+@pytest.mark.long
 def test_two_jobs_do_not_write_to_one_directory(start: Starting) -> None:
     run = start("--pause", "2")
     run.until("step 1 ")

@@ -58,6 +58,7 @@ def test_a_node_may_die_at_any_moment_of_a_save(
     same(found, oracle)
 
 
+@pytest.mark.long
 @apart
 def test_a_run_whose_first_save_fails_begins_again(nodes: Nodes, oracle: list[Told]) -> None:
     broken(run(nodes, crash="writing:1@pid1", victim=2), 2, nodes)

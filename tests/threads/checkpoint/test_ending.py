@@ -51,6 +51,7 @@ def test_copies_under_way_are_completed_without_their_limit(tmp_path: Path) -> N
     assert [states(tmp_path, rank) for rank in range(2)] == [{1: "flushed"}] * 2
 
 
+@pytest.mark.long
 def test_a_copy_that_stands_still_is_given_up_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -467,6 +467,7 @@ def test_stages_are_told() -> None:
     assert lines[4].startswith("rank 0 |F0F1")
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", [Layout(pipe=2), Layout(pipe=2, width=2)], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems"])
 def test_autocast_crosses_stages_in_its_dtype(layout: Layout, schedule: Any) -> None:

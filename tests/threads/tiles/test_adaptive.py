@@ -17,6 +17,7 @@ def has_margin(program: Program) -> None:
     assert spread != spread.tight()
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "net",

@@ -50,6 +50,7 @@ def test_a_rank_without_samples_gets_tensors_without_rows() -> None:
     assert part_of(batch["torch"]) == Part((2, 3), (0, 0))
 
 
+@pytest.mark.long
 @given(length=st.integers(1, 30), batch_size=st.integers(1, 9), taken=st.integers(0, 40))
 def test_a_resumed_stream_goes_on_where_it_stopped(
     length: int, batch_size: int, taken: int

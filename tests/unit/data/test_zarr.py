@@ -85,6 +85,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ZarrImages(root)
 
 
+@pytest.mark.long
 def test_a_process_ends_in_silence_although_the_thread_of_zarr_is_late(tmp_path: Path) -> None:
     root = store(tmp_path / "a.zarr", images=(RNG.random((1, 1, 8, 8)), (1, 1, 8, 8)))
     code = (

@@ -137,10 +137,12 @@ def texts_misstated(run: Path, seed: int, count: int) -> int:
     return reported
 
 
+@pytest.mark.long
 def test_bytes_are_damaged(run: Path) -> None:
     assert 20 < bytes_damaged(run, 0, 60) <= 60
 
 
+@pytest.mark.long
 def test_texts_say_something_else(run: Path) -> None:
     assert 20 < texts_misstated(run, 0, 60) <= 60
 

@@ -132,6 +132,7 @@ def test_recomputation_keeps_borders_only() -> None:
     )  # and a column of a neighbour for every layer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "options", "recompute"), [("resnet20", {}, 0), ("unet", {"width": 8}, 4)]
 )
