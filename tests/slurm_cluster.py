@@ -64,7 +64,11 @@ def refusal() -> str:
         return f"no {', '.join(missing)} here (on Debian: apt install slurm-wlm munge)"
     if os.geteuid() != 0:
         return "slurmd needs root"
-    return ""
+    try:
+        with SlurmCluster(1):
+            return ""
+    except (OSError, TimeoutError, subprocess.SubprocessError) as problem:
+        return f"Slurm does not start here: {problem}"
 
 
 class SlurmCluster:
