@@ -16,14 +16,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from waiting import awaited
+
 __all__ = ["SlurmCluster", "refusal"]
 
-_START_S = 30.0
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
@@ -67,7 +67,7 @@ def refusal() -> str:
     try:
         with SlurmCluster(1):
             return ""
-    except (OSError, TimeoutError, subprocess.SubprocessError) as problem:
+    except (OSError, AssertionError, subprocess.SubprocessError) as problem:
         return f"Slurm does not start here: {problem}"
 
 
@@ -99,12 +99,12 @@ class SlurmCluster:
         try:
             munge = [f"--{name}={folder}/munge.{end}" for name, end in _MUNGE]
             self._start("munged", ["munged", "--foreground", "--force", *munge])
-            _until((folder / "munge.sock").exists, "munged")
+            awaited((folder / "munge.sock").exists, "munged")
             self._start("slurmctld", ["slurmctld", "-D", "-i", "-c"])
             for node in range(self._nodes):
                 (folder / f"spool-n{node}").mkdir()
                 self.start_node(node)
-            _until(self._all_idle, "all nodes of Slurm")
+            awaited(self._all_idle, "all nodes of Slurm")
         except BaseException:
             self.close()
             raise
@@ -126,9 +126,9 @@ class SlurmCluster:
 
     def close(self) -> None:
         """End everything."""
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
+        with contextlib.suppress(OSError, AssertionError, subprocess.SubprocessError):
             self.call("scancel", "--user=root", "--signal=KILL", "--full")
-            _until(lambda: not self.call("squeue", "--noheader").strip(), "jobs to end")
+            awaited(lambda: not self.call("squeue", "--noheader").strip(), "jobs to end")
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in self._daemons.values():
@@ -188,15 +188,6 @@ def _steps(folder: Path, node: int) -> list[int]:
             if ours and f"SLURMD_NODENAME=n{node}".encode() in variables:
                 found.append(int(path.name))
     return found
-
-
-def _until(done: object, what: str) -> None:
-    assert callable(done)
-    end = time.monotonic() + _START_S
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {_START_S:.0f} s for {what}")
-        time.sleep(0.05)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import time
 from collections.abc import Callable
 
 import psutil
 
-__all__ = ["alive", "awaited"]
+__all__ = ["alive", "awaited", "launcher"]
 
 
 def alive(pid: int) -> bool:
@@ -24,3 +26,16 @@ def awaited(condition: Callable[[], object], what: str, timeout_s: float = 30.0)
     while not condition():
         assert time.monotonic() < end, f"{what} took more than {timeout_s:g} s"
         time.sleep(0.005)
+
+
+def launcher(process: subprocess.Popen[str], timeout_s: float = 60.0) -> psutil.Process:
+    """`fivefold run`, of the processes that a command has started or become."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        with contextlib.suppress(psutil.Error):
+            top = psutil.Process(process.pid)
+            for found in (top, *top.children(recursive=True)):
+                if "fivefold" in found.cmdline() and "python" in found.name():
+                    return found
+        time.sleep(0.01)
+    raise AssertionError("no launcher")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from commands import CLEAN
 from login_site import Site
 from nodes import refusal
 from slurm_cluster import SlurmCluster
-from waiting import awaited
+from waiting import awaited, launcher
 
 TIMEOUT_S = 60.0
 PROMISED_S = 5.0
@@ -207,22 +206,13 @@ ready()
 time.sleep(300)
 """)
     ready(tmp_path)
-    os.kill(launcher(begun.process.pid), signum)
+    launcher(begun.process).send_signal(signum)
     code, _, err = begun.finish()
     if signum == signal.SIGINT:
         assert code == 130 and "interrupted; all 4 ranks were stopped" in err
     elif signum == signal.SIGTERM:
         assert code == 143 and "stopped by SIGTERM; all 4 ranks were stopped" in err
     awaited(lambda: not place.processes(), "the nodes to be empty", 2 * PROMISED_S)
-
-
-def launcher(pid: int) -> int:
-    """`fivefold run`, of the processes that a command has started or become."""
-    import psutil
-
-    found = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    (one,) = [p.pid for p in found if "fivefold" in p.cmdline() and "python" in p.name()]
-    return one
 
 
 def test_a_signal_of_the_user_reaches_every_rank_once(start: Start, tmp_path: Path) -> None:
@@ -233,7 +223,7 @@ end = time.monotonic() + 3
 while time.monotonic() < end: time.sleep(0.1)
 """)
     ready(tmp_path)
-    os.kill(launcher(begun.process.pid), signal.SIGUSR1)
+    launcher(begun.process).send_signal(signal.SIGUSR1)
     code, out, err = begun.finish()
     assert code == 0, err
     assert sorted(re.findall(r"\[(\d)\] got it", out)) == ["0", "1", "2", "3"]

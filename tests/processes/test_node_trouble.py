@@ -18,7 +18,7 @@ import pytest
 
 from login_site import Site
 from nodes import refusal
-from waiting import awaited
+from waiting import awaited, launcher
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
@@ -313,19 +313,6 @@ sys.exit(3)
         for path in tmp_path.glob("*.ready"):
             path.unlink()
         emptied(site)
-
-
-def launcher(process: subprocess.Popen[str]) -> psutil.Process:
-    """`fivefold run`, of the processes that a command has started or become."""
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        with contextlib.suppress(psutil.Error):
-            top = psutil.Process(process.pid)
-            for found in (top, *top.children(recursive=True)):
-                if "fivefold" in found.cmdline() and "python" in found.name():
-                    return found
-        time.sleep(0.01)
-    raise AssertionError("no launcher")
 
 
 @pytest.mark.long

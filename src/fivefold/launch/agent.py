@@ -31,7 +31,7 @@ from typing import IO, Any, Self
 from fivefold.cluster import granted_cores
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.binding import bound
-from fivefold.launch.guard import dies_with_parent
+from fivefold.launch.guard import dies_with_parent, why_not_started
 from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind
 from fivefold.launch.outbox import Outbox
 from fivefold.launch.port import reserved_port
@@ -82,6 +82,10 @@ class RankOrder:
             return cls(**fields)
         except TypeError as problem:
             raise UsageError(f"the launcher's order is not understood: {problem}") from None
+
+    def refused(self, problem: Exception) -> str:
+        """Why `Popen` could not start it."""
+        return why_not_started(problem, self.command, self.directory, self.cores, "ranks")
 
 
 class Agent(Supervisor):
@@ -227,7 +231,7 @@ class Agent(Supervisor):
                 preexec_fn=in_child,  # noqa: PLW1509 - no threads here
             )
         except (OSError, subprocess.SubprocessError) as problem:
-            raise UsageError(_refusal(order, problem)) from None
+            raise UsageError(order.refused(problem)) from None
         assert process.stdout is not None and process.stderr is not None
         self._watch_rank(rank, process, process.stdout, process.stderr)
 
@@ -267,7 +271,7 @@ class Agent(Supervisor):
                         preexec_fn=dies_with_parent(),  # noqa: PLW1509 - no threads here
                     )
                 except OSError as problem:
-                    raise UsageError(_refusal(order, problem)) from None
+                    raise UsageError(order.refused(problem)) from None
             template = TemplateProcess(ours)
             self._template = (wanted, template)
             self.callback(ours.close)  # the template ends then, and what it has forked with it
@@ -317,16 +321,6 @@ class Agent(Supervisor):
 
 
 _BYE = "bye"
-
-
-def _refusal(order: RankOrder, problem: Exception) -> str:
-    host = os.uname().nodename
-    if not os.path.isdir(order.directory):  # noqa: PTH112
-        return f"{host} has no directory {order.directory}: ranks run in that of the launcher"
-    if isinstance(problem, subprocess.SubprocessError):
-        return f"{host} does not grant cores {order.cores} of the host file"
-    assert isinstance(problem, OSError)
-    return f"{host} cannot start {order.command[0]}: {problem.strerror}"
 
 
 def own_versions() -> dict[str, str]:

@@ -28,13 +28,13 @@ def bound(cores: Sequence[int], ranks: int, root: Path = Path("/")) -> list[tupl
     more.
     """
     numa = {cpu: node.number for node in processors(root).numa for cpu in node.cpus}
-    usable = [gpu.numa for gpu in visible(gpus(root)) if gpu.granted and not gpu.integrated]
-    wanted = [usable[rank % len(usable)] if usable else None for rank in range(ranks)]
     groups: dict[int, list[Core]] = {}
     for core in physical(cores, root):
         groups.setdefault(numa.get(core[0], 0), []).append(core)
     if len(groups) < 2 or quota(root) is not None:
         return [()] * ranks
+    usable = [gpu.numa for gpu in visible(gpus(root)) if gpu.granted and not gpu.integrated]
+    wanted = [usable[rank % len(usable)] if usable else None for rank in range(ranks)]
     return shares(groups, wanted)
 
 

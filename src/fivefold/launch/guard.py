@@ -11,10 +11,10 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["Guard", "dies_with_parent"]
+__all__ = ["Guard", "dies_with_parent", "why_not_started"]
 
 _SCRIPT = """
 trap '' INT TERM HUP QUIT
@@ -86,3 +86,19 @@ def dies_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
             os._exit(128 + signal.SIGKILL)
 
     return in_child
+
+
+def why_not_started(
+    problem: Exception, command: Sequence[str], directory: str, cores: Sequence[int], what: str
+) -> str:
+    """Why this node could not start a command for a launcher elsewhere, from what `Popen` raised.
+
+    `what` it would have been, in the plural.
+    """
+    host = os.uname().nodename
+    if not Path(directory).is_dir():
+        return f"{host} has no directory {directory}: {what} run in that of the launcher"
+    if isinstance(problem, subprocess.SubprocessError):
+        return f"{host} does not grant cores {[*cores]} of the host file"
+    assert isinstance(problem, OSError)
+    return f"{host} cannot start {command[0]}: {problem.strerror}"

@@ -7,14 +7,15 @@ import shlex
 import shutil
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from fivefold.cluster.network import local_addresses
 from fivefold.errors import UsageError
 from fivefold.launch.agent import ADDRESSES, KEY
+from fivefold.launch.agent_watch import AgentListener, AgentStart, AgentWatch
 from fivefold.launch.attend import attend
-from fivefold.launch.fleet import Fleet, Starter, Switchboard
 from fivefold.launch.helpers import narrowed, remote_shell
 from fivefold.launch.job import Job, NodeRanks, Outcome, ProcessStart
 from fivefold.launch.mpirun import MpirunEngine, find_mpirun, flavour
@@ -25,28 +26,18 @@ __all__ = ["FluxEngine", "MpiNodesEngine", "NodeEngine", "PalsEngine", "SrunEngi
 _AGENT = ("-P", "-m", "fivefold.launch.agent")
 
 
-class NodeEngine:
+class NodeEngine(ABC):
     """What all of them do. Subclasses say how agents are started."""
 
     name: ClassVar[str]
 
+    @abstractmethod
     def unavailable(self) -> str | None:
         """Why it cannot be used here; see `Engine.unavailable`."""
-        raise NotImplementedError
 
-    def command(self, hosts: Sequence[str]) -> list[str]:
-        """The words before those of an agent that start one on each host.
-
-        `ADDRESSES` and `KEY` of the environment have to reach it.
-        """
-        raise NotImplementedError
-
-    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[Starter]:
-        """What starts the agents: by default a process that starts all of them."""
-        environ = portable_launch(os.environ) | {ADDRESSES: ",".join(addresses), KEY: key}
-        hosts = [node.host for node in job.nodes]
-        words = [*self.command(hosts), sys.executable, *_AGENT]
-        return [Starter(ProcessStart(words, environ), tuple(range(len(hosts))))]
+    @abstractmethod
+    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[AgentStart]:
+        """What starts the agents of `job`, and tells them `addresses` and `key` of the launcher."""
 
     def starts(self, job: Job, port: int) -> list[ProcessStart]:
         """What starts the agents; they start the ranks. See `Engine.starts`."""
@@ -59,16 +50,34 @@ class NodeEngine:
         job.make_log_dir()
         with (
             narrowed(job.helpers),
-            Switchboard() as board,
-            Fleet(job, self.name, board) as fleet,
+            AgentListener() as listener,
+            AgentWatch(job, self.name, listener) as watch,
         ):
-            attend(job, self.name, fleet)
-            fleet.gather(self.starters(job, _addresses(board.port), board.key.hex()))
-            restarting(job, fleet.run_ranks, fleet.pause, fleet.display.note)
+            attend(job, self.name, watch)
+            watch.gather(self.starters(job, _addresses(listener.port), listener.key.hex()))
+            restarting(job, watch.run_ranks, watch.pause, watch.display.note)
         return Outcome(job.processes, time.monotonic() - began)
 
 
-def portable_launch(environ: Mapping[str, str]) -> dict[str, str]:
+class OneProcessEngine(NodeEngine):
+    """An engine that starts all agents in one process, whose environment tells them what they need."""
+
+    @abstractmethod
+    def command(self, hosts: Sequence[str]) -> list[str]:
+        """The words before those of an agent that start one on each host.
+
+        `ADDRESSES` and `KEY` of the environment have to reach it.
+        """
+
+    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[AgentStart]:
+        """See `NodeEngine.starters`."""
+        environ = _steady(os.environ) | {ADDRESSES: ",".join(addresses), KEY: key}
+        hosts = [node.host for node in job.nodes]
+        words = [*self.command(hosts), sys.executable, *_AGENT]
+        return [AgentStart(ProcessStart(words, environ), tuple(range(len(hosts))))]
+
+
+def _steady(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that starts agents: without what steers a step of Slurm otherwise."""
     steering = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
     return {k: v for k, v in environ.items() if not k.startswith(steering)}
@@ -80,7 +89,7 @@ def _addresses(port: int) -> list[str]:
     return [f"{address}:{port}" for address in [*found, "127.0.0.1"]]
 
 
-class SrunEngine(NodeEngine):
+class SrunEngine(OneProcessEngine):
     """A step of this Slurm allocation, with all cores that it grants on each node."""
 
     name = "srun"
@@ -92,7 +101,7 @@ class SrunEngine(NodeEngine):
         return None if shutil.which("srun") else "there is no srun on PATH"
 
     def command(self, hosts: Sequence[str]) -> list[str]:
-        """See `NodeEngine.command`. Slurm passes the whole environment on."""
+        """See `OneProcessEngine.command`. Slurm passes the whole environment on."""
         count = str(len(hosts))
         return [
             "srun",
@@ -110,7 +119,7 @@ class SrunEngine(NodeEngine):
         ]
 
 
-class FluxEngine(NodeEngine):
+class FluxEngine(OneProcessEngine):
     """A job of flux. Written against its documentation: it has not run under flux."""
 
     name = "flux"
@@ -120,13 +129,13 @@ class FluxEngine(NodeEngine):
         return None if shutil.which("flux") else "there is no flux on PATH"
 
     def command(self, hosts: Sequence[str]) -> list[str]:
-        """See `NodeEngine.command`. Flux passes the whole environment on."""
+        """See `OneProcessEngine.command`. Flux passes the whole environment on."""
         count = str(len(hosts))
         nodes = f"--requires=host:{','.join(hosts)}"
         return ["flux", "run", "-N", count, "-n", count, "--exclusive", nodes]
 
 
-class PalsEngine(NodeEngine):
+class PalsEngine(OneProcessEngine):
     """HPE's mpiexec. Written against its documentation: it has not run under PALS."""
 
     name = "pals"
@@ -138,12 +147,12 @@ class PalsEngine(NodeEngine):
         return None if shutil.which("mpiexec") else "there is no mpiexec on PATH"
 
     def command(self, hosts: Sequence[str]) -> list[str]:
-        """See `NodeEngine.command`. PALS passes the whole environment on."""
+        """See `OneProcessEngine.command`. PALS passes the whole environment on."""
         where = ["--hosts", ",".join(hosts), "-n", str(len(hosts)), "--ppn", "1"]
         return ["mpiexec", *where, "--cpu-bind", "none", "--no-abort-on-failure"]
 
 
-class MpiNodesEngine(NodeEngine):
+class MpiNodesEngine(OneProcessEngine):
     """Open MPI or MPICH start the agents; the ranks that these start know nothing of MPI."""
 
     name = "mpirun"
@@ -153,7 +162,7 @@ class MpiNodesEngine(NodeEngine):
         return MpirunEngine().unavailable()
 
     def command(self, hosts: Sequence[str]) -> list[str]:
-        """See `NodeEngine.command`. MPICH passes the whole environment on."""
+        """See `OneProcessEngine.command`. MPICH passes the whole environment on."""
         mpirun = find_mpirun()
         count = str(len(hosts))
         if flavour(mpirun) == "mpich":
@@ -182,15 +191,15 @@ class SshEngine(NodeEngine):
             return str(problem)
         return None
 
-    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[Starter]:
+    def starters(self, job: Job, addresses: Sequence[str], key: str) -> list[AgentStart]:
         """See `NodeEngine.starters`. The key goes through a pipe: a command line is for all to read."""
-        starters: list[Starter] = []
+        starters: list[AgentStart] = []
         for number, node in enumerate(job.nodes):
             near = [one for one in addresses if one.startswith("127.")]
             told = ",".join(near or addresses if node.local else addresses)
             brief = f'{{"addresses":"{told}","key":"{key}"}}\n'.encode()
-            start = ProcessStart(self._words(number, node), portable_launch(os.environ))
-            starters.append(Starter(start, (number,), brief))
+            start = ProcessStart(self._words(number, node), _steady(os.environ))
+            starters.append(AgentStart(start, (number,), brief))
         return starters
 
     def _words(self, number: int, node: NodeRanks) -> list[str]:

@@ -18,10 +18,10 @@ import sys
 import time
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from fivefold.errors import UsageError
-from fivefold.launch.guard import Guard, dies_with_parent
+from fivefold.launch.guard import Guard, dies_with_parent, why_not_started
 
 __all__ = ["main"]
 
@@ -93,16 +93,8 @@ def _start(brief: _Brief) -> subprocess.Popen[bytes]:
             preexec_fn=in_child,  # noqa: PLW1509 - no threads here
         )
     except (OSError, subprocess.SubprocessError) as problem:
-        raise UsageError(_why(brief, problem)) from None
-
-
-def _why(brief: _Brief, problem: Exception) -> str:
-    host = os.uname().nodename
-    if not os.path.isdir(brief.directory):  # noqa: PTH112
-        return f"{host} has no directory {brief.directory}: helpers run in that of the launcher"
-    if isinstance(problem, subprocess.SubprocessError):
-        return f"{host} does not grant cores {brief.cores} of the host file"
-    return f"{host} cannot start {brief.command[0]}: {cast(OSError, problem).strerror}"
+        why = why_not_started(problem, brief.command, brief.directory, brief.cores, "helpers")
+        raise UsageError(why) from None
 
 
 def _wait(helper: subprocess.Popen[bytes]) -> int:

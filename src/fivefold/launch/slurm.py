@@ -13,8 +13,12 @@ import zlib
 from collections.abc import Mapping
 
 from fivefold.errors import UsageError
+from fivefold.launch.hosts import NAME
 
 __all__ = [
+    "REMEDY",
+    "counts",
+    "expanded",
     "first_node",
     "in_step",
     "meeting_port",
@@ -25,6 +29,14 @@ __all__ = [
 ]
 
 Environ = Mapping[str, str]
+
+REMEDY = "name the hosts yourself, by -H or --hostfile"
+_MOST_HOSTS = 65_536
+# A name may hold several brackets: rack[1-2]node[07-09].site.org
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_COUNT = re.compile(r"([1-9][0-9]{0,4})(?:\(x([1-9][0-9]{0,4})\))?")
 
 # Slurm numbers its own steps from here: 4294967290 interactive, ...291 batch, ...292 extern, ...
 _FIRST_SPECIAL_STEP = 4294967290
@@ -76,26 +88,17 @@ def requeued(environ: Environ = os.environ) -> tuple[str, int] | None:
 def tasks_here(environ: Environ) -> int:
     """Tasks of the step on this node, from SLURM_STEP_TASKS_PER_NODE such as `4(x2),3`."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not match:
-            raise UsageError(
-                f"cannot read SLURM_STEP_TASKS_PER_NODE={text}: expected such as 4(x2),3"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
+    told = counts(text, "SLURM_STEP_TASKS_PER_NODE")
     node = environ.get("SLURM_NODEID", "0")
-    if not node.isdecimal() or int(node) >= len(counts):
+    if not node.isdecimal() or int(node) >= len(told):
         raise UsageError(f"SLURM_NODEID={node} does not fit SLURM_STEP_TASKS_PER_NODE={text}")
-    return counts[int(node)]
+    return told[int(node)]
 
 
 def first_node(environ: Environ) -> str:
     """The first host of the step, from a list such as `gpu[003-005,010]`; empty if there is none."""
     text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    # The first name ends at the first comma outside brackets; inside, the first number counts.
-    match = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", text)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else ""
+    return expanded(text, "SLURM_STEP_NODELIST")[0] if text else ""
 
 
 def meeting_port(environ: Environ) -> int:
@@ -115,3 +118,76 @@ def _tasks_of_allocation(environ: Environ) -> int:
     per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
     return int(per_node) * int(nodes) if per_node.isdecimal() and nodes.isdecimal() else 1
+
+
+# ---- How Slurm writes lists of hosts, and of numbers
+
+
+def expanded(text: str, name: str) -> tuple[str, ...]:
+    """The hosts of a list as Slurm writes it; `name` says what lists them.
+
+    Raises `UsageError` if that is no list, or if it has more than 65,536 hosts.
+
+    >>> expanded("gpu[009-010],rack[1-2]n[7,9].org", "SLURM_JOB_NODELIST")
+    ('gpu009', 'gpu010', 'rack1n7.org', 'rack1n9.org', 'rack2n7.org', 'rack2n9.org')
+    """
+    items = _ITEM.findall(text)
+    if not text or ",".join(items) != text:
+        raise _unreadable(name, text)
+    hosts: list[str] = []
+    for item in items:
+        begun = [""]
+        for number, piece in enumerate(_BRACKET.split(item)):
+            # What stands in brackets comes at every second place.
+            ends = _numbers(piece, name, text) if number % 2 else [piece]
+            if len(hosts) + len(begun) * len(ends) > _MOST_HOSTS:
+                raise _too_many(name)
+            begun = [begin + end for begin in begun for end in ends]
+        hosts += begun
+    if not all(map(NAME.fullmatch, hosts)):
+        raise _unreadable(name, text)
+    return tuple(hosts)
+
+
+def counts(text: str, name: str) -> tuple[int, ...]:
+    """The tasks of each node from Slurm's shorthand, the value of the variable `name`.
+
+    Raises `UsageError` if it is something else.
+
+    >>> counts("4(x2),3", "SLURM_TASKS_PER_NODE")
+    (4, 4, 3)
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if not match or len(found) + int(match[2] or 1) > _MOST_HOSTS:
+            raise UsageError(f"cannot read {name}={text}: expected such as 4(x2),3")
+        found += [int(match[1])] * int(match[2] or 1)
+    return tuple(found)
+
+
+def _numbers(text: str, name: str, whole: str) -> list[str]:
+    """What the brackets around "003-005,010" stand for."""
+    found: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise _unreadable(name, whole)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UsageError(f"cannot read {name}={whole}: {part} goes backwards; {REMEDY}")
+        if len(found) + last - first >= _MOST_HOSTS:
+            raise _too_many(name)
+        # The first number tells how many digits all have: 008-010, but 8-10.
+        found += [f"{number:0{len(match[1])}}" for number in range(first, last + 1)]
+    return found
+
+
+def _unreadable(name: str, text: str) -> UsageError:
+    return UsageError(
+        f"cannot read {name}={text}: expected such as gpu[003-005,010],login1; {REMEDY}"
+    )
+
+
+def _too_many(name: str) -> UsageError:
+    return UsageError(f"{name} names more than {_MOST_HOSTS:,} hosts; {REMEDY}")

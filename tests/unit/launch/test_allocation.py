@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import UsageError
-from fivefold.launch.allocation import allocated, counts, expanded, flux_hosts
+from fivefold.launch.allocation import allocated
 from fivefold.launch.hosts import LOCAL, Host, reachable
+from fivefold.launch.slurm import counts, expanded
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -216,41 +217,6 @@ def test_lsf_in_a_variable() -> None:
 def test_lsf_in_a_variable_that_cannot_be_read(text: str) -> None:
     with pytest.raises(UsageError, match="LSB_MCPU_HOSTS"):
         allocated({"LSB_MCPU_HOSTS": text})
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("node[0-3] 64\n", "node0:16 node1:16 node2:16 node3:16"),
-        ("  node[0-1]        8\nnode7 2\n", "node0:4 node1:4 node7:2"),
-        (" 0\nnode[0-1] 8\n\n", "node0:4 node1:4"),
-        ("node0 3\nnode0 1\n", "node0:4"),
-        ("corona[171,173-174],x1 32\n", "corona171:8 corona173:8 corona174:8 x1:8"),
-        ("", ""),
-    ],
-)
-def test_flux(text: str, hosts: str) -> None:
-    assert told(flux_hosts(text)) == hosts
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("NODELIST NCORES\n", "flux told 'NODELIST NCORES', which is not such as"),
-        ("node[0-1]\n", "which is not such as"),
-        ("node0 4 0\n", "which is not such as"),
-        ("node0 -4\n", "which is not such as"),
-        ("node[0-1 4\n", r"cannot read flux resource list=node\[0-1: expected"),
-        (
-            "node[0-1] 3\n",
-            r"node\[0-1\] have 3 cores together, which cannot be equally many on each",
-        ),
-        ("node[0-1] 0\n", "0 cores together"),
-    ],
-)
-def test_flux_tells_something_else(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        flux_hosts(text)
 
 
 def test_this_node_keeps_the_name_that_its_manager_knows(

@@ -41,7 +41,7 @@ from fivefold.launch.variables import read_seconds
 from fivefold.launch.watch import Watch
 from fivefold.wire import Channel, LinkClosed, LinkError, Listener, Message, new_key
 
-__all__ = ["Fleet", "NodeLost", "Starter", "Switchboard"]
+__all__ = ["AgentListener", "AgentStart", "AgentWatch", "NodeLost"]
 
 _MOST_CALLERS, _OF_ONE = 1024, 64
 _CLEARED_S = 10.0
@@ -66,7 +66,7 @@ class NodeLost(LaunchError):
 
 
 @dataclass(frozen=True)
-class Starter:
+class AgentStart:
     """A process by which an engine starts the agents of some nodes."""
 
     start: ProcessStart
@@ -98,7 +98,7 @@ class _Node:
     )
 
 
-class Switchboard(Closing):
+class AgentListener(Closing):
     """Where agents call: the listener, and the lines of those who have proved that they know the key."""
 
     def __init__(self) -> None:
@@ -137,21 +137,21 @@ class Switchboard(Closing):
         self._wake.close()
 
 
-class Fleet(Watch):
+class AgentWatch(Watch):
     """Watches the ranks of a job through agents. A context manager that leaves nothing running.
 
     Args:
         job: with nodes.
         engine: its name.
-        switchboard: where its agents call.
+        listener: where its agents call.
     """
 
-    def __init__(self, job: Job, engine: str, switchboard: Switchboard) -> None:
+    def __init__(self, job: Job, engine: str, listener: AgentListener) -> None:
         super().__init__(job)
         self._engine = engine
-        self._switchboard = switchboard
+        self._agents = listener
         self._nodes = _nodes(job)
-        self._strangers: list[tuple[Channel, str, str]] = []
+        self._unnamed: list[tuple[Channel, str, str]] = []
         """agents that have called, and not yet said from where; with both addresses"""
         self._port = 0
         self._refused = ""
@@ -163,17 +163,17 @@ class Fleet(Watch):
 
     # ---- gathering
 
-    def gather(self, starters: Sequence[Starter]) -> None:
+    def gather(self, starters: Sequence[AgentStart]) -> None:
         """Start the agents, and wait until all have called.
 
         Raises `LaunchError` that names all nodes whose agents did not, and why; `UsageError` if one has other
         versions than this node.
         """
-        board = self._switchboard
-        self.attach(board.woken.fileno(), self._answer)
+        listener = self._agents
+        self.attach(listener.woken.fileno(), self._answer)
         for starter in starters:
             self._start_agents(starter)
-        board.open()
+        listener.open()
         patience_s = read_seconds("FIVEFOLD_AGENTS_S", 60.0)
         give_up = partial(self._give_up, f"its agent did not call in {patience_s:g} s")
         self.later(patience_s, give_up)
@@ -192,7 +192,7 @@ class Fleet(Watch):
         for node in lost:
             self.display.note(f"warning: node {node.host} cannot be used: {node.lost}")
 
-    def _start_agents(self, starter: Starter) -> None:
+    def _start_agents(self, starter: AgentStart) -> None:
         several = len(starter.nodes) > 1
         name = "engine" if several else f"agent-{self._nodes[starter.nodes[0]].host}"
         path = self.job.log_dir / f"{name}.log"
@@ -217,7 +217,7 @@ class Fleet(Watch):
         self._starters.append(process)
         self.start(process, lambda code: self._starter_ended(starter, path, code), awaited=False)
 
-    def _starter_ended(self, starter: Starter, log: Path, code: int) -> None:
+    def _starter_ended(self, starter: AgentStart, log: Path, code: int) -> None:
         said = tail(log, 3)
         why = f"what started its agent {ended(code)}" + (f": {' / '.join(said)}" if said else "")
         for number in starter.nodes:
@@ -238,11 +238,11 @@ class Fleet(Watch):
     # ---- channels
 
     def _answer(self) -> None:
-        board = self._switchboard
+        listener = self._agents
         with contextlib.suppress(BlockingIOError):
-            board.woken.recv(4096)
-        while board.lines:
-            line = board.lines.popleft()
+            listener.woken.recv(4096)
+        while listener.lines:
+            line = listener.lines.popleft()
             try:
                 peer, own = line.getpeername()[0], line.getsockname()[0]
             except OSError:  # it has hung up
@@ -250,7 +250,7 @@ class Fleet(Watch):
                 continue
             channel = Channel(line, f"the agent at {peer}", FRAMES, queues=True, timeout_s=SILENT_S)
             self._undo.callback(channel.close)
-            self._strangers.append((channel, peer, own))
+            self._unnamed.append((channel, peer, own))
             self.attach(channel.fileno(), self._hearing(channel, None))
 
     def _hearing(self, channel: Channel, node: _Node | None) -> Callable[[], None]:
@@ -276,8 +276,8 @@ class Fleet(Watch):
 
     def _introduced(self, channel: Channel, message: Message) -> None:
         """An agent says on which node it is."""
-        ((_, peer, own),) = [one for one in self._strangers if one[0] is channel]
-        self._strangers = [one for one in self._strangers if one[0] is not channel]
+        ((_, peer, own),) = [one for one in self._unnamed if one[0] is channel]
+        self._unnamed = [one for one in self._unnamed if one[0] is not channel]
         self.detach(channel.fileno())
         node = self._node_of(message.fields, peer)
         if node is None or self._leaving:
