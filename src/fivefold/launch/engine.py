@@ -17,13 +17,6 @@ from fivefold.errors import UsageError, suggest
 from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.local import LocalEngine
 from fivefold.launch.mpirun import MpirunEngine
-from fivefold.launch.node_engines import (
-    FluxEngine,
-    MpiNodesEngine,
-    PalsEngine,
-    SrunEngine,
-    SshEngine,
-)
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
 from fivefold.launch.restarts import restarting
@@ -63,11 +56,19 @@ class Engine(Protocol):
 
 def engines(*, several_nodes: bool = False) -> dict[str, Engine]:
     """All engines by name, of those for one node or for several."""
-    one: list[Engine] = [LocalEngine(), TorchrunEngine(), MpirunEngine()]
-    several: list[Engine] = [
-        SrunEngine(), SshEngine(), FluxEngine(), PalsEngine(), MpiNodesEngine()
-    ]  # fmt: skip
-    return {engine.name: engine for engine in (several if several_nodes else one)}
+    known: list[Engine] = [LocalEngine(), TorchrunEngine(), MpirunEngine()]
+    if several_nodes:
+        # Only then: who starts two ranks on this node needs neither channels nor agents.
+        from fivefold.launch import node_engines as several
+
+        known = [
+            several.SrunEngine(),
+            several.SshEngine(),
+            several.FluxEngine(),
+            several.PalsEngine(),
+            several.MpiNodesEngine(),
+        ]
+    return {engine.name: engine for engine in known}
 
 
 def choose(
@@ -84,7 +85,7 @@ def choose(
     """
     known = engines(several_nodes=several_nodes)
     if name == "auto":
-        return known[_automatic(environ) if several_nodes else "local"]
+        return known[_automatic(known, environ) if several_nodes else "local"]
     if name not in known:
         if name in engines(several_nodes=not several_nodes):
             where = (
@@ -97,11 +98,11 @@ def choose(
     return known[name]
 
 
-def _automatic(environ: Mapping[str, str]) -> str:
+def _automatic(known: Mapping[str, Engine], environ: Mapping[str, str]) -> str:
     """For several nodes."""
-    if environ.get("SLURM_JOB_ID") and SrunEngine().unavailable() is None:
+    if environ.get("SLURM_JOB_ID") and known["srun"].unavailable() is None:
         return "srun"
-    if environ.get("FLUX_URI") and FluxEngine().unavailable() is None:
+    if environ.get("FLUX_URI") and known["flux"].unavailable() is None:
         return "flux"
     return "ssh"
 
