@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from fivefold.launch.environment import without_places
 from template import OTHERS, TORCH, Template
 
-__all__ = ["CLEAN", "fivefold", "programs", "python"]
+__all__ = ["CLEAN", "fivefold", "programs", "python", "starting"]
 
 # The suite may itself run in an allocation, or under a launcher.
 CLEAN = {
@@ -46,3 +48,27 @@ def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.Comple
         timeout=100.0,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start commands within the block, in an environment and a folder, and read what they write.
+
+    What still runs at its end is killed.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        words: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from template import Template
 
 __all__ = [
     "BEFORE", "CRASH_POINTS", "KIND", "STEPS", "Told", "apart", "broken", "cluster", "crash_of", "ended",
-    "run", "same", "says",
+    "remove_flushed", "run", "same", "says", "two_die",
 ]  # fmt: skip
 
 SCRIPT = str(Path(__file__).resolve().parent / "fault_run.py")
@@ -82,16 +83,17 @@ def run(
     *options: str,
     on: Sequence[int] | None = None,
     crash: str = "",
-    victim: int | None = None,
+    victim: int | Collection[int] = (),
     steps: int = STEPS,
     before: Mapping[int, Sequence[str]] | None = None,
 ) -> Job:
-    """Start the run; with `crash`, the node of `victim` dies there."""
+    """Start the run; with `crash`, the node of `victim` dies there, or several do."""
+    victims = _several(victim)
     argv = [sys.executable, SCRIPT, f"--steps={steps}", f"--every={EVERY}", *options]
 
     def extra(node: int) -> dict[str, str]:
         names = {} if nodes.apart else {"FAULT_NODE": nodes.host(node)}
-        return names | ({"FIVEFOLD_CRASH_AT": crash} if node == victim else {})
+        return names | ({"FIVEFOLD_CRASH_AT": crash} if node in victims else {})
 
     return nodes.job(argv, on=on, env=extra, before=before)
 
@@ -100,12 +102,21 @@ def ended(job: Job, limit_s: float = 90.0) -> list[Told]:
     return [Told(text) for text in job.succeed(limit_s)]
 
 
-def broken(job: Job, victim: int, nodes: Nodes) -> None:
-    """Wait until the run has failed because of a node, which is then replaced by an empty one."""
+def broken(job: Job, victim: int | Collection[int], nodes: Nodes) -> None:
+    """Wait until the run has failed because of a node, which is then replaced by an empty one.
+
+    Of several, the run may end by the first, before the others die where they should: they are lost then.
+    """
+    victims = _several(victim)
     job.fail(90.0)
     if nodes.apart:
-        assert not nodes.alive(victim), job.told()
-    nodes.replace(victim)
+        assert not all(map(nodes.alive, victims)), job.told()
+    for node in victims:
+        nodes.replace(node)
+
+
+def _several(victim: int | Collection[int]) -> Collection[int]:
+    return (victim,) if isinstance(victim, int) else victim
 
 
 def same(found: Sequence[Told], oracle: Sequence[Told]) -> None:
@@ -114,6 +125,25 @@ def same(found: Sequence[Told], oracle: Sequence[Told]) -> None:
         for step, told in one.steps.items():
             assert told == without.steps[step], f"step {step}"
         assert one.final == without.final
+
+
+def two_die(point: str, pair: Sequence[int], nodes: Nodes, oracle: Sequence[Told]) -> None:
+    """Two nodes die at a moment of a save, or of the recovery after it; the others have what is needed."""
+    options = ("--scheme=rs", "--flush-every=1")
+    if point not in BEFORE:
+        broken(run(nodes, *options, crash="staged:3@pid1", victim=pair), pair, nodes)
+        remove_flushed(nodes)
+    broken(run(nodes, *options, crash=crash_of(point), victim=pair), pair, nodes)
+    remove_flushed(nodes)
+    found = ended(run(nodes, *options))
+    assert {one.start for one in found} <= ({3, 6} if point in BEFORE else {6})
+    same(found, oracle)
+
+
+def remove_flushed(nodes: Nodes) -> None:
+    """Leave only what is on the nodes."""
+    for path in (nodes.shared / "run").glob("step-*"):
+        shutil.rmtree(path)
 
 
 def says(job: Job, word: str, limit_s: float = 60.0) -> None:

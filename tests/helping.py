@@ -42,7 +42,12 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(Path(__file__).parent),
+                "CUDA_VISIBLE_DEVICES": "",  # what a helper computes is compared bit by bit
+            },
         )
         self._pids: list[int] = []
 

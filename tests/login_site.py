@@ -37,6 +37,7 @@ class Site:
         self.nodes = Nodes(count)
         self._shell = folder / "remote-shell"
         self._login = self.nodes.login()
+        self._names = [self.nodes.host(node) for node in range(count)]
         self.renew()
 
     def entering(self, folder: Path) -> list[str]:
@@ -53,18 +54,24 @@ class Site:
             | {
                 "HYDRA_LAUNCHER_EXEC": str(self._shell),
                 "HYDRA_IFACE": "hub",
+                # What a node that is gone leaves in /tmp, another one would take for its own.
+                "PRTE_MCA_prte_remote_tmpdir_base": str(self.nodes.tmp),
                 "OMP_NUM_THREADS": "1",
             }
         )
 
+    def name(self, node: int) -> str:
+        """What the shell takes for a node, also for one that replaces it."""
+        return self._names[node]
+
     def renew(self) -> None:
-        """Take up the nodes as they are now."""
+        """Take up the nodes as they are now; one that replaces another has the other's name too."""
         lines: list[str] = []
         for node in range(len(self.nodes)):
             # As sshd does: a shell with hardly any variables, in the home folder.
             enter = shlex.join(self.nodes.entry(node))
             clean = f'env -i PATH="$PATH" HOME=/ {enter} sh -c "cd /; $*"'
-            names = f"{self.nodes.host(node)}|{self.nodes.address(node)}"
+            names = f"{self._names[node]}|{self.nodes.host(node)}|{self.nodes.address(node)}"
             lines.append(f"{names}) exec {clean} ;;")
         text = _SHELL.format(cases="\n".join(lines))
         self._shell.write_text(text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["bluefield", "crusher", "laptop", "two_sockets", "write"]
+__all__ = ["bluefield", "crusher", "laptop", "pretended", "two_sockets", "write"]
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units     
@@ -46,6 +46,17 @@ def write(root: Path, files: dict[str, str]) -> Path:
         else:
             path.write_text(text)
     return root
+
+
+def pretended(folder: Path, numa: list[list[int]]) -> dict[str, str]:
+    """Variables by which ranks are bound as if these logical cores were NUMA nodes of the machine."""
+    nodes = {f"sys/devices/system/node/node{n}/cpulist": own for n, own in enumerate(numa)}
+    root = write(folder / "root", {name: ",".join(map(str, own)) for name, own in nodes.items()})
+    lines = "from pathlib import Path\nimport fivefold.launch.binding as binding\n"
+    lines += f"binding.bound.__defaults__ = (Path({str(root)!r}),)\n"
+    write(folder / "startup", {"sitecustomize.py": lines})
+    # With a seed to read at its start, Python is started, not forked from what has started already.
+    return {"PYTHONPATH": str(folder / "startup"), "PYTHONHASHSEED": "0"}
 
 
 def cpus(sockets: dict[int, list[list[int]]]) -> dict[str, str]:

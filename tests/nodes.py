@@ -127,7 +127,7 @@ class Nodes:
         self._disk_bytes = disk_bytes
         self._shared_bytes = shared_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="fivefold-nodes-"))
-        self.shared = self._folder / "shared"
+        self.shared, self.tmp = self._folder / "shared", self._folder / "tmp"
         for name in ("shared", "local", "tmp", "logs"):
             (self._folder / name).mkdir()
         hosts = "".join(
@@ -201,7 +201,7 @@ class Nodes:
         log.touch()
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         if self.apart:
-            environ["TMPDIR"] = str(self._folder / "tmp")  # of the node's own
+            environ["TMPDIR"] = str(self.tmp)  # of the node's own
         if self._template is not None and argv[0] == sys.executable and argv[1].endswith(".py"):
             order = Order(argv[1:], environ, str(self.shared), str(log), up.init)
             process = Process(self._template.start(order), log, entered=False)
@@ -338,7 +338,8 @@ class Nodes:
         if self._shared_bytes is not None:
             space += ["sh", "-c", _SHARED, "shared", str(self.shared), str(self._shared_bytes)]
         self._hub, _ = begun(space, self._folder)
-        bridge = "link add hub type bridge\nlink set hub up\n"
+        # Else it is that of some cable, and changes when this one goes: for others it is gone for a while.
+        bridge = "link add hub address 02:05:00:00:00:fe type bridge\nlink set hub up\n"
         call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], bridge)
 
     def _make(self) -> _Node:

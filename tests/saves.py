@@ -11,7 +11,15 @@ from fivefold.checkpoint.manifest import METADATA, Item, Manifest, Member, redun
 from fivefold.checkpoint.place import Place
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore
 
-__all__ = ["RUN_ID", "bytes_of", "item_of", "manifest_of", "save_flushed", "save_local"]
+__all__ = [
+    "RUN_ID",
+    "bytes_of",
+    "item_of",
+    "manifest_of",
+    "save_flushed",
+    "save_local",
+    "write_local",
+]
 
 RUN_ID = "run-1"
 
@@ -57,18 +65,23 @@ def _write(place: Place, manifest: Manifest) -> None:
         place.write(f"{manifest.name}/{item.name}", [data])
 
 
+def write_local(root: Path, manifest: Manifest, files: FileOps | None = None) -> Generation:
+    """A generation in local storage, without redundancy."""
+    store = LocalStore(root, RUN_ID, files)
+    store.begin(manifest.step, manifest.epoch)
+    _write(store.place, manifest)
+    return store.commit(manifest)
+
+
 def save_local(
     root: Path, step: int, epoch: int = 1, *, me: int = 0, redundancy: bool = True,
     files: FileOps | None = None,
 ) -> Generation:  # fmt: skip
     """A generation in the local storage `root` of node `me`, as the run and the agent write it."""
-    store = LocalStore(root, RUN_ID, files)
-    plain = manifest_of(step, epoch, me=me, redundancy=False)
-    store.begin(step, epoch)
-    _write(store.place, plain)
-    generation = store.commit(plain)
+    generation = write_local(root, manifest_of(step, epoch, me=me, redundancy=False), files)
     if not redundancy:
         return generation
+    store = LocalStore(root, RUN_ID, files)
     whole = manifest_of(step, epoch, me=me)
     for item in whole.redundancy:
         data = bytes_of(step, item.name, item.length)

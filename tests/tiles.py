@@ -147,7 +147,15 @@ def _one_rank(mesh: Mesh, case: _Case, weights: Sequence[Tensor]) -> dict[str, A
     rows = image.shape[0]
     pieces = (Piece(0, rows, 0),)
     moment = Moment(
-        lambda axes, _data: lines[axes], both, rows, rows, pieces, True, _key, case.recompute, here
+        lambda axes, _data: lines[axes],
+        both,
+        rows,
+        rows,
+        pieces,
+        True,
+        _key,
+        case.recompute,
+        here=here,
     )
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     made = execute(program, [x], state, moment)

@@ -1,10 +1,11 @@
 """A rank of the restart benchmark: it trains a small net, saves each step, and tells when each step ended.
 
-python recovered.py ours|torch FOLDER STEPS
+python recovered.py ours|undisturbed|torch FOLDER STEPS
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -14,13 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+COMPARED_EVERY = 25
 way, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
 
 def ended(step: int) -> None:
     """Tell that a step has ended, and which process this is."""
     with (folder / f"steps-{os.environ['RANK']}").open("a") as file:
-        file.write(f"{step} {time.time()} {os.getpid()}\n")
+        file.write(f"{step} {time.time()} {os.getpid()}@{os.uname().nodename}\n")
+
+
+def tell_weights(step: int, optim: torch.optim.Optimizer) -> None:
+    """What the weights are after a step, in short."""
+    told = hashlib.sha256()
+    for group in optim.param_groups:
+        for weight in group["params"]:
+            told.update(weight.detach().numpy().tobytes())
+    with (folder / "weights").open("a") as file:
+        file.write(f"{step} {told.hexdigest()}\n")
 
 
 def net() -> torch.nn.Module:
@@ -35,21 +47,34 @@ def ours() -> None:
     """Fivefold: a Checkpointer that saves to memory of the node."""
     import fivefold as ff
 
+    times = [time.time()]
     with ff.start() as mesh:
+        times.append(time.time())
+        torch.manual_seed(0)
         samples = torch.utils.data.TensorDataset(torch.randn(64, 512), torch.randn(64, 512))
         data = ff.loader(samples, mesh, batch_size=16, seed=0)
         model = ff.parallelize(net(), mesh, loss=torch.nn.MSELoss())
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
         things: dict[str, Any] = {"model": model, "optim": optim, "data": data}
-        local = folder / "local"
-        with ff.Checkpointer(folder / "run", mesh, local=local, every=1, **things) as checkpointer:
+        local = os.environ.get("LOCAL") or folder / "local"
+        every = 1 if way == "ours" else steps
+        with ff.Checkpointer(
+            folder / "run", mesh, local=local, every=every, **things
+        ) as checkpointer:
             for step, (x, y) in checkpointer.resume(data, steps // 4):
+                if len(times) == 2:
+                    times.append(time.time())
+                    with (folder / f"parts-{mesh.rank}").open("a") as file:
+                        file.write(" ".join(map(str, times)) + "\n")
                 model.step(x, y)
                 optim.step()
                 optim.zero_grad()
                 checkpointer.maybe_save(step)
                 ended(step)
-                time.sleep(0.05)
+                if mesh.rank == 0 and step % COMPARED_EVERY == 0:
+                    tell_weights(step, optim)
+                if way == "ours":
+                    time.sleep(0.05)
         data.close()
 
 
@@ -86,4 +111,4 @@ def theirs() -> None:
     dist.destroy_process_group()
 
 
-ours() if way == "ours" else theirs()
+theirs() if way == "torch" else ours()

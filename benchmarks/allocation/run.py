@@ -13,128 +13,46 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+# Whoever installs Fivefold has its modules compiled, as torch's are; those of a checkout are if Python may.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from contender import BenchmarkError, leave_properly
 from figures import environment, middle_half, ratio, table
-from publishing import Page, conditions
-from rounds import undisturbed
+from losses import (
+    KINDS,
+    goodputs,
+    recovered,
+    section_of_goodput,
+    section_of_parts,
+    way_of_nvidia,
+)
+from publishing import Page, conditions, kept
+from rounds import order, undisturbed
+from shared import counted, modelled, section_of_counts, section_of_model
+from ways import BESIDE, LIMIT_S, Way, awaited, fivefold, mpirun, running, torchrun
 
-import mpis
 from login_site import Site
 
 HERE = Path(__file__).resolve().parent
-LIMIT_S = 150.0
-RESTART_LIMIT_S = 15.0
-BESIDE = Path(sys.executable).parent
 CASES = {"1x2": (1, 2), "2x1": (2, 1), "4x8": (4, 8)}
 """by name: nodes, and ranks on each"""
-STEPS, KILLED_AFTER = 400, 8
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to start ranks: what is run where, for a site, nodes, ranks on each, and a script's words."""
-
-    name: str
-    ours: bool
-    commands: Callable[[Site, int, int, Sequence[str], Path], list[list[str]]]
-
-
-def _fivefold(*options: str) -> Callable[[Site, int, int, Sequence[str], Path], list[list[str]]]:
-    def commands(
-        site: Site, nodes: int, ranks: int, words: Sequence[str], folder: Path
-    ) -> list[list[str]]:
-        program = [str(BESIDE / "fivefold"), "run", "--log-dir", str(folder / "logs"), *options]
-        if nodes == 1:
-            return [[*program, "-n", str(ranks), *words]]
-        hosts = ",".join(f"{site.nodes.host(node)}:{ranks}" for node in range(nodes))
-        return [[*site.entering(folder), *program, "-H", hosts, *words]]
-
-    return commands
-
-
-def _torchrun(
-    site: Site, nodes: int, ranks: int, words: Sequence[str], folder: Path
-) -> list[list[str]]:
-    program = [str(BESIDE / "torchrun"), f"--nproc-per-node={ranks}", "--max-restarts=3"]
-    program.append("--monitor-interval=0.1")  # its default, 0.1 s, named
-    if nodes == 1:
-        return [[*program, "--standalone", *words]]
-    meet = [f"--nnodes={nodes}", f"--master-addr={site.nodes.address(0)}", "--master-port=29400"]
-    return [
-        [*site.entering(folder), *site.nodes.entry(node), *program, *meet, f"--node-rank={node}", *words]
-        for node in range(nodes)
-    ]  # fmt: skip
-
-
-def _mpirun(
-    site: Site, nodes: int, ranks: int, words: Sequence[str], folder: Path
-) -> list[list[str]]:
-    meeting = "127.0.0.1" if nodes == 1 else site.nodes.address(0)
-    variables = ["-x", "OMP_NUM_THREADS", "-x", "PATH"]
-    command = [str(mpis.find("openmpi")), *mpis.options("openmpi"), *variables]
-    command += ["-n", str(nodes * ranks)]
-    before: list[str] = []
-    if nodes > 1:
-        hosts = ",".join(f"{site.nodes.host(node)}:{ranks}" for node in range(nodes))
-        command += ["--host", hosts]
-        before = site.entering(folder)
-    given = ["env", f"MASTER_ADDR={meeting}", "MASTER_PORT=29400"]
-    return [[*before, *command, *given, sys.executable, *words]]
 
 
 START = (
-    Way("fivefold run", True, _fivefold()),
-    Way("fivefold run --fork", True, _fivefold("--fork")),
-    Way("torchrun", False, _torchrun),
-    Way("mpirun (Open MPI)", False, _mpirun),
+    Way("fivefold run", True, fivefold()),
+    Way("fivefold run --fork", True, fivefold("--fork")),
+    Way("torchrun", False, torchrun()),
+    Way("mpirun (Open MPI)", False, mpirun),
 )
-RESTART = (
-    Way("fivefold run --restarts 3", True, _fivefold("--restarts", "3")),
-    Way("fivefold run --restarts 3 --fork", True, _fivefold("--restarts", "3", "--fork")),
-    Way("torchrun, distributed checkpoint", False, _torchrun),
-)
-
-
-@contextlib.contextmanager
-def _running(commands: Sequence[Sequence[str]], site: Site, folder: Path) -> Generator[None]:
-    with (folder / "output").open("wb") as output:
-        processes = [
-            subprocess.Popen(
-                command, cwd=folder, env=site.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )
-            for command in commands
-        ]  # fmt: skip
-        try:
-            yield
-            for process in processes:
-                process.wait(LIMIT_S)
-        finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGTERM)
-                process.wait(LIMIT_S)
-
-
-def _awaited(done: Callable[[], bool], folder: Path, limit_s: float = LIMIT_S) -> None:
-    end = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > end:
-            last = (folder / "output").read_text(errors="replace").splitlines()[-20:]
-            raise BenchmarkError("ranks did not get there; last lines:\n" + "\n".join(last))
-        time.sleep(0.005)
 
 
 def start_s(way: Way, site: Site, nodes: int, ranks: int) -> float:
@@ -143,68 +61,110 @@ def start_s(way: Way, site: Site, nodes: int, ranks: int) -> float:
         folder = Path(name)
         words = [str(HERE / "started.py"), "ours" if way.ours else "torch", name]
         began = time.time()
-        with _running(way.commands(site, nodes, ranks, words, folder), site, folder):
-            _awaited(lambda: len([*folder.glob("*.started")]) == nodes * ranks, folder)
+        with running(way.commands(site, nodes, ranks, words, folder), site, folder) as started:
+            awaited(lambda: len([*folder.glob("*.started")]) == nodes * ranks, folder)
+            started.wait()
             return max(float(path.read_text()) for path in folder.glob("*.started")) - began
 
 
-def restart_s(way: Way, site: Site) -> float:
-    """Seconds from the kill of a rank to the end of the first step that no rank had ended before."""
-    with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as name:
-        folder = Path(name)
-        words = [str(HERE / "recovered.py"), "ours" if way.ours else "torch", name, str(STEPS)]
-        with _running(way.commands(site, 1, 2, words, folder), site, folder):
-            _awaited(lambda: bool(_steps(folder)) and _steps(folder)[-1][0] >= KILLED_AFTER, folder)
-            os.kill(_steps(folder)[-1][2], signal.SIGKILL)
-            killed = time.time()
-            known = _steps(folder)
-            reached, victim = known[-1][0], known[-1][2]
-            _awaited(
-                lambda: any(s > reached and p != victim for s, _, p in _steps(folder)),
-                folder,
-                RESTART_LIMIT_S,
-            )
-            new = next(when for s, when, p in _steps(folder) if s > reached and p != victim)
-            for one in _steps(folder)[-1:]:  # enough was seen
-                os.kill(one[2], signal.SIGKILL)
-            _end(folder)
-            return new - killed
-
-
-def _end(folder: Path) -> None:
-    """The launcher and all that it started."""
-    import psutil
-
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if any(str(folder) in word for word in words) and process.pid != os.getpid():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-
-
-def _steps(folder: Path) -> list[tuple[int, float, int]]:
-    """Steps that rank 1 has ended: number, time and process."""
-    path = folder / "steps-1"
-    lines = path.read_text().splitlines() if path.exists() else []
-    split = [line.split() for line in lines]
-    return [
-        (int(s), float(when), int(pid)) for s, when, pid in (one for one in split if len(one) == 3)
-    ]
-
-
 def _import_s(_: Way, site: Site) -> float:
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], env=site.environ, check=True)
-    return time.perf_counter() - began
+    """To the moment at which it is there: what takes torch apart again comes after a start."""
+    words = [sys.executable, "-c", "import torch, time; print(time.time())"]
+    began = time.time()
+    done = subprocess.run(words, env=site.environ, check=True, capture_output=True, text=True)
+    return float(done.stdout) - began
 
 
-def measured(part: str, rounds: int) -> dict[str, Any]:
-    """Measure one part: start-1x2, start-2x1, start-4x8 or restart."""
+_SHELL = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+shift
+exec sh -c "$*"
+"""
+"""a remote shell that goes nowhere"""
+_RANK = """#!/bin/sh
+here=$1 all=$2
+date +%s.%N >> $here/up-${FIVEFOLD_RESTART:-0}
+ready() { [ "$(wc -l < $here/up-${FIVEFOLD_RESTART:-0})" -ge $all ]; }
+if [ -n "$FIVEFOLD_RESTART" ]; then
+    until ready; do sleep 1; done
+elif [ "$RANK" = 0 ]; then
+    until ready; do sleep 0.2; done
+    date +%s.%N > $here/killed
+    kill -9 $$
+fi
+[ -n "$FIVEFOLD_RESTART" ] || sleep 1000
+"""
+"""a rank without Python: tells that it is there, and the first is killed when all are"""
+AGENTS, EACH = 128, 8
+
+
+def _agents(rounds: int) -> dict[str, Any]:
+    """Many agents, all on this machine: until all ranks are up, and up again after one was killed."""
+    before = environment()
+    seconds: dict[str, list[float]] = {"all ranks are up": [], "all are up again": []}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as name:
+            folder = Path(name)
+            for file, text in (("shell", _SHELL), ("rank", _RANK)):
+                (folder / file).write_text(text)
+                (folder / file).chmod(0o755)
+            hosts = ",".join(f"node{number}:{EACH}" for number in range(AGENTS))
+            words = [
+                str(BESIDE / "fivefold"),
+                "run",
+                "--engine",
+                "ssh",
+                "-H",
+                hosts,
+                "--restarts",
+                "1",
+            ]
+            began = time.time()
+            subprocess.run(
+                [*words, str(folder / "rank"), name, str(AGENTS * EACH)],
+                cwd=folder, env={**os.environ, "FIVEFOLD_RSH": str(folder / "shell")},
+                stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=2 * LIMIT_S,
+            )  # fmt: skip
+            up, again = (
+                max(map(float, (folder / f"up-{start}").read_text().split())) for start in (0, 1)
+            )
+            killed = float((folder / "killed").read_text())
+            for what, took in zip(seconds, (up - began, again - killed), strict=True):
+                seconds[what].append(round(took, 2))
+    told = {
+        "disturbed_rounds": 0
+    }  # agents leave their parents: their use looks like that of others
+    return {
+        "benchmark": "agents", "rounds": rounds,
+        "environment": {**before, "torch": _torch(), **told}, "seconds": seconds,
+    }  # fmt: skip
+
+
+def measured(part: str, rounds: int, nvidia: Path | None = None) -> dict[str, Any]:
+    """Measure one part, a key of `TITLES`; `nvidia`: where nvidia-resiliency-ext is installed."""
+    alone: dict[str, Callable[[], dict[str, Any]]] = {
+        "goodput": lambda: goodputs(_torch()),
+        "agents": lambda: _agents(rounds),
+        "shared-files": counted,
+        "model": lambda: modelled(kept(HERE / "results")["shared-files"]),
+    }
+    return alone[part]() if part in alone else _timed(part, rounds, _ways(part, nvidia))
+
+
+def _ways(part: str, nvidia: Path | None) -> tuple[Way, ...]:
+    if part not in KINDS:
+        return START
+    kind = KINDS[part]
+    return kind.ways if nvidia is None else (*kind.ways, way_of_nvidia(kind, nvidia))
+
+
+def _timed(part: str, rounds: int, ways: tuple[Way, ...]) -> dict[str, Any]:
+    """Starts, or recoveries from a loss, by turns."""
     kind, _, case = part.partition("-")
-    ways = START if kind == "start" else RESTART
-    bound = Way("bound: python -c 'import torch'", False, _mpirun)
+    bound = Way("bound: python -c 'import torch'", False, mpirun)
     before = environment()
     failed: dict[str, int] = {}
+    parts: dict[str, list[tuple[float, ...]]] = {}
     with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as name, _site(name) as site:
 
         def ask(way: Way) -> float:
@@ -213,26 +173,38 @@ def measured(part: str, rounds: int) -> dict[str, Any]:
             if kind == "start":
                 return start_s(way, site, *CASES[case])
             try:
-                return restart_s(way, site)
+                took = recovered(KINDS[part], way, site)
             except BenchmarkError:
                 failed[way.name] = failed.get(way.name, 0) + 1
-                return RESTART_LIMIT_S
+                return KINDS[part].limit_s
+            if way.ours:
+                parts.setdefault(way.name, []).append(took)
+            return sum(took)
 
         named = {way.name: way for way in (bound, *ways)}
-        for way in named.values():  # files come into memory
-            ask(way)
-        seconds, others = undisturbed(
-            named,
-            rounds,
-            ask,
-            lambda done, _: f"{part}: round {done} of {rounds}",
-            _ended_children_s,
-        )
+        if kind != "start" and KINDS[part].nodes > 1:
+            told = {"disturbed_rounds": 0.0}  # what a lost node has used looks like use by others
+            seconds: dict[str, list[float]] = {name: [] for name in named}
+            for number in range(rounds):
+                for way in order(list(named), number):
+                    seconds[way].append(ask(named[way]))
+        else:
+            for way in named.values():  # files come into memory
+                ask(way)
+            seconds, others = undisturbed(
+                named,
+                rounds,
+                ask,
+                lambda done, _: f"{part}: round {done} of {rounds}",
+                _ended_children_s,
+            )
+            told = others.told()
     return {
         "benchmark": part,
         "rounds": rounds,
-        "environment": {**before, "torch": _torch(), **others.told()},
+        "environment": {**before, "torch": _torch(), **told},
         "failed": failed,
+        "parts": {way: [[round(s, 3) for s in one] for one in told] for way, told in parts.items()},
         "seconds": {way: [round(s, 3) for s in told] for way, told in seconds.items()},
     }
 
@@ -257,32 +229,52 @@ TITLES = {
     "start-1x2": "Start-up: two ranks on one node",
     "start-2x1": "Start-up: two nodes with a rank each",
     "start-4x8": "Start-up: four nodes with eight ranks each",
-    "restart": "A rank of two is killed: to the end of the first new step",
+    **{part: kind.title for part, kind in KINDS.items()},
+    "goodput": "Four nodes with a rank each, killed at random",
+    "agents": f"{AGENTS} agents with {EACH} ranks each",
+    "shared-files": "Operations on shared files",
+    "model": "2,048 ranks on 256 nodes, modelled",
 }
 
 
 def section(result: dict[str, Any]) -> str:
     """Its table, for the README."""
+    for part, told in (("shared-files", section_of_counts), ("model", section_of_model)):
+        if result["benchmark"] == part:
+            return told(result, TITLES[part], conditions(result))
+    if result["benchmark"] == "goodput":
+        return section_of_goodput(result, TITLES["goodput"])
+    if result["benchmark"] == "agents":
+        rows = [
+            (what, f"{sorted(told)[len(told) // 2]:.1f}", middle_half(told, 1))
+            for what, told in result["seconds"].items()
+        ]
+        header = ("", "seconds, median", "middle half")
+        about = (
+            "Agents in Python, ranks of a shell script; all on this machine, called over a shell."
+        )
+        return f"### {TITLES['agents']}\n\n{table(header, rows)}\n\n{about} {conditions(result)}"
     seconds = result["seconds"]
-    torchrun = next(told for way, told in seconds.items() if way.startswith("torchrun"))
+    theirs = next(told for way, told in seconds.items() if way.startswith("torchrun"))
     rows = [
         (
             way,
             f"{sorted(told)[len(told) // 2]:.2f}",
             middle_half(told, 2),
-            str(ratio(told, torchrun)),
+            str(ratio(told, theirs)),
         )
         for way, told in seconds.items()
     ]
     header = ("", "seconds, median", "middle half", "of torchrun")
     failed = [f"{way} {count}" for way, count in result.get("failed", {}).items()]
     told = (
-        f" Not there within {RESTART_LIMIT_S:.0f} s, which counts: {', '.join(failed)}."
+        f" Not there within {KINDS[result['benchmark']].limit_s:.0f} s, which counts: {', '.join(failed)}."
         if failed
         else ""
     )
     title = TITLES[result["benchmark"]]
-    return f"### {title}\n\n{table(header, rows)}\n\n{conditions(result)}{told}"
+    parts = f"{section_of_parts(result['parts'])}\n\n" if result.get("parts") else ""
+    return f"### {title}\n\n{table(header, rows)}\n\n{parts}{conditions(result)}{told}"
 
 
 PAGE = Page(HERE, section, tuple(TITLES))
@@ -294,6 +286,9 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(TITLES), help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument(
+        "--nvidia-resiliency", type=Path, metavar="DIR", help="where it is installed"
+    )
     asked = parser.parse_args()
     parts = asked.parts.split(",")
     if strange := [part for part in parts if part not in TITLES]:
@@ -301,7 +296,8 @@ def main() -> int:
     if shutil.which("nsenter") is None:
         parser.error("nodes are made by nsenter and unshare, which are not here")
     with leave_properly():
-        return PAGE.publish(parts, lambda part: measured(part, asked.rounds), asked.results)
+        nvidia = asked.nvidia_resiliency
+        return PAGE.publish(parts, lambda part: measured(part, asked.rounds, nvidia), asked.results)
 
 
 if __name__ == "__main__":

@@ -1,72 +1,102 @@
-"""How fast one core makes the redundancy of each scheme, in memory: GB of data read per second.
+"""How fast one core makes parity, and data out of it, in memory: GB of data read per second.
 
-    python benchmarks/checkpoint/encode.py [--mb 256] [--members 8] [--rounds 7]
+    python benchmarks/checkpoint/encode.py
 
-Disks and networks are left out: this is the bound that the arithmetic sets. The ideal beside it is
-`numpy.bitwise_xor` on two blocks that stay in the cache. A partner's copy is no arithmetic: the blocks are
-handed on as they were read.
+Disks and networks are left out: this is the bound that the arithmetic sets. In each round all ways read as
+much data as a member has, or several times that, of which nothing is in a cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 import numpy as np
+import report
+from contenders import HERE
+from figures import environment
+from rounds import undisturbed
 
-from fivefold.checkpoint.schemes import BLOCK_BYTES, SCHEMES, Term, carry_out
+from fivefold.checkpoint.schemes import BLOCK_BYTES, SCHEMES, CodedPiece, Term, carry_out
 
 
-def main() -> None:
-    """Print a table."""
+def main() -> int:
+    """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=256, help="data of a member, in 10**6 bytes")
     parser.add_argument("--members", type=int, default=8, help="members of a set")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    length = options.mb * 10**6
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of figures")
+    asked = parser.parse_args()
+    return report.PAGE.publish(
+        ["encode"], lambda _: measured(asked.rounds, asked.members, asked.mb), asked.results
+    )
+
+
+def measured(rounds: int, members: int, mb: int) -> dict[str, Any]:
+    """GB/s of each way, by round."""
+    before = environment()
+    ways = ways_of(members, mb * 10**6)
+    for way in ways.values():
+        way()
+    answers, others = undisturbed(ways, rounds, gb_per_s, told, time.process_time)
+    return {
+        "part": "encode", "members": members, "mb": mb, "rounds": rounds, "gb_per_s": answers,
+        "numpy": np.__version__,
+        "environment": {**before, "torch": version("torch"), **others.told()},
+    }  # fmt: skip
+
+
+def ways_of(members: int, length: int) -> dict[str, Callable[[], int]]:
+    """What is measured, by the names in `report.ENCODING`; each returns how many bytes it read."""
     # One member's bytes stand for all: what counts is that they do not fit into a cache.
-    data = np.random.default_rng(0).integers(0, 256, length + BLOCK_BYTES, np.uint8).data
+    data = np.random.default_rng(0).integers(0, 256, length + BLOCK_BYTES, np.uint8)
+    target = np.ones(length, np.uint8)
+    lengths = [length] * members
 
     def read(term: Term, count: int) -> memoryview:
         at = (term.start + term.member * 4096) % length
-        return data[at : at + count]
+        return data[at : at + count].data
 
-    print(f"{options.members} members with {options.mb} MB each; blocks of {BLOCK_BYTES >> 10} KiB")
-    print(f"{'scheme':<10}{'kept by a member':>18}{'GB/s per core':>16}")
-    for name, scheme in SCHEMES.items():
-        recipe = scheme.recipe([length] * options.members, 0)
-        kept = sum(piece.length for piece in recipe)
-        line = f"{name:<10}{kept / 1e6:>15.1f} MB"
-        if any(len(piece.terms) > 1 for piece in recipe):
-            speed = _gb_per_s(options.rounds, lambda r=recipe: carry_out(r, read, _discard))
-            print(f"{line}{speed:>16.1f}")
-        else:
-            print(f"{line}{'nothing to do':>16}")
-    print(f"{'(ideal: cached xor)':<28}{_gb_per_s(options.rounds, _cached_xor):>16.1f}")
+    def copy() -> int:
+        for at in range(0, length, BLOCK_BYTES):
+            part = target[at : at + BLOCK_BYTES]
+            np.copyto(part, data[at : at + len(part)])
+        return length
 
+    def coded(pieces: Sequence[CodedPiece]) -> Callable[[], int]:
+        return partial(carry_out, pieces, read, lambda _: None)
 
-def _discard(block: object) -> None:
-    del block
-
-
-def _cached_xor() -> int:
-    a, b = (np.ones(BLOCK_BYTES, np.uint8) for _ in range(2))
-    for _ in range(1000):
-        np.bitwise_xor(a, b, out=a)
-    return 1000 * BLOCK_BYTES
+    xor, rs = SCHEMES["xor"], SCHEMES["rs"]
+    return {
+        "copy": copy,
+        "xor": coded(xor.recipe(lengths, 0)),
+        "rs": coded(rs.recipe(lengths, 0)),
+        "xor-rebuild": coded(xor.rebuild(lengths, {0}, 0)),
+        "rs-rebuild": coded(rs.rebuild(lengths, {0, 1}, 0)),
+    }
 
 
-def _gb_per_s(rounds: int, work: Callable[[], int]) -> float:
-    speeds: list[float] = []
-    for _ in range(rounds + 1):
-        begun = time.process_time()
-        read = work()
-        speeds.append(read / max(time.process_time() - begun, 1e-9) / 1e9)
-    return statistics.median(speeds[1:])
+def gb_per_s(way: Callable[[], int]) -> float:
+    """Of one core, while it computes."""
+    begun = time.process_time()
+    read = way()
+    return read / (time.process_time() - begun) / 1e9
+
+
+def told(done: int, answers: Mapping[str, Sequence[float]]) -> str:
+    """A line after each round."""
+    latest = "  ".join(f"{way} {own[-1]:.1f} GB/s" for way, own in answers.items())
+    return f"round {done}: {latest}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

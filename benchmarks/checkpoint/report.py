@@ -14,7 +14,7 @@ from publishing import Page, conditions
 
 __all__ = ["ORDER", "PAGE", "WAYS_BACK", "section"]
 
-ORDER = ("replicated", "sharded", "recovery", *epochs_report.PARTS)
+ORDER = ("replicated", "sharded", "recovery", *epochs_report.PARTS, "encode")
 WAYS_BACK = {
     "none-lost": "fivefold, processes lost, all nodes there",
     "one-lost": "fivefold, one node of four lost, rebuilt by xor",
@@ -22,10 +22,19 @@ WAYS_BACK = {
     "dcp": "dcp.load from the shared file system",
 }
 """how a state comes back, as recovery.py measures it"""
+ENCODING = {
+    "copy": "memory copy",
+    "xor": "xor, parity",
+    "rs": "rs, P and Q",
+    "xor-rebuild": "xor, one lost member",
+    "rs-rebuild": "rs, one of two lost members",
+}
+"""what a core computes, as encode.py measures it"""
 OURS = ("single", "partner", "xor", "xor-flushed")
 COMPUTED = {"xor-tenth": "fivefold, xor, every tenth flushed (computed)"}
 NAMES = {**TITLES, **COMPUTED}
 LEAST_OVER_RANK0 = 5.0
+LEAST_GB_PER_S = 5.0
 MOST_OVERHEAD, WANTED_OVERHEAD = 0.035, 0.01
 
 
@@ -33,6 +42,8 @@ def section(result: dict[str, Any]) -> str:
     """A part as it stands in the README."""
     if result["part"] == "recovery":
         return _recovery(result)
+    if result["part"] == "encode":
+        return _encode(result)
     if result["part"] in epochs_report.PARTS:
         return epochs_report.section(result)
     found = costs(result["blocks"], result["environment"]["cores"])
@@ -66,6 +77,21 @@ def _recovery(result: dict[str, Any]) -> str:
         f"### recovery: {result['nodes']} nodes, {size:.0f} MB of state",
         table(["", "seconds [95 %]", "times dcp.load"], rows),
         conditions(result),
+    ])  # fmt: skip
+
+
+def _encode(result: dict[str, Any]) -> str:
+    speeds: dict[str, list[float]] = result["gb_per_s"]
+    rows = [
+        [ENCODING[way], str(Median.of(own)), str(ratio(own, speeds["copy"]))]
+        for way, own in speeds.items()
+    ]
+    met = Median.of(speeds["rs"]).at_least(LEAST_GB_PER_S)
+    return "\n\n".join([
+        f"### encode: {result['members']} members with {result['mb']} MB each, one core",
+        table(["", "GB/s read [95 %]", "times memory copy"], rows),
+        f"Goal, rs encodes {LEAST_GB_PER_S:.0f} GB/s or more per core: {met}.",
+        f"numpy {result['numpy']}. {conditions(result)}",
     ])  # fmt: skip
 
 

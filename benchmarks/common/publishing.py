@@ -85,8 +85,7 @@ def conditions(result: dict[str, Any]) -> str:
     if "rounds" in result:
         repeated = told["disturbed_rounds"]
         again = f" and {repeated} more that others disturbed" if repeated else ""
-        words += [
-            f"{result['rounds']} rounds{again}",
-            f"cores used by others meanwhile: {told['used_by_others']:.0%}",
-        ]
+        words.append(f"{result['rounds']} rounds{again}")
+        if "used_by_others" in told:
+            words.append(f"cores used by others meanwhile: {told['used_by_others']:.0%}")
     return "; ".join(words) + "."

@@ -100,11 +100,20 @@ def _known_to_torch() -> None:  # pyright: ignore[reportUnusedFunction]
         Backend.register_backend("fivefold", _group, extended_api=True, devices=["cpu", "cuda"])
     except Exception as problem:  # noqa: BLE001
         log.warning("torch does not know the backend fivefold: %r", problem)
+    _see_scripts()
+
+
+def _see_scripts() -> None:
+    """See what scripts do where FIVEFOLD_TRACE is set: torch has been imported, by forked ranks before."""
+    import logging
+
     if os.environ.get("FIVEFOLD_TRACE"):
         try:
             import_module("fivefold.comm.script_hooks").install()
         except Exception as problem:  # noqa: BLE001
-            log.warning("FIVEFOLD_TRACE is set, but nothing can be recorded: %r", problem)
+            logging.getLogger(__name__).warning(
+                "FIVEFOLD_TRACE is set, but nothing can be recorded: %r", problem
+            )
 
 
 def _group(options: object, given: object) -> object:

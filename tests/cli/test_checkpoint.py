@@ -19,7 +19,7 @@ from fivefold.checkpoint.note import Note, SavingCosts, write_note
 from fivefold.checkpoint.run import LOCAL, RunHistory
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.cli import main
-from saves import RUN_ID, bytes_of, manifest_of, save_flushed, save_local
+from saves import RUN_ID, bytes_of, manifest_of, save_flushed, save_local, write_local
 
 NAME = "step-00000120-epoch-1"
 
@@ -144,6 +144,8 @@ def test_how_much_may_be_lost_depends_on_state_scheme_and_sets() -> None:
         return can_lose(replace(made, sets=sets, state=state))
 
     assert of("xor", 4, (0, 1, 2, 3)) == "1 of 4 nodes"
+    assert of("rs", 4, (0, 1, 2, 3)) == "2 of 4 nodes"
+    assert of("rs", 8, (0, 2, 4, 6), (1, 3, 5, 7)) == "2 of each set of 4"
     assert of("xor", 4, (0, 1, 2, 3), state="local") == "no node"
     assert of("xor", 4, (0, 1, 2, 3), state="flushed") == "all nodes"
     assert of("partner", 4, (0, 2), (1, 3)) == "1 of each set of 2"
@@ -247,6 +249,37 @@ def test_repair_says_what_is_lost(places: Path, capsys: pytest.CaptureFixture[st
     assert f"{NAME}: not whole:" in text and "step-00000100-epoch-1: whole" in text
     text = told(capsys, "repair", "node0", "node1", "far")
     assert f"{NAME}: whole" in text and "left alone" not in text
+
+
+def test_repair_bears_two_lost_nodes_of_rs_and_refuses_three(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [tmp_path / f"node{me}" for me in range(5)]
+    lengths = [300 + me for me in range(5)]
+    for me, node in enumerate(nodes):
+        saved = manifest_of(120, me=me, lengths=lengths, redundancy=False, scheme="rs")
+        write_local(node, saved)
+    paths = [str(node) for node in nodes]
+    told(capsys, "repair", *paths)
+    assert "with the scheme rs, and can lose 2 of 5 nodes" in told(
+        capsys, "show", f"{nodes[4]}/{RUN_ID}/{NAME}"
+    )
+
+    def lose(*lost: int) -> None:
+        for me in lost:
+            shutil.rmtree(nodes[me])
+            nodes[me].mkdir()
+
+    lose(1, 3)
+    assert f"{NAME}: whole" in told(capsys, "repair", *paths)
+    for me in (1, 3):
+        made = nodes[me] / RUN_ID / NAME / f"__{me}_0.distcp"
+        assert made.read_bytes() == bytes_of(120, made.name, 300 + me)
+    assert told(capsys, "verify", *paths).count("is whole: 3 files") == 5
+    lose(0, 1, 3)
+    assert told(capsys, "repair", *paths, code=1) == (
+        f"{NAME}: not whole: members 0, 1, 3 of the set are lost or damaged: rs rebuilds two at most\n"
+    )
 
 
 def test_repair_leaves_alone_what_it_does_not_know(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,17 @@ def test_epochs_are_measured(model: str, tmp_path: Path) -> None:
     assert "not kept" in done.stdout
 
 
+def test_encoding_is_measured(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [python(), str(HERE / "encode.py"), "--mb=1", "--rounds=1", f"--results={tmp_path}"],
+        capture_output=True, text=True, check=False, timeout=100,
+        env={**os.environ, "BENCHMARK_PATIENCE_S": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "### encode: 8 members with 1 MB each" in done.stdout and "| rs, P and Q" in done.stdout
+    assert "not kept" in done.stdout
+
+
 def test_lm_resiliency_is_found_where_it_was_installed(
     modules: dict[str, ModuleType], tmp_path: Path
 ) -> None:
@@ -143,6 +155,32 @@ def test_what_lies_elsewhere_is_left_alone(modules: dict[str, ModuleType], tmp_p
     variables = {**os.environ, **throttle.variables(tmp_path / "slow")}
     subprocess.run([python(), "-c", write], env=variables, check=True, timeout=60)
     assert throttle.passed == (0, 0)
+    assert throttle.operations == 0
+
+
+@NEEDS_CC
+def test_operations_on_paths_are_counted(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    throttle = modules["throttle"].Throttle(tmp_path, 1e12)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    calls = {
+        "open('x', 'w')": 1,
+        "open('x').read()": 1,
+        "os.stat('x')": 1,
+        "os.path.exists('absent')": 1,
+        "os.listdir('.')": 1,
+        "os.symlink('x', 'y'); os.readlink('y')": 1,
+        "[one.stat() for one in os.scandir('.')]": 3,
+        "os.access('x', os.R_OK)": 1,
+    }
+    for call, count in calls.items():
+        words = re.sub(r"'(x|y|\.|absent)'", lambda found: repr(str(folder / found[1])), call)
+        throttle.reset()
+        variables = {**os.environ, **throttle.variables(folder)}
+        subprocess.run(
+            [python(), "-c", f"import os; {words}"], env=variables, check=True, timeout=60
+        )
+        assert throttle.operations == count, call
 
 
 def test_a_cost_is_what_a_save_adds(modules: dict[str, ModuleType]) -> None:

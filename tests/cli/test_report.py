@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -164,6 +165,18 @@ def test_mistakes_are_one_line(words: list[str], said: str, slow: Path) -> None:
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_of_ranks_that_were_started_again_the_last_start_is_told(
+    slow: Path, tmp_path: Path
+) -> None:
+    for folder in ("trace", "restart-1/trace", "restart-2/trace", "restart-10/trace"):
+        shutil.copytree(slow / "trace", tmp_path / folder)
+    (tmp_path / "restart-11").mkdir()  # it ended before any rank began
+    done = report(tmp_path)
+    others = ", ".join(str(tmp_path / name) for name in ("trace", "restart-1", "restart-2"))
+    others += f", {tmp_path / 'restart-11'} (no trace)"
+    assert f"started 5 times, and this is restart-10; others are in {others}" in done.stdout
 
 
 def test_a_page_that_cannot_be_written_is_no_error_unless_asked_for(slow: Path) -> None:

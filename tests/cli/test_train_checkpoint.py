@@ -6,15 +6,18 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
 
 from commands import CLEAN, programs
+from waiting import awaited
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "FIVEFOLD_LEASE_S": "3"}
 
@@ -38,9 +41,12 @@ RECIPES = {
 }  # fmt: skip
 
 
-def start(folder: Path, recipe: str, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
+def start(
+    folder: Path, recipe: str, *words: str, ranks: int = 2, forked: bool = True
+) -> subprocess.Popen[str]:
+    home = programs() if forked else Path(sys.executable).parent
     command = [
-        str(programs() / "fivefold"), "train", recipe, "-n", str(ranks), *RECIPES[recipe],
+        str(home / "fivefold"), "train", recipe, "-n", str(ranks), *RECIPES[recipe],
         "--set", f"checkpoint.local={folder / 'local'}", *words,
     ]  # fmt: skip
     return subprocess.Popen(
@@ -105,3 +111,21 @@ def test_a_recipe_whose_saves_are_lost_begins_again_when_it_is_told_to(tmp_path:
     out, err = again.communicate(timeout=100)
     assert again.returncode == 0, out + err
     assert re.search(r"^warning        .*it begins again at step 0", out, re.MULTILINE), out
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_costs_a_restart(tmp_path: Path) -> None:
+    words = ["--checkpoint", "saved", "--set", "checkpoint.every_steps=5", "--restarts", "1"]
+    run = start(tmp_path, "digits", *words, forked=False)
+    awaited((tmp_path / "runs/digits-001/metrics.jsonl").exists, "an epoch", 100)
+    ranks = psutil.Process(run.pid).children()
+    next(rank for rank in ranks if rank.environ().get("RANK") == "1").kill()
+    out, err = run.communicate(timeout=100)
+    assert run.returncode == 0, out + err
+    assert "rank 1 of 2 was killed by SIGKILL" in err and "restart 1 of 1 now" in err
+    assert "going on after step " in out
+    home = tmp_path / "runs" / "digits-002"
+    assert (home / "weights.pt").exists()
+    for logs in (home / "logs", home / "logs" / "restart-1"):
+        assert sorted(path.name for path in logs.glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
+    assert not (tmp_path / "fivefold-logs").exists() and not (home / "logs" / "run").is_symlink()

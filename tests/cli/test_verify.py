@@ -25,8 +25,8 @@ class Net(nn.Module):
         self.head = nn.Linear(20, 4)
 
     def forward(self, x):
-        x = self.body(x.flatten(1) + torch.zeros(12))
-        return self.head(x + torch.randn(x.shape) if self.noisy else x)
+        x = self.body(x.flatten(1) + torch.zeros(12, device=x.device))
+        return self.head(x + torch.randn(x.shape, device=x.device) if self.noisy else x)
 
 class Needy(Net):
     def __init__(self, depth):

@@ -16,7 +16,7 @@ from torch import nn
 
 class Noisy(nn.Linear):
     def forward(self, x):
-        return super().forward(x) + torch.randn(4)  # here
+        return super().forward(x) + torch.randn(4, device=x.device)  # here
 
 mesh = ff.start()
 model = ff.parallelize(Noisy(3, 4), mesh, loss=lambda y, t: ((y - t) ** 4).mean())

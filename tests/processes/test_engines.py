@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 import mpis
-from commands import CLEAN, python
+from commands import CLEAN, python, starting
+from machines import pretended
 from waiting import alive, awaited
 
 # Generous: the machine may be busy. What the house promises (5 s) is checked on its own.
@@ -58,36 +59,32 @@ def engine(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
 @pytest.fixture
 def start(tmp_path: Path, engine: tuple[str, dict[str, str]]) -> Iterator[Start]:
     """Start `fivefold run -n 2` of a script with this engine; the script's argument is `tmp_path`."""
-    started: list[subprocess.Popen[str]] = []
+    with starting() as begin:
 
-    def launch(body: str, *options: str, **variables: str) -> subprocess.Popen[str]:
-        script = tmp_path / "script.py"
-        script.write_text(PREAMBLE + body)
-        command = [python(), "-m", "fivefold", "run", "-n", "2", "--engine", engine[0]]
-        command += ["--log-dir", str(tmp_path / "logs"), *options, str(script), str(tmp_path)]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=CLEAN | engine[1] | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        def launch(body: str, *options: str, **variables: str) -> subprocess.Popen[str]:
+            script = tmp_path / "script.py"
+            script.write_text(PREAMBLE + body)
+            command = [python(), "-m", "fivefold", "run", "-n", "2", "--engine", engine[0]]
+            command += ["--log-dir", str(tmp_path / "logs"), *options, str(script), str(tmp_path)]
+            return begin(command, CLEAN | engine[1] | variables, tmp_path)
 
-    # A suite that runs in the background ignores Ctrl-C, and so would all that it starts.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield launch
-    signal.signal(signal.SIGINT, before)
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
+        # A suite that runs in the background ignores Ctrl-C, and so would all that it starts.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield launch
+        signal.signal(signal.SIGINT, before)
     for pid in pids(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
+def test_ranks_have_cores_of_their_own_near_their_memory(start: Start, tmp_path: Path) -> None:
+    granted = sorted(os.sched_getaffinity(0))
+    half = len(granted) // 2
+    near = pretended(tmp_path, [granted[:half], granted[half:]])
+    code, out, err = finish(start("print(sorted(os.sched_getaffinity(0)))", **near))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"[0] {granted[:half]}", f"[1] {granted[half:]}"]
 
 
 def pids(folder: Path) -> list[int]:

@@ -15,6 +15,8 @@ import pytest
 
 import mpis
 from commands import CLEAN, python
+from fivefold.cluster.reading import spans
+from machines import pretended
 
 ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 CORES = sorted(os.sched_getaffinity(0))
@@ -111,6 +113,18 @@ def test_a_dry_run_with_a_report_tells_what_is_expected(tmp_path: Path) -> None:
     assert "MASTER_PORT=24123" in done.stdout and "fivefold.launch.explain" in done.stdout
     assert done.stderr.startswith("placement, as it would be:")
     assert "  port      127.0.0.1, 24123\n" in done.stderr
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="a single core")
+def test_a_dry_run_tells_which_cores_ranks_would_have(tmp_path: Path) -> None:
+    half = len(CORES) // 2
+    near = pretended(tmp_path, [CORES[:half], CORES[half:]])
+    words = ["-m", "fivefold", "run", "-n", "2", "--dry-run", "--explain", "--", "true"]
+    done = finished([sys.executable, *words], tmp_path, ENVIRON | near)
+    assert done.returncode == 0, done.stderr
+    for own in (CORES[:half], CORES[half:]):
+        assert f"\ntaskset -c {','.join(map(str, own))} env" in done.stdout
+        assert f"(mask {spans(own)}" in done.stderr
 
 
 def by_hand(

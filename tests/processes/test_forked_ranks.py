@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from commands import CLEAN
+from fivefold.trace.reader import RankTrace
 
 SCRIPT = """
 import atexit, os, random, signal, sys, tempfile, threading
 import numpy, torch
+OWN = "MASTER_PORT", "FIVEFOLD_LAUNCH", "FIVEFOLD_SUPERVISOR"
 print(sys.argv[1:], __name__, __file__, __spec__, sys.path[0], sys.orig_argv[1:], os.getcwd())
-print({k: v for k, v in sorted(os.environ.items()) if k != "MASTER_PORT"} )
+print({k: v for k, v in sorted(os.environ.items()) if k not in OWN})
 print(torch.get_num_threads(), os.getpgrp() == os.getpid(), sorted(os.sched_getaffinity(0)))
 print([signal.getsignal(n) for n in (2, 10, 13, 15)], sys.stdin.read(), sys.stdout.line_buffering)
 print(len(threading.enumerate()), torch.initial_seed() != torch.seed())
@@ -126,6 +128,21 @@ def test_each_has_random_numbers_of_its_own(folder: Path) -> None:
     first, second, *seeded = lines
     assert not set(first.split()) & set(second.split())
     assert seeded[0] == seeded[1] and seeded[0].startswith("seeded")
+
+
+def test_their_traces_tell_of_steps(folder: Path) -> None:
+    (folder / "steps.py").write_text(
+        "import torch, fivefold as ff\n"
+        "with ff.start() as mesh:\n"
+        "    optim = torch.optim.SGD((net := torch.nn.Linear(2, 1)).parameters())\n"
+        "    for _ in range(3):\n"
+        "        net(torch.ones(1, 2)).sum().backward()\n"
+        "        optim.step()\n"
+    )
+    code, _, err = ran(folder, ["steps.py"], "--fork", "--trace")
+    assert code == 0, err
+    traces = [RankTrace.load(path) for path in folder.rglob("*.trace")]
+    assert [int(trace.windows["steps"].sum()) for trace in traces] == [3, 3]
 
 
 @pytest.mark.parametrize(

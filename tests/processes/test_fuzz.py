@@ -36,6 +36,8 @@ def runner() -> Iterator[Runner]:
 
 def check(runner: Runner, case: dict[str, Any]) -> None:
     outcome = runner.run(case)
+    if outcome.kind == "hang":  # what hangs does so again; busy cores only take their time
+        outcome = runner.run(case)
     told = "\n".join(outcome.details[:20])
     assert not outcome.bad, (
         f"{label(case)}: {outcome.kind}: {outcome.text}\n{told}\n{json.dumps(case)}"

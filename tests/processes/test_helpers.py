@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 import mpis
-from commands import CLEAN, fivefold
+from commands import CLEAN, fivefold, starting
 from nodes import Nodes, refusal
 from waiting import alive, awaited
 
@@ -64,33 +65,22 @@ Run = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """Start `fivefold run` of STREAM, or of another body; its argument is `tmp_path`."""
-    started: list[subprocess.Popen[str]] = []
+    numbers = itertools.count()
+    with starting() as start:
 
-    def launch(
-        *options: str, body: str = STREAM, waits: bool = True, before: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
-    ) -> subprocess.Popen[str]:  # fmt: skip
-        script = tmp_path / "script.py"
-        script.write_text(f"WAITS = {waits}\n{body}")
-        logs = tmp_path / f"logs-{len(started)}"
-        command = [sys.executable, "-m", "fivefold", "run", "--log-dir", str(logs), *options]
-        process = subprocess.Popen(
-            [*before, *command, str(script), str(tmp_path)],
-            cwd=tmp_path,
-            env={**CLEAN, "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        def launch(
+            *options: str, body: str = STREAM, waits: bool = True, before: tuple[str, ...] = (),
+            environment: dict[str, str] | None = None,
+        ) -> subprocess.Popen[str]:  # fmt: skip
+            script = tmp_path / "script.py"
+            script.write_text(f"WAITS = {waits}\n{body}")
+            logs = tmp_path / f"logs-{next(numbers)}"
+            command = [sys.executable, "-m", "fivefold", "run", "--log-dir", str(logs), *options]
+            words = [*before, *command, str(script), str(tmp_path)]
+            environ = {**CLEAN, "OMP_NUM_THREADS": "1", **(environment or {})}
+            return start(words, environ, tmp_path)
 
-    yield launch
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
+        yield launch
 
 
 @pytest.fixture

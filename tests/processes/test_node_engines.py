@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-import mpis
-import slurm_cluster
-from commands import CLEAN
-from login_site import Site
-from nodes import refusal
-from slurm_cluster import SlurmCluster
+from commands import starting
+from engine_places import ENGINES, Place, place_of
+from machines import pretended
 from waiting import awaited, launcher
 
 TIMEOUT_S = 60.0
@@ -37,48 +34,7 @@ def ready():
 """
 
 
-@dataclass
-class Place:
-    """Where the launcher of an engine runs, with two nodes of two slots."""
-
-    engine: str
-    before: Callable[[Path], Sequence[str]]
-    """words before the command"""
-    environ: dict[str, str]
-    hosts: Sequence[str]
-    processes: Callable[[], list[int]]
-    """what runs on the nodes"""
-    options: Sequence[str] = ()
-
-
-@contextlib.contextmanager
-def place_of(name: str, folder: Path) -> Generator[Place]:
-    if name == "srun":
-        if reason := slurm_cluster.refusal():
-            pytest.skip(reason)
-        with SlurmCluster(3) as cluster:
-            environ = CLEAN | cluster.environment | {"OMP_NUM_THREADS": "1"}
-            before = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2", "--nodelist=n0,n1"]
-            yield Place(name, lambda _: before, environ, ("n0", "n1"), cluster.ranks)
-        return
-    if reason := refusal():
-        pytest.skip(reason)
-    with Site(2, folder) as site:
-        environ = site.environ
-        if name in ("openmpi", "mpich"):
-            environ |= {"FIVEFOLD_MPIRUN": str(mpis.find(name))}
-        engine = "mpirun" if name in ("openmpi", "mpich") else "ssh"
-        options = ["--fork"] if name == "forked" else []
-        yield Place(engine, site.entering, environ, ("node0", "node1"), site.processes, options)
-
-
-@pytest.fixture(
-    params=[
-        "ssh",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("forked", "openmpi", "mpich", "srun")),
-    ],
-    scope="module",
-)
+@pytest.fixture(params=ENGINES, scope="module")
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
@@ -101,38 +57,17 @@ Start = Callable[..., Started]
 @pytest.fixture
 def start(place: Place, tmp_path: Path) -> Iterator[Start]:
     """Start `fivefold run` of a script on both nodes; the script's argument is `tmp_path`."""
-    started: list[subprocess.Popen[str]] = []
+    with starting() as begin:
 
-    def launch(body: str, *options: str, **variables: str) -> Started:
-        script = tmp_path / "script.py"
-        script.write_text(PREAMBLE + body)
-        command = [sys.executable, "-m", "fivefold", "run", "--log-dir", str(tmp_path / "logs")]
-        if place.engine != "srun":
-            command += ["--engine", place.engine, "-H", ",".join(f"{h}:2" for h in place.hosts)]
-        process = subprocess.Popen(
-            [
-                *place.before(tmp_path),
-                *command,
-                *place.options,
-                *options,
-                str(script),
-                str(tmp_path),
-            ],
-            cwd=tmp_path,
-            env=place.environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return Started(process)
+        def launch(body: str, *options: str, **variables: str) -> Started:
+            script = tmp_path / "script.py"
+            script.write_text(PREAMBLE + body)
+            command = [sys.executable, "-m", "fivefold", "run", "--log-dir", str(tmp_path / "logs")]
+            words = [*place.before(tmp_path), *command, *place.where, *options]
+            environ = place.environ | variables
+            return Started(begin([*words, str(script), str(tmp_path)], environ, tmp_path))
 
-    yield launch
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
+        yield launch
     awaited(lambda: not place.processes(), "the nodes to be empty", TIMEOUT_S)
 
 
@@ -167,6 +102,17 @@ print("no newline", end="")
         told = json.loads(log[: log.index("\n")])
         expected = [rank, 4, rank % 2, 2, "two words", str(tmp_path), []]
         assert told == [expected, [], "1"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
+def test_ranks_have_cores_of_their_own_near_their_memory(start: Start, tmp_path: Path) -> None:
+    granted = sorted(os.sched_getaffinity(0))
+    half = len(granted) // 2
+    near = pretended(tmp_path, [granted[:half], granted[half:]])
+    code, out, err = start("print(sorted(os.sched_getaffinity(0)))", **near).finish()
+    assert code == 0, err
+    shares = [granted[:half], granted[half:]]
+    assert sorted(out.splitlines()) == [f"[{rank}] {shares[rank % 2]}" for rank in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +173,29 @@ while time.monotonic() < end: time.sleep(0.1)
     code, out, err = begun.finish()
     assert code == 0, err
     assert sorted(re.findall(r"\[(\d)\] got it", out)) == ["0", "1", "2", "3"]
+
+
+def test_ranks_of_all_nodes_save_when_somebody_asks(start: Start, tmp_path: Path) -> None:
+    begun = start("""
+asked = []
+def save(*_):
+    asked.append(True)
+    time.sleep(0.5)
+    sys.exit(75 if len(asked) == 1 else "asked twice")
+ready()
+while rank == 3 and not (here / "on").exists(): time.sleep(0.1)
+signal.signal(signal.SIGUSR1, save)
+time.sleep(300)
+""")
+    ready(tmp_path)
+    (tmp_path / "logs" / "halt").touch()
+    assert begun.process.stderr is not None
+    assert "asked by" in begun.process.stderr.readline()
+    launcher(begun.process).send_signal(signal.SIGUSR1)  # as a scheduler would
+    (tmp_path / "on").touch()
+    code, _, err = begun.finish()
+    assert code == 75, err
+    assert "the same command goes on" in err
 
 
 def test_ranks_that_start_again_need_no_engine(start: Start, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import re
 import resource
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,45 +18,22 @@ import pytest
 
 from login_site import Site
 from nodes import refusal
+from site_runs import (
+    PROMISED_S,
+    TIMEOUT_S,
+    TRAINS,
+    WAITS,
+    Run,
+    emptied,
+    finish,
+    ready,
+    running,
+)
 from waiting import awaited, launcher
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
-TIMEOUT_S = 90.0
-PROMISED_S = 5.0
 SILENT_S = 20.0
-WAITS = """
-import os, sys, time
-from pathlib import Path
-here, rank = Path(sys.argv[1]), os.environ["RANK"]
-(here / f"{rank}.ready").write_text(str(os.getpid()))
-time.sleep(300)
-"""
-TRAINS = """
-import hashlib, os, sys, time
-from pathlib import Path
-import torch, fivefold as ff
-here = Path(sys.argv[1])
-with ff.start() as mesh:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).double()
-    samples = torch.utils.data.TensorDataset(torch.randn(64, 8).double(), torch.randn(64, 1).double())
-    data = ff.loader(samples, mesh, batch_size=16, seed=0)
-    model = ff.parallelize(net, mesh, loss=torch.nn.MSELoss())
-    optim = torch.optim.Adam(model.parameters(), lr=0.01)
-    things = {"model": model, "optim": optim, "data": data}
-    with ff.Checkpointer(here / "run", mesh, local=os.environ["LOCAL"], every=2, **things) as ckpt:
-        for step, (x, y) in ckpt.resume(data, 6):
-            model.step(x, y)
-            optim.step()
-            optim.zero_grad()
-            ckpt.maybe_save(step)
-            (here / f"step-{step}").touch()
-            time.sleep(float(sys.argv[2]))
-    data.close()
-    whole = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    print("weights", hashlib.sha256(whole).hexdigest())
-"""
 
 
 @pytest.fixture
@@ -65,51 +42,11 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield made
 
 
-Run = Callable[..., subprocess.Popen[str]]
-
-
 @pytest.fixture
 def run(site: Site, tmp_path: Path) -> Iterator[Run]:
     """Start `fivefold run` of a script; its first argument is `tmp_path`."""
-    started: list[subprocess.Popen[str]] = []
-
-    def launch(
-        body: str, *options: str, arguments: Sequence[str] = (), **variables: str
-    ) -> subprocess.Popen[str]:
-        script = tmp_path / "script.py"
-        script.write_text(body)
-        command = [sys.executable, "-m", "fivefold", "run", *options]
-        if "--log-dir" not in options:
-            command += ["--log-dir", str(tmp_path / "logs")]
-        process = subprocess.Popen(
-            [*site.entering(tmp_path), *command, str(script), str(tmp_path), *arguments],
-            env=site.environ | {"LOCAL": str(site.nodes.local(0))} | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield launch
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, out, err
-
-
-def ready(folder: Path, ranks: int) -> None:
-    awaited(lambda: len(list(folder.glob("*.ready"))) == ranks, "all ranks to start", TIMEOUT_S)
-
-
-def emptied(site: Site, timeout_s: float = PROMISED_S) -> None:
-    awaited(lambda: not site.processes(), "the nodes to be empty", timeout_s)
+    with running(site, tmp_path) as run:
+        yield run
 
 
 def test_a_node_that_is_lost_is_named_and_the_others_end(
@@ -183,6 +120,69 @@ def test_a_spare_takes_over_and_the_weights_are_those_of_a_run_without_loss(
     emptied(site)
 
 
+def test_a_node_that_is_back_stands_by(site: Site, run: Run, tmp_path: Path) -> None:
+    options = ["-H", "node0:1,node1:1,node2:1", "--spares", "1", "--restarts", "2"]
+    process = run(WAITS, *options)
+    ready(tmp_path, 2)
+    held = launcher(process)
+    held.suspend()
+    site.nodes.replace(1)
+    site.renew()
+    for path in tmp_path.glob("*.ready"):
+        path.unlink()
+    held.resume()
+    assert process.stderr is not None
+    told = list(itertools.takewhile(lambda line: "node1 is back" not in line, process.stderr))
+    assert any("note: node node2 takes the place of node1" in line for line in told)
+    ready(tmp_path, 2)
+    site.nodes.kill(2)
+    told = list(itertools.takewhile(lambda line: "takes the place" not in line, process.stderr))
+    awaited(lambda: len(site.processes()) >= 4, "ranks on the node that is back", TIMEOUT_S)
+    assert not any("no spare is left" in line for line in told)
+    held.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    emptied(site)
+
+
+def test_a_spare_imports_ahead_what_its_ranks_are_forked_from(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    options = ["-H", "node0:1,node1:1,node2:1", "--spares", "1", "--restarts", "1", "--fork"]
+    process = run(WAITS, *options)
+
+    def template() -> list[int]:
+        running = [psutil.Process(pid) for pid in site.nodes.processes(2)]
+        return [one.pid for one in running if any("launch.template" in w for w in one.cmdline())]
+
+    ready(tmp_path, 2)
+    awaited(lambda: len(template()) == 1, "the spare to import", TIMEOUT_S)
+    ahead = template()
+    (tmp_path / "1.ready").unlink()
+    site.nodes.kill(1)
+    ready(tmp_path, 2)
+    assert [psutil.Process(pid).ppid() for pid in template() if pid not in ahead] == ahead
+    launcher(process).send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    emptied(site)
+
+
+@pytest.mark.long
+def test_a_node_whose_network_is_dead_is_replaced_soon(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    options = ["-H", "node0:1,node1:1,node2:1", "--spares", "1", "--restarts", "1"]
+    process = run(WAITS, *options)
+    ready(tmp_path, 2)
+    (tmp_path / "1.ready").unlink()
+    began = time.monotonic()
+    site.nodes.cut(1)
+    ready(tmp_path, 2)
+    assert time.monotonic() - began < SILENT_S / 2
+    launcher(process).send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    emptied(site, SILENT_S + 3 * PROMISED_S)
+
+
 def test_without_a_spare_a_lost_node_is_the_end(site: Site, run: Run, tmp_path: Path) -> None:
     process = run(WAITS, "-H", "node0:1,node1:1", "--restarts", "3")
     ready(tmp_path, 2)
@@ -190,6 +190,20 @@ def test_without_a_spare_a_lost_node_is_the_end(site: Site, run: Run, tmp_path: 
     code, _, err = finish(process)
     assert code == 1
     assert "error: no spare is left for node node1: " in err and err.count("restart 1 of 3") == 1
+    emptied(site)
+
+
+def test_ranks_get_a_plan_that_lies_on_the_node_of_the_launcher_alone(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    own = site.nodes.local(0) / "plan.toml"
+    write = f"printf '[layout]\\ndata = 2\\n' > {own}"
+    subprocess.run([*site.entering(tmp_path), "sh", "-c", write], check=True)
+    body = (
+        "import os\nfrom fivefold import Plan\nprint(Plan.load(os.environ['FIVEFOLD_PLAN']).layout)"
+    )
+    code, out, err = finish(run(body, "-H", "node0:1,node1:1", "--plan", str(own)))
+    assert (code, out.count("] data=2\n")) == (0, 2), err
     emptied(site)
 
 
@@ -408,3 +422,68 @@ print("well")
     for rank in "01":
         assert "escaped" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         assert (tmp_path / "logs" / "restart-1" / f"rank-{rank}.log").read_text() == "well\n"
+
+
+TELLS = """
+import os, signal, sys, time
+from fivefold.launch.progress import own_progress
+told, restart = own_progress(), int(os.environ.get("FIVEFOLD_RESTART", 0))
+for step in range(1, 4):
+    if (step, os.environ["RANK"]) == (3, "1") and restart < 2:
+        TROUBLE
+    told.stepped()
+time.sleep(60 if restart < 2 else 0.5)
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "rank 1 was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 held the others up"),
+    ],
+)
+def test_a_node_on_which_failures_begin_twice_is_replaced(
+    trouble: str, why: str, site: Site, run: Run
+) -> None:
+    options = ("-H", "node0:1,node1:1,node2:1", "--spares", "1", "--restarts", "4", "--stall", "1s")
+    code, out, err = finish(run(TELLS.replace("TROUBLE", trouble), *options))
+    assert (code, out.count("ended")) == (0, 2), err
+    assert f"note: node node1 stands by, since failures began there: {why}; {why}\n" in err
+    assert "note: node node2 takes the place of node1\n" in err
+    emptied(site)
+
+
+def test_what_a_script_does_wrong_is_blamed_on_no_node(site: Site, run: Run) -> None:
+    options = ("-H", "node0:1,node1:1,node2:1", "--spares", "1", "--restarts", "2")
+    code, out, err = finish(run(TELLS.replace("TROUBLE", "raise ValueError"), *options))
+    assert (code, out.count("ended")) == (0, 2), err
+    assert "stands by, since" not in err and "takes the place" not in err
+
+
+@pytest.mark.long
+def test_a_lost_node_costs_a_recipe_a_restart(site: Site, tmp_path: Path) -> None:
+    where = ["-H", "node0,node1,node2", "--spares", "1", "--restarts", "1"]
+    saves = ["--checkpoint", "saved", "--set", "checkpoint.every_steps=2"]
+    saves += ["--set", f"checkpoint.local={site.nodes.local(0)}"]
+    command = [sys.executable, "-m", "fivefold", "train", "digits", "--epochs", "2"]
+    run = subprocess.Popen(
+        [*site.entering(tmp_path), *command, "--batch-size", "128", *where, *saves],
+        env=site.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with run:
+        awaited((tmp_path / "runs/digits-001/metrics.jsonl").exists, "an epoch", TIMEOUT_S)
+        site.nodes.kill(1)
+        out, err = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, out + err
+    assert "node node1 with rank 1 of 2 was lost" in err
+    assert "note: node node2 takes the place of node1" in err
+    assert "going on after step " in out
+    home = tmp_path / "runs" / "digits-002"
+    assert (home / "weights.pt").exists()
+    assert (home / "logs" / "restart-1" / "rank-1.log").exists()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fivefold.launch.job import Job
+from fivefold.launch.job import Job, Stopped
 from fivefold.launch.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)  # what is not noticed is waited for without end
@@ -58,6 +60,17 @@ def test_later_is_while_the_job_runs(watch: Watch) -> None:
     watch.later(0.05, lambda: let_end(rank))
     watch.wait()
     assert codes == [0]
+
+
+def test_what_is_called_off_in_the_same_moment_is_not_called(watch: Watch) -> None:
+    rank = waiting()
+    watch.start(rank, lambda _: None)
+    watch.later(0.0, lambda: watch._stop(signal.SIGTERM, 1.0))
+    watch.later(0.0, lambda: pytest.fail("it was called off"))
+    time.sleep(0.01)
+    with pytest.raises(Stopped):
+        watch.wait()
+    let_end(rank)
 
 
 def test_nobody_waits_for_a_helper(watch: Watch) -> None:

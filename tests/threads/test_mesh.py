@@ -1,6 +1,3 @@
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +7,6 @@ import fivefold as ff
 from fivefold import comm
 from fivefold.errors import PlanError
 from fivefold.mesh import Mesh
-from fivefold.mesh.start import nobody_else_has
 from fivefold.plan import AXES, Layout, Plan, Provenance
 from fivefold.trace import Tag, recording
 from ranks import run_ranks
@@ -140,11 +136,3 @@ def test_layouts_of_thousands_of_ranks_are_cheap_to_lay_out() -> None:
         assert dist.is_initialized()  # it was running before start
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("things", "different"), [("abc", True), ("aba", False), ("a", True)])
-def test_ranks_find_out_whether_they_share_a_gpu(things: str, different: bool) -> None:
-    store, limit = dist.HashStore(), timedelta(seconds=20)
-    with ThreadPoolExecutor(len(things)) as pool:
-        told = pool.map(lambda gpu: nobody_else_has(gpu, store, len(things), limit), things)
-        assert list(told) == [different] * len(things)

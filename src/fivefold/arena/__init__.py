@@ -4,7 +4,6 @@
     Heap        pieces of a segment, for the process that owns it
     Slots       pieces of equal size, with holders that may die at any moment
     Gate        where other processes of the same user ask for segments
-    Keeper      a gate that keeps segments beyond the life of those who made them
 
 Imports no torch. docs/explanation/arena.md tells what each of its users makes of it.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 from fivefold.arena.budget import available_bytes, check, limit_bytes
 from fivefold.arena.gate import Connection, Gate, connect
 from fivefold.arena.heap import Heap
-from fivefold.arena.keeper import Keeper, fetch, give, withdraw
 from fivefold.arena.locality import between, node_name, watch
 from fivefold.arena.native import ArenaError
 from fivefold.arena.segment import Segment
@@ -25,17 +23,13 @@ __all__ = [
     "Connection",
     "Gate",
     "Heap",
-    "Keeper",
     "Segment",
     "Slots",
     "available_bytes",
     "between",
     "check",
     "connect",
-    "fetch",
-    "give",
     "limit_bytes",
     "node_name",
     "watch",
-    "withdraw",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -17,10 +18,16 @@ from typing import IO, Any
 
 from fivefold.closing import Closing
 from fivefold.errors import FivefoldError, UsageError
+from fivefold.launch.job import NodeRanks
 from fivefold.launch.mpirun import flavour
+from fivefold.launch.node_engines import own_addresses
 from fivefold.launch.port import reserved_port
+from fivefold.wire import Listener, Protocol, new_key
 
-__all__ = ["CONTENDERS", "BenchError", "Contender", "mpirun_of", "start"]
+__all__ = ["CONTENDERS", "KEY", "PROTOCOL", "BenchError", "Contender", "mpirun_of", "start"]
+
+KEY = "FIVEFOLD_BENCH_KEY"
+PROTOCOL = Protocol("fivefoldbench", "001")
 
 CONTENDERS: Mapping[str, str] = {
     "fivefold": "Fivefold",
@@ -32,6 +39,8 @@ CONTENDERS: Mapping[str, str] = {
 """What can be measured, and how it is called."""
 
 _START_LIMIT_S = 120.0
+_PATIENCE_S = 1.0
+_MOST_CALLERS, _OF_ONE = 1024, 256
 _ANSWER_LIMIT_S = 300.0
 _STOP_LIMIT_S = 5.0
 
@@ -83,27 +92,77 @@ class Contender(Closing):
         return BenchError("\n".join([what, *told]))
 
 
-def start(name: str, ranks: int, folder: Path, script: Sequence[str] = ()) -> Contender:
+def start(
+    name: str,
+    ranks: int,
+    folder: Path,
+    script: Sequence[str] = (),
+    *,
+    nodes: Sequence[NodeRanks] = (),
+    options: Sequence[str] = (),
+) -> Contender:
     """Start the ranks of a contender; `folder` takes its log and socket.
 
     `script` is the command of another benchmark, to be started instead of the worker; it is given the socket.
-    Raises `UsageError` if the contender is not installed, `BenchError` if it does not start.
+    `nodes` are those of the ranks, if that is not this one alone, and `options` those of `fivefold run` that
+    say the same. Raises `UsageError` if the contender is not installed, `BenchError` if it does not start.
     """
-    address = str(Path(tempfile.mkdtemp(dir=folder)) / "socket")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen(ranks)
-        listener.settimeout(1.0)
+    with _Door(folder, several_nodes=bool(nodes)) as door:
         started = Contender(name, ranks, [], [], folder / f"{name}.log")
+        words = [*script, door.address]
         try:
             with reserved_port(None) as port:
-                for command, environment in _commands(name, ranks, [*script, address], port):
-                    started.processes.append(_spawned(command, environment, started.log))
-                started.wires = _met(listener, started)
+                if not nodes:
+                    commands = _commands(name, ranks, words, port)
+                else:
+                    commands = [_on_nodes(name, nodes, words[-1], folder, options)]
+                for command, environment in commands:
+                    told = environment | door.environment
+                    started.processes.append(_spawned(command, told, started.log))
+                started.wires = _met(door, started)
         except BaseException:
             started.close()
             raise
     return started
+
+
+class _Door(Closing):
+    """Where ranks call: a socket of this node; for several nodes a port, where they prove to know a key."""
+
+    def __init__(self, folder: Path, *, several_nodes: bool) -> None:
+        self.environment: dict[str, str] = {}
+        """for the ranks"""
+        self._lines = queue.SimpleQueue[socket.socket]()
+        self._listener: Listener | None = None
+        if several_nodes:
+            key = new_key()
+            self._socket = socket.create_server(("", 0), backlog=4096)
+            self.address = ",".join(own_addresses(self._socket.getsockname()[1]))
+            self.environment = {KEY: key.hex()}
+            self._listener = Listener(
+                self._socket, PROTOCOL, key, self._lines.put, most=_MOST_CALLERS, of_one=_OF_ONE
+            )
+            return
+        self.address = str(Path(tempfile.mkdtemp(dir=folder)) / "socket")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.address)
+        self._socket.listen(4096)
+        self._socket.settimeout(_PATIENCE_S)
+
+    def accept(self) -> socket.socket:
+        """The next caller. Raises `TimeoutError` if none comes within a second."""
+        if self._listener is None:
+            return self._socket.accept()[0]
+        try:
+            return self._lines.get(timeout=_PATIENCE_S)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def close(self) -> None:
+        """Take no more calls."""
+        if self._listener is not None:
+            self._listener.close()
+        self._socket.close()
 
 
 def _spawned(
@@ -116,15 +175,15 @@ def _spawned(
         )  # fmt: skip
 
 
-def _met(listener: socket.socket, contender: Contender) -> list[IO[str]]:
+def _met(door: _Door, contender: Contender) -> list[IO[str]]:
     """Lines to all ranks, in order; each says who it is."""
     wires: dict[int, IO[str]] = {}
     left_s = _START_LIMIT_S
     while len(wires) < contender.ranks:
         try:
-            line, _ = listener.accept()
+            line = door.accept()
         except TimeoutError:
-            left_s -= 1.0
+            left_s -= _PATIENCE_S
             ended = [p for p in contender.processes if p.poll() is not None]
             if ended or left_s < 0:
                 raise contender._failed(f"{contender.name} did not start") from None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -142,11 +201,7 @@ def _commands(
     own = len(words) == 1
     worker = [sys.executable, "-m", "fivefold.bench.worker", name, *words] if own else words
     if name in ("openmpi", "mpich"):
-        mpirun = mpirun_of(name)
-        library = str(mpirun.parent.parent / "lib")
-        environment = {"MPI4PY_MPIABI": name}
-        if Path(library, "libmpi.so").exists() or list(Path(library).glob("libmpi*")):
-            environment["LD_LIBRARY_PATH"] = library
+        mpirun, environment = _mpi(name)
         yield [str(mpirun), *_mpi_options(name), "-n", str(ranks), *worker], environment
         return
     for rank in range(ranks):
@@ -154,6 +209,43 @@ def _commands(
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
+
+
+def _on_nodes(
+    name: str, nodes: Sequence[NodeRanks], address: str, folder: Path, options: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """What starts all ranks: `fivefold run`, or the MPI."""
+    count = str(sum(node.ranks for node in nodes))
+    worker = ["-m", "fivefold.bench.worker", name, address]
+    if name not in ("openmpi", "mpich"):
+        logs = ["--log-dir", str(folder / f"{name}-logs")]
+        run = [sys.executable, "-m", "fivefold", "run", "-n", count, *options, *logs]
+        return [*run, *worker], {}
+    mpirun, environment = _mpi(name)
+    hosts = ",".join(f"{node.host}:{node.ranks}" for node in nodes if node.ranks)
+    told = ["-hosts", hosts]
+    if name == "openmpi":
+        passed = (KEY, "OMP_NUM_THREADS", "PYTHONPATH", *environment)
+        told = ["--host", hosts, *(word for variable in passed for word in ("-x", variable))]
+    return [
+        str(mpirun),
+        *_mpi_options(name),
+        *told,
+        "-n",
+        count,
+        sys.executable,
+        *worker,
+    ], environment
+
+
+def _mpi(name: str) -> tuple[Path, dict[str, str]]:
+    """The mpirun of an MPI, and what mpi4py needs to find the same one."""
+    mpirun = mpirun_of(name)
+    library = str(mpirun.parent.parent / "lib")
+    environment = {"MPI4PY_MPIABI": name}
+    if Path(library, "libmpi.so").exists() or list(Path(library).glob("libmpi*")):
+        environment["LD_LIBRARY_PATH"] = library
+    return mpirun, environment
 
 
 def _mpi_options(name: str) -> list[str]:

@@ -41,7 +41,9 @@ def environment() -> dict[str, Any]:
 def show(sweep: Sweep, console: Console) -> None:
     """Print times in microseconds: of one contender the spread as well, of several how they compare."""
     request = sweep.request
-    what = f"{request.operation} of {request.dtype}, {request.ranks} ranks"
+    nodes = sweep.environment.get("nodes", 1)
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    what = f"{request.operation} of {request.dtype}, {request.ranks} ranks{where}"
     console.print(f"{what}; microseconds, median over rounds", highlight=False)
     console.print(_overlap_table(sweep) if request.overlap else _table(sweep, console.is_terminal))
     load, cores = sweep.environment["load_before"], sweep.environment["cores"]
@@ -53,6 +55,11 @@ def show(sweep: Sweep, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    if nodes > 1 and "fivefold" in sweep.results:
+        console.print(
+            "note: between nodes, groups of fivefold are those of gloo",
+            style="yellow", highlight=False,
+        )  # fmt: skip
     for name, found in sweep.results.items():
         for problem_ in dict.fromkeys(m.error for m in found if m.error):
             console.print(

@@ -12,7 +12,9 @@ import sys
 import time
 from typing import Any
 
+from fivefold.bench.contender import KEY, PROTOCOL
 from fivefold.bench.work import Check, CommWay, Mpi, Run, Torch
+from fivefold.launch.agent_call import call
 
 __all__ = ["main"]
 
@@ -27,14 +29,24 @@ def main(words: list[str]) -> int:
     work: CommWay = (
         Mpi() if contender in ("openmpi", "mpich") else Torch(backend, in_arena=memory == "arena")
     )
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(address)
+    with _called(address) as line:
         wire = line.makefile("rw", encoding="utf-8")
         print(json.dumps({"rank": work.rank, "pid": os.getpid()}), file=wire, flush=True)
         for text in wire:
             print(json.dumps(_answer(work, json.loads(text))), file=wire, flush=True)
     work.close()
     return 0
+
+
+def _called(address: str) -> socket.socket:
+    """A line to the command: at the path of a socket, or at one of some addresses HOST:PORT."""
+    if KEY in os.environ:
+        line = call(address.split(","), bytes.fromhex(os.environ[KEY]), PROTOCOL)
+        line.settimeout(None)
+        return line
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(address)
+    return line
 
 
 def _answer(work: CommWay, request: dict[str, Any]) -> dict[str, Any]:

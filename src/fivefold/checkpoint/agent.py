@@ -4,13 +4,15 @@
       {"id": 7, "do": "protect", "with": {...}}  -->  stdin, a line each
       {"id": 7, "did": {...}}                    <--  stdout; or {"id": 7, "failed": "...", "kind": "..."}
 
-It has no torch and a low priority. It ends with its standard input or its parent, whichever is first; the
+It has no torch and a low priority. It ends with its standard input or its parent, whichever is first; where
+`fivefold run` started the ranks it asks what follows, and copies the newest save if nothing does. The
 signals that end a run are left to the ranks, which may still want to save.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -21,15 +23,17 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from fivefold.arena import ArenaError, Connection, connect
 from fivefold.checkpoint.encoding import Peers, protect, rebuild
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.flush import copy_files, finish, items_of
 from fivefold.checkpoint.inventory import look, stocktaking
+from fivefold.checkpoint.last_flush import LastFlush
 from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.pieces import Address, Server
@@ -38,8 +42,9 @@ from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.rate import Rate
 from fivefold.checkpoint.store import Generation, LocalStore, PersistentStore
 from fivefold.errors import CheckpointError, FivefoldError
+from fivefold.launch.checkpoint_agents import supervisor_address
 
-__all__ = ["AgentCommands", "main"]
+__all__ = ["AgentCommands", "main", "serve_many"]
 
 Given = Mapping[str, Any]
 Answer = dict[str, Any]
@@ -67,6 +72,7 @@ class AgentCommands:
         self._flush_cpu_s = 0.0
         self._flush_rates: list[Rate] = []
         self._hurry = False
+        self._at_end: Given = {}
         self.commands: dict[str, Callable[[Given], Answer]] = {
             "hello": self.hello,
             "peers": self.peers,
@@ -80,11 +86,11 @@ class AgentCommands:
             "verify": self.verify,
             "drop": self.drop,
             "figures": self.figures,
+            "at_end": self.at_end,
         }
 
     def hello(self, given: Given) -> Answer:
         """Take the key, the place and the limits; begin to serve peers."""
-        os.nice(_NICE)
         self._key = bytes.fromhex(given["key"])
         self._store = LocalStore(Path(given["root"]), given["run"], self._files)
         self._reader = LocalReader(self._store.root, self._files)
@@ -141,7 +147,7 @@ class AgentCommands:
             files=self._files,
         )
         self._count("flush", copied.copied_bytes)
-        return {"names": copied.names, "copied_bytes": copied.copied_bytes}
+        return asdict(copied)
 
     def _flush_rate(self, bytes_per_s: float | None) -> Rate:
         rate = Rate(bytes_per_s, self._stop)
@@ -217,6 +223,35 @@ class AgentCommands:
             "sent_bytes": self._server.sent_bytes,
             "done": self._done,
         }
+
+    def at_end(self, given: Given) -> Answer:
+        """What to know for the time when the ranks are gone: see `flush_last`."""
+        self._at_end = given
+        return {}
+
+    @property
+    def flushes_last(self) -> bool:
+        """Whether it knows enough for that."""
+        return bool(self._at_end)
+
+    def flush_last(self, limit_s: float) -> str:
+        """Copy the newest save, for there will be no ranks to do so; what to tell people."""
+        given, end = self._at_end, time.monotonic() + limit_s
+        stop = threading.Timer(limit_s, self._stop.set)
+        stop.daemon = True
+        stop.start()
+        self.hurry({})
+        while self._flushing and time.monotonic() < end:
+            time.sleep(_LOOK_S / 10)
+        far = PersistentStore(given["url"], self._files)
+        own = replace(self._reach(self._addresses), rate=Rate(None, self._stop))
+        last = LastFlush(
+            self._store, far, given["me"], given["epoch"], own, self._files, self._stop
+        )
+        try:
+            return last.run(end)
+        except (FivefoldError, OSError) as problem:
+            return f"the last save was not copied to {given['url']}: {described(problem)}"
 
     def timed(self, name: str, given: Given) -> Answer:
         """Carry out a command, and keep how long it took. Raises `CheckpointError` if there is no such."""
@@ -302,6 +337,45 @@ def _leave(commands: AgentCommands, pool: ThreadPoolExecutor) -> None:
     os._exit(0)
 
 
+class _Orphaned:
+    """What follows when the ranks of this agent are gone; called once, by whoever notices first."""
+
+    def __init__(self, commands: AgentCommands, end: Callable[[], None]) -> None:
+        self._commands, self._end, self._once = commands, end, threading.Lock()
+        address = supervisor_address()
+        self._supervisor: Connection | None = None
+        if address:
+            with contextlib.suppress(ArenaError):  # the launcher is gone, and soon the ranks
+                self._supervisor = connect(address, _ENDING_S)
+                self._supervisor.line.settimeout(None)
+
+    def __call__(self) -> None:
+        with self._once:
+            if self._supervisor is not None and self._commands.flushes_last:
+                with contextlib.suppress(ArenaError):
+                    self._obey(self._supervisor)
+            self._end()
+
+    def _obey(self, supervisor: Connection) -> None:
+        word, _, limit = supervisor.receive()[0].decode().partition(" ")
+        if word == "flush":
+            threading.Thread(target=self._stop_without, args=(supervisor,), daemon=True).start()
+        if word == "flush" and (told := self._commands.flush_last(float(limit))):
+            supervisor.send(told.encode())
+
+    def _stop_without(self, supervisor: Connection) -> None:
+        """Copy no more when whoever asked is gone: a new start must find nobody that writes."""
+        with contextlib.suppress(ArenaError):
+            supervisor.receive()
+        self._commands.close()
+
+
+def serve_many() -> None:
+    """Let this process have as many connections as it may: every rank of the run may call."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     """Serve until the input ends."""
     parser = argparse.ArgumentParser(prog="python -m fivefold.checkpoint.agent")
@@ -312,19 +386,22 @@ def main() -> None:
     # What anything prints goes to the errors; the answers have a line of their own.
     line = _Line(os.fdopen(os.dup(1), "w", encoding="ascii"))
     os.dup2(2, 1)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of the run may call
+    serve_many()
+    os.nice(_NICE)
     commands = AgentCommands()
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="fivefold-agent")
     end = partial(_leave, commands, pool)
-    threading.Thread(target=_end_with, args=(parent, end), daemon=True).start()
+    orphaned = _Orphaned(commands, end)
+    threading.Thread(target=_end_with, args=(parent, orphaned), daemon=True).start()
     for text in sys.stdin:
         request: Answer = json.loads(text)
-        if request.get("do") in ("hello", "peers"):  # what follows builds on them
+        if request.get("do") == "end":
+            end()
+        elif request.get("do") in ("hello", "peers"):  # what follows builds on them
             _carry_out(commands, line, request)
         else:
             pool.submit(_carry_out, commands, line, request)
-    end()
+    orphaned()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -18,17 +19,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+from fivefold.checkpoint.agent import AgentCommands, serve_many
 from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.inventory import Holding, Inventory
 from fivefold.checkpoint.manifest import Item, Manifest
 from fivefold.checkpoint.pieces import Address
+from fivefold.checkpoint.problems import described
 from fivefold.checkpoint.recovery_plan import RebuildTask
 from fivefold.closing import Closing
-from fivefold.errors import CheckpointError, Unrecoverable
+from fivefold.errors import CheckpointError, FivefoldError, Unrecoverable
+from fivefold.launch.checkpoint_agents import supervisor_address
 
-__all__ = ["Agent", "AgentGone", "Figures", "Protection"]
+__all__ = ["Agent", "AgentGone", "Figures", "OwnAgent", "Protection"]
 
 _START_S = 60.0
 _END_S = 5.0
@@ -94,20 +98,7 @@ class Agent(Closing):
         timeout_s: float = 30.0,
         patience_s: float = 30.0,
     ) -> None:
-        self._numbers = itertools.count()
-        self._asked: dict[int, tuple[Future[Any], Callable[[dict[str, Any]], Any]]] = {}
-        self._lock = threading.Lock()
-        self._gone = ""
-        self._process = subprocess.Popen(
-            # -P: modules of the directory where the user happens to be are not the agent's.
-            [sys.executable, "-P", "-m", "fivefold.checkpoint.agent", "--parent", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C in a terminal is for the ranks
-        )
-        self._reader = threading.Thread(target=self._listen, name="fivefold-agent", daemon=True)
-        self._reader.start()
+        self._begin()
         hello = {
             "root": str(root.absolute()), "run": run, "key": key.hex(), "host": host,
             "bytes_per_s": bytes_per_s, "timeout_s": timeout_s, "patience_s": patience_s,
@@ -125,6 +116,22 @@ class Agent(Closing):
                     "system with Python very slow?"
                 ) from None
             raise
+
+    def _begin(self) -> None:
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[Future[Any], Callable[[dict[str, Any]], Any]]] = {}
+        self._lock = threading.Lock()
+        self._gone = ""
+        self._process = subprocess.Popen(
+            # -P: modules of the directory where the user happens to be are not the agent's.
+            [sys.executable, "-P", "-m", "fivefold.checkpoint.agent", "--parent", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C in a terminal is for the ranks
+        )
+        self._reader = threading.Thread(target=self._listen, name="fivefold-agent", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -170,7 +177,9 @@ class Agent(Closing):
         return self._ask(
             "flush",
             given,
-            lambda did: Copied(tuple(did["names"]), int(did["copied_bytes"]), float(did["cpu_s"])),
+            lambda did: Copied(
+                tuple(did["names"]), did["copied_bytes"], did["cpu_s"], did["waited_s"]
+            ),
         )
 
     def hurry(self) -> Future[None]:
@@ -223,15 +232,34 @@ class Agent(Closing):
         """What it has done and used so far."""
         return self._ask("figures", {}, lambda did: Figures(**did))
 
+    def at_end(self, url: str | Path, me: int, epoch: int) -> Future[None]:
+        """Let it copy the newest save of a start to `url` when all ranks have died for good."""
+        return self._ask("at_end", {"url": str(url), "me": me, "epoch": epoch}, lambda _: None)
+
+    def leave(self) -> None:
+        """After an error: under `fivefold run` it lives on until that says what follows, else as `close`."""
+        if not supervisor_address():
+            self.close()
+        elif self._lock.acquire(timeout=_END_S):
+            with contextlib.suppress(OSError):
+                self._input.close()
+            self._lock.release()
+
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
     def close(self) -> None:
         """End the process; commands under way fail with `AgentGone`."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         if not self._lock.acquire(timeout=_END_S):
             self._process.kill()  # it reads nothing any more, and a thread of ours waits for it
             self._lock.acquire()
         try:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed before
+                if select.select([], [self._input], [], 0)[1]:  # else it reads nothing any more
+                    self._input.write(b'{"do": "end"}\n')
+                self._input.close()
         finally:
             self._lock.release()
         try:
@@ -252,12 +280,10 @@ class Agent(Closing):
                 future.set_exception(AgentGone(self._gone))
                 return future
             self._asked[number] = future, made
-            stdin = self._process.stdin
-            assert stdin is not None
             # A pipe that is broken or closed: the listener fails this future with the rest.
             with contextlib.suppress(OSError, ValueError):
-                stdin.write(text.encode("ascii"))
-                stdin.flush()
+                self._input.write(text.encode("ascii"))
+                self._input.flush()
         return future
 
     def _listen(self) -> None:
@@ -287,3 +313,27 @@ class Agent(Closing):
         else:
             kind = Unrecoverable if answer["kind"] == "Unrecoverable" else CheckpointError
             future.set_exception(kind(answer["failed"]))
+
+
+class OwnAgent(Agent):
+    """What an agent does, in the process that asks: there is none to be started and waited for."""
+
+    def _begin(self) -> None:
+        self._commands = AgentCommands()
+        serve_many()
+
+    def _ask(
+        self, command: str, given: Mapping[str, Any], made: Callable[[dict[str, Any]], _T]
+    ) -> Future[_T]:
+        future: Future[_T] = Future()
+        try:
+            future.set_result(made(self._commands.timed(command, given)))
+        except Unrecoverable as problem:
+            future.set_exception(problem)
+        except (FivefoldError, OSError) as problem:
+            future.set_exception(CheckpointError(described(problem)))
+        return future
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self._commands.close()

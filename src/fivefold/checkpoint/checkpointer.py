@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fivefold.checkpoint.compare import Agreed, Comparing, check_given, given
+from fivefold.checkpoint.compare import Comparing, check_given, given
 from fivefold.checkpoint.loading import load
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.members import members_of, resolved_scheme
@@ -42,6 +42,7 @@ from fivefold.checkpoint.store import LocalStore, PersistentStore
 from fivefold.checkpoint.writing import Channels, Writing
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError, UsageError
+from fivefold.launch.progress import own_progress
 from fivefold.mesh import Mesh
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.groups import cpu_groups
@@ -71,6 +72,7 @@ class Resumed(Generic[_Batch]):
 
     def __next__(self) -> tuple[int, _Batch]:
         self.step, batch = next(self._steps)
+        own_progress().given(self.step)
         return self.step, batch
 
 
@@ -95,7 +97,7 @@ class Checkpointer(Closing):
         mesh: what `fivefold.start` returned; its plan has the section `[checkpoint]`.
         process_group: without a mesh, the ranks that train; by default all.
         local: directory on each node's own storage.
-        scheme: "auto", "single", "partner" or "xor": what nodes keep for each other.
+        scheme: "auto", "single", "partner", "xor" or "rs": what nodes keep for each other.
         set_size: the most nodes that protect each other.
         every: steps from save to save of `maybe_save`; 0: as often as measured costs and `mtbf_s` suggest.
         flush_every: every n-th save is copied to `directory`; 0: the last alone.
@@ -188,7 +190,7 @@ class Checkpointer(Closing):
         self._unflushed: Manifest | None = None
         """what was loaded, where it is on the nodes alone"""
         self._step = self._saved_step = -1
-        self._stall_s = 0.0
+        self._stall_s = self._looked_at = 0.0
         self.last: Saved | None = None
         """how the last save went that has ended"""
         self._saved = False
@@ -212,20 +214,21 @@ class Checkpointer(Closing):
         """
         self._asked = True
         notes: list[str] = []
-        with span(Phase.CHECKPOINT):
+        with span(Phase.CHECKPOINT), own_progress().unwatched():
             self._seen = seen(self._channels.training, self._opened.store)
             found = load(
                 self._channels.training,
                 self._node,
                 self._opened,
                 state=self._state,
-                local=self._settings.local,
                 begin_again=self._begin_again,
                 warn=notes.append,
             )
         for note in notes:  # now that no rank waits for another
             self._notices.warn(note)
         self._notices.meet()
+        run = self._opened.run.run
+        own_progress().went_on_from(-1 if found is None else found.step, run)
         if found is None:
             return None
         self._opened.resumed = found.step, found.epoch
@@ -286,21 +289,17 @@ class Checkpointer(Closing):
             UsageError: ranks are at different steps.
         """
         self._step = step
-        self._look_after()
+        own_progress().reached(step)
         first = self._channels.training.rank == 0
-        due = first and self._rhythm.by_time() and self._under_way is None
-        agreed = self._comparing.tell(step, self._received(), due=due, failed=self._notices.failed)
-        self._act_on(agreed)
-        if not (agreed.due or self._rhythm.by_step(step)):
+        if not (self._noticed(may_save=first) or self._rhythm.by_step(step)):
             return False
         self.save(step)
         return True
 
     def poll(self) -> None:
         """In phases without steps, such as validation, now and then: notice signals. See `maybe_save`."""
-        self._look_after()
-        failed = self._notices.failed
-        self._act_on(self._comparing.tell(self._step, self._received(), due=False, failed=failed))
+        own_progress().alive()
+        self._noticed(may_save=False)
 
     def save(self, step: int) -> None:
         """Begin to save the state after `step` steps. Waits for the save before, if that is still under way.
@@ -314,6 +313,7 @@ class Checkpointer(Closing):
             if step == self._saved_step:
                 return
             self._step = self._saved_step = step
+            own_progress().reached(step)
             self._rhythm.saved()
             captured: Any
             try:
@@ -330,9 +330,10 @@ class Checkpointer(Closing):
         Waits without limit for what still gets on: copies keep to `flush_bytes_per_s`. What failed is told by
         warnings.
         """
-        self._finish_save()
-        if self._writing is not None:
-            self._writing.wait()
+        with own_progress().unwatched():
+            self._finish_save()
+            if self._writing is not None:
+                self._writing.wait()
         self._look_after()
         self._notices.meet()
 
@@ -350,9 +351,10 @@ class Checkpointer(Closing):
             return
         self._closed = True
         try:
-            self._finish_save()
-            if self._writing is not None:
-                self._writing.close()
+            with own_progress().unwatched():
+                self._finish_save()
+                if self._writing is not None:
+                    self._writing.close()
             self._comparing.close()
             self._look_after()
             self._notices.meet()
@@ -375,7 +377,7 @@ class Checkpointer(Closing):
             self._closed = True
             if self._writing is not None:
                 self._writing.abandon()
-            self._let_go()
+            self._let_go(failed=True)
 
     # ---- parts
 
@@ -429,29 +431,42 @@ class Checkpointer(Closing):
                 self._notices.warn(self.last.problem)
             else:
                 self._rhythm.measured(self._stall_s + self.last.cpu_s, self.last.agent_cpu_s)
+                beside_s = self.last.copied_s + self.last.written_s + self.last.protected_s
+                own_progress().saved(self._stall_s + beside_s)
         for problem in self._writing.problems() if self._writing is not None else ():
             self._notices.warn(problem)
 
     def _received(self) -> int:
         return 0 if self._signals is None else self._signals.received
 
-    def _act_on(self, agreed: Agreed) -> None:
+    def _noticed(self, *, may_save: bool) -> bool:
+        """End if a signal asks for it, or raise what failed; whether it is time for a save. Collective."""
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if before:
+            own_progress().noticed(self._looked_at - before)
+        self._look_after()
+        due = may_save and self._rhythm.by_time() and self._under_way is None
+        failed = self._notices.failed
+        agreed = self._comparing.tell(self._step, self._received(), due=due, failed=failed)
         if agreed.signal:
             self._stop()
         if agreed.failed:
             self._notices.meet()
+        return agreed.due
 
     def _stop(self) -> None:
         """Save, unless that was done at this step, and end."""
+        if self._signals is not None:
+            self._signals.acted = True
         if self._step >= 0:
             self.save(self._step)
         self.close()
         raise SystemExit(STOPPED)
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, failed: bool = False) -> None:
         self._unhook()
         self._staging.abandon()
         if self._signals is not None:
             self._signals.close()
         self._opened.close()
-        self._node.close()
+        self._node.close(failed=failed)

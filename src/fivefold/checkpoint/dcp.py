@@ -39,7 +39,7 @@ from torch.futures import Future
 from fivefold.checkpoint.files import FileOps
 from fivefold.checkpoint.manifest import Item
 from fivefold.checkpoint.problems import described
-from fivefold.checkpoint.values import from_bytes
+from fivefold.checkpoint.values import from_bytes, tensor_of
 from fivefold.errors import CheckpointError
 from fivefold.torch_private import forget_plans, load_state_dict, save_state_dict
 from fivefold.writing import TorchStream, for_torch
@@ -211,8 +211,8 @@ def _reason(problem: BaseException) -> str:
 class ByteSource(Protocol):
     """Where the bytes of a generation's files come from."""
 
-    def read(self, name: str, start: int, length: int) -> bytes:
-        """Some bytes of a file. Raises `CheckpointError` or `OSError`."""
+    def read(self, name: str, start: int, length: int) -> memoryview:
+        """Some bytes of a file, valid until the next are read. Raises `CheckpointError` or `OSError`."""
         ...
 
 
@@ -265,18 +265,18 @@ class _Reader(StorageReader):
                     f"{stored.relative_path} is compressed or encrypted by an extension of DCP, which cannot "
                     "be read here: write the checkpoint without extensions"
                 )
-            data = io.BytesIO(self._source.read(stored.relative_path, stored.offset, stored.length))
+            data = self._source.read(stored.relative_path, stored.offset, stored.length)
             self._hand_out(data, wanted, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _hand_out(self, data: io.BytesIO, wanted: list[ReadItem], planner: LoadPlanner) -> None:
+    def _hand_out(self, data: memoryview, wanted: list[ReadItem], planner: LoadPlanner) -> None:
         name = wanted[0].storage_index.fqn
         if wanted[0].type == LoadItemType.BYTE_IO:
-            planner.load_bytes(wanted[0], data)
+            planner.load_bytes(wanted[0], io.BytesIO(data))
             return
-        tensor = from_bytes(data, name)
+        tensor = tensor_of(data, name)
         for item in wanted:
             piece = cast(Tensor, tensor)
             for dim, (start, length) in enumerate(

@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ __all__ = [
     "Bytes",
     "FileOps",
     "Stream",
+    "Window",
     "Written",
     "crash_at",
     "is_temporary",
@@ -151,6 +152,46 @@ class Stream(io.BufferedIOBase):
         """`abandon`, unless it was committed."""
         self.abandon()
         super().close()
+
+
+class Window(io.RawIOBase):
+    """Bytes that lie elsewhere, as a file.
+
+    Args:
+        fill: fills a buffer from a position on, and returns how much there was.
+        length: of all bytes.
+    """
+
+    def __init__(self, fill: Callable[[int, memoryview], int], length: int) -> None:
+        super().__init__()
+        self._fill, self._length, self._at = fill, length, 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """As of any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is nothing at {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._at
+
+    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As of any file."""
+        wanted = max(0, min(len(buffer), self._length - self._at))
+        count = self._fill(self._at, memoryview(buffer)[:wanted]) if wanted else 0
+        self._at += count
+        return count
 
 
 class FileOps:

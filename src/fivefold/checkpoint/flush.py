@@ -37,6 +37,8 @@ class Copied:
     copied_bytes: int
     cpu_s: float = 0.0
     """processor time of the agent for it"""
+    waited_s: float = 0.0
+    """to keep to the limit"""
 
 
 def items_of(manifest: Manifest, members: Collection[int], *, metadata: bool) -> list[Item]:
@@ -78,21 +80,21 @@ def copy_files(
                 total += item.length
         except OSError as problem:
             raise _failed(place, target, problem) from problem
-    return Copied(tuple(names), total)
+    return Copied(tuple(names), total, waited_s=rate.waited_s)
 
 
 def _write(place: Place, target: str, blocks: Iterator[memoryview]) -> None:
     try:
         place.write(target, blocks)
     except BaseException:
-        # Object stores keep what was written until then, under the final name.
-        with contextlib.suppress(OSError):
-            place.remove(target)
+        if not place.commits_whole:  # else the file of this name is another copy's
+            with contextlib.suppress(OSError):
+                place.remove(target)
         raise
 
 
 def _sweep(place: Place, folder: str, items: Collection[Item]) -> None:
-    """Remove what an agent that was killed has begun to write. Nobody else writes files of these names."""
+    """Remove what an agent that was killed has begun to write; another copy under way fails for it."""
     for name in place.list(folder):
         if is_temporary(name) and any(name.startswith(f"{item.name}.") for item in items):
             place.remove(f"{folder}/{name}")

@@ -45,14 +45,18 @@ class Lease(Closing):
     """A file in a directory that says who writes there. It is renewed by a thread, and removed by `close`.
 
     Taken over at once where its owner is known to have ended: a process of this host that is gone, or an
-    earlier start of the same job. Else after `stale_s` without a beat, or as long as its owner asked for if
-    that is longer. The clock is the file system's own; over an object store, which has none, time counts from
-    the first look, or from a minute ago by the owner's clock. Where the owner beats meanwhile, waiting ends.
+    earlier start of the same job; or where nobody waits for it any more: an earlier start of the same launch,
+    which may live in another half of a network that is cut in two. Else after `stale_s` without a beat, or as
+    long as its owner asked for if that is longer. The clock is the file system's own; over an object store,
+    which has none, time counts from the first look, or from a minute ago by the owner's clock. Where the
+    owner beats meanwhile, waiting ends.
 
     Args:
         place: the directory; it is made if it is missing.
         job: what the owner is part of, such as a Slurm job; empty where nothing is known.
         start: how often that job was started; a later start ends the claim of an earlier one.
+        launch: what has started this process; empty where nothing is known.
+        restart: the same of a launch as `start` of a job.
         wait_s: how long to wait for a lease to become stale, before giving up.
         beat_s: how often it is renewed.
         stale_s: how long it is honoured without.
@@ -68,13 +72,22 @@ class Lease(Closing):
         *,
         job: str = "",
         start: int = 0,
+        launch: str = "",
+        restart: int = 0,
         wait_s: float = 0.0,
         beat_s: float = BEAT_S,
         stale_s: float = STALE_S,
     ) -> None:
         self._place, self._beat_s, self._stale_s = place, beat_s, stale_s
-        told = {"job": job, "start": start, "stale_s": stale_s, "token": secrets.token_hex(8)}
-        self._mine = {**this_process(), **told}
+        self._mine = {
+            **this_process(),
+            "job": job,
+            "start": start,
+            "launch": launch,
+            "restart": restart,
+            "stale_s": stale_s,
+            "token": secrets.token_hex(8),
+        }
         self._beats = 0
         self._seen: tuple[object, object] = None, None
         """token and beats of another job's lease"""
@@ -261,10 +274,10 @@ def this_process() -> dict[str, Any]:
 
 
 def _known_to_be_gone(lease: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
-    same_job = bool(mine["job"]) and lease.get("job") == mine["job"]
-    start = lease.get("start")
-    if same_job and isinstance(start, int) and start < mine["start"]:
-        return True
+    for name, count in (("job", "start"), ("launch", "restart")):
+        same, times = bool(mine[name]) and lease.get(name) == mine[name], lease.get(count)
+        if same and isinstance(times, int) and times < mine[count]:
+            return True
     pid = lease.get("pid")
     seen_from_here = all(lease.get(n) == mine[n] for n in ("host", "boot", "namespace"))
     return seen_from_here and isinstance(pid, int) and _began(pid) != lease.get("began")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from fivefold.checkpoint import dcp
@@ -72,7 +72,6 @@ def load(
     opened: Opened,
     *,
     state: State,
-    local: Path,
     begin_again: bool,
     warn: Callable[[str], None],
 ) -> Loaded | None:
@@ -84,16 +83,22 @@ def load(
         UsageError: the save is of another model, or of a number of ranks that will not do.
     """
     loading = _Loading(ranks, node, opened, state, begin_again, warn)
-    persistent = opened.store
-    if not _any_left(ranks, node, persistent):
+    if not _any_left(ranks, node, opened.store):
         return _again(loading, "", ())
-    node.start(ranks, local)
+    with node.serving(ranks):
+        return _load(loading)
+
+
+def _load(loading: _Loading) -> Loaded | None:
+    ranks, node, opened, warn = loading.ranks, loading.node, loading.opened, loading.warn
+    persistent = opened.store
     crash_at("restarting")
     recovery = Recovery(ranks, node, persistent, opened.run)
     failed: dict[str, str] = {}
+    avoided = _Avoided(opened.run.run)
     told: set[str] = set()
     while True:
-        choice = recovery.find(failed)
+        choice = avoided.find(recovery, failed)
         for passed in (*_forgotten(loading, choice), *choice.passed):
             if passed.name not in told:
                 told.add(passed.name)
@@ -103,6 +108,7 @@ def load(
         if choice.plan is None:
             return _again(loading, recovery.completed, choice.passed)
         manifest = choice.plan.manifest
+        recovery.begin(choice.plan)
         try:
             rebuilt = recovery.rebuild(choice.plan)
             request, read = _read(loading, choice.plan)
@@ -118,6 +124,32 @@ def load(
             warn(f"{manifest.name} is loaded, and not protected: {problem}")
         where, unflushed = _where(loading, choice.plan), _unflushed(loading, choice.plan)
         return Loaded(manifest.step, manifest.epoch, rebuilt, where, unflushed)
+
+
+class _Avoided:
+    """Saves that may hold what makes the run fail; they are passed over as long as there is an older one."""
+
+    def __init__(self, run: str) -> None:
+        """`run`: its id. Once per process: what it saves later is not what made it fail before."""
+        failed, _, step = os.environ.get("FIVEFOLD_RESUME_BEFORE", "").partition(":")
+        self._before = float("inf")
+        if failed and int(failed, 16) == int(run, 16):
+            self._before = float(step)
+            del os.environ["FIVEFOLD_RESUME_BEFORE"]
+        self._names: dict[str, str] = {}
+
+    def find(self, recovery: Recovery, failed: Mapping[str, str]) -> RecoveryChoice:
+        """As `Recovery.find`."""
+        while True:
+            choice = recovery.find({**failed, **self._names})
+            if choice.plan is None and self._names:
+                self._before = float("inf")
+                self._names.clear()
+            elif choice.plan is None or choice.plan.manifest.step < self._before:
+                return choice
+            else:
+                name = choice.plan.manifest.name
+                self._names[name] = "the run was lost twice after it went on from there"
 
 
 def _unflushed(loading: _Loading, plan: RecoveryPlan) -> Manifest | None:
@@ -315,6 +347,11 @@ class Recovery:
                 return choice
             self._examine(manifest, unread)
 
+    def begin(self, plan: RecoveryPlan) -> None:
+        """Start what rebuilds. `CheckpointError` if that fails, which says nothing about the save."""
+        if plan.tasks:
+            self._node.start(self._ranks)
+
     def rebuild(self, plan: RecoveryPlan) -> int:
         """Make lost members' files whole; how many there were. Raises `CheckpointError`."""
         homes = self._node.homes(plan.homes)
@@ -337,6 +374,7 @@ class Recovery:
         """
         if not plan.bare:
             return
+        self._node.start(self._ranks)
         members, store = self._node.members, self._node.store
         homes = self._node.homes({**plan.homes, **{t.member: t.node for t in plan.tasks}})
 
@@ -442,25 +480,37 @@ class Pieces(Closing):
         self._node, self._persistent, self._plan = node, persistent, plan
         self._files: dict[str, BinaryIO] = {}
         self._clients: dict[int, PieceClient] = {}
+        self._room = memoryview(bytearray())
+        """used again: fresh memory costs more than reading"""
 
-    def read(self, name: str, start: int, length: int) -> bytes:
-        """Some bytes of a file. Raises `CheckpointError` or `OSError`."""
+    def read(self, name: str, start: int, length: int) -> memoryview:
+        """Some bytes of a file, valid until the next are read. Raises `CheckpointError` or `OSError`."""
         place = self._plan.sources.get(name)
         if place is None:
             raise CheckpointError(f"{self._plan.manifest.name} has no file {name!r}")
+        if len(self._room) < length:
+            self._room = memoryview(bytearray(length))
+        room = self._room[:length]
         if place in (self._node.members.me, PERSISTENT):
-            file = self._file(name, far=place == PERSISTENT)
-            file.seek(start)
-            data = file.read(length)
+            filled = self._from_file(self._file(name, far=place == PERSISTENT), start, room)
         else:
-            data = self._from_peer(place, name, start, length)
-        if len(data) != length:
+            filled = self._from_peer(place, name, start, room)
+        if filled != length:
             raise CheckpointError(f"{name} of {self._plan.manifest.name} ends too early")
-        return data
+        return room
 
     def whole(self, item: Item) -> bytes:
         """All bytes of a file."""
-        return self.read(item.name, 0, item.length)
+        return bytes(self.read(item.name, 0, item.length))
+
+    @staticmethod
+    def _from_file(file: Any, start: int, room: memoryview) -> int:
+        file.seek(start)
+        filled = 0
+        # A file gives less than asked for only at its end, but nobody promises it.
+        while filled < len(room) and (count := file.readinto(room[filled:])):
+            filled += count
+        return filled
 
     def _file(self, name: str, *, far: bool) -> BinaryIO:
         if name not in self._files:
@@ -468,20 +518,18 @@ class Pieces(Closing):
             self._files[name] = place.open(f"{self._plan.manifest.name}/{name}")
         return self._files[name]
 
-    def _from_peer(self, node: int, name: str, start: int, length: int) -> bytes:
+    def _from_peer(self, node: int, name: str, start: int, room: memoryview) -> int:
         manifest = self._plan.manifest
         if node not in self._clients:
             self._clients[node] = PieceClient(
                 self._node.addresses[node], self._node.key, timeout_s=self._node.timeout_s
             )
-        room = bytearray(length)
-        view = memoryview(room)
-        for at in range(0, length, MOST_BYTES):
-            count = min(MOST_BYTES, length - at)
-            wanted = Stretch(manifest.name, manifest.save, "file", 0, name, start + at, count)
-            if len(self._clients[node].read(wanted, view[at : at + count])) < count:
-                return b""
-        return bytes(room)
+        for at in range(0, len(room), MOST_BYTES):
+            part = room[at : at + MOST_BYTES]
+            wanted = Stretch(manifest.name, manifest.save, "file", 0, name, start + at, len(part))
+            if len(self._clients[node].read(wanted, part)) < len(part):
+                return at
+        return len(room)
 
     def close(self) -> None:
         """Hang up, and close files."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from typing import TypeVar
 
-from fivefold.checkpoint.agent_client import Agent, Figures, Protection
+from fivefold.checkpoint.agent_client import Agent, Figures, OwnAgent, Protection
 from fivefold.checkpoint.flush import Copied
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.members import Members
@@ -22,6 +23,7 @@ from fivefold.wire import new_key
 
 __all__ = ["RankNode", "own_address"]
 
+_Kind = TypeVar("_Kind", bound=Agent)
 _FIGURES_S = 5.0
 """how long the agent may take to tell what it has done"""
 
@@ -49,9 +51,14 @@ class RankNode(Closing):
         self.addresses: Sequence[Address] = ()
         """of the agents, by node"""
         self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
-        self._root: Path | None = None
-        """where agents of this node keep what is theirs"""
         self._agent: Agent | None = None
+        self._own: OwnAgent | None = None
+        self._started = False
+        self._starting = threading.Lock()
+        self._closed = False
+        self.at_end: tuple[str, int] | None = None
+        """persistent directory, and number of this start: for `Agent.at_end`"""
+        self._knows_end = False
         self._used_cpu_s = 0.0
 
     @property
@@ -61,51 +68,89 @@ class RankNode(Closing):
 
     @property
     def agent(self) -> Agent:
-        """Of this node; on its first rank only, after `start`."""
-        assert self._agent is not None, "only the first rank of a node has its agent"
-        return self._agent
+        """Of this node; on its first rank only, after `start` or while `serving`."""
+        found = self._agent or self._own
+        assert found is not None, "only the first rank of a node has its agent"
+        return found
 
-    def start(self, ranks: Ranks, root: Path) -> None:
-        """Start the agents, and tell them of each other. Collective; once is enough.
+    @contextlib.contextmanager
+    def serving(self, ranks: Ranks) -> Generator[None]:
+        """Meanwhile first ranks do themselves what agents do. Collective; `CheckpointError` as `start`.
+
+        A run that goes on needs little of that, and does not wait for processes to start.
+        """
+        try:
+            if not self.addresses:
+                self._meet(ranks, self._become)
+            yield
+        finally:
+            if self._own is not None:
+                self._own.close()
+                self._own = None
+            if not self._started:
+                self.addresses = ()
+
+    def start(self, ranks: Ranks) -> None:
+        """Start the agents, or those that have ended, and tell them of each other. Collective.
 
         Raises `CheckpointError` on every rank if one does not start.
         """
-        if self.addresses:
-            return
-        self._root = root
-        self.key = ranks.from_first(new_key() if ranks.rank == 0 else None)
-        self._meet(ranks)
-
-    def revive(self, ranks: Ranks) -> None:
-        """Start agents again that have ended. Collective; `CheckpointError` as from `start`."""
         gone = self._agent is not None and self._agent.gone
-        told = ranks.agree("looking after the checkpoint agents", lambda: {"gone": gone})
-        if any(one["gone"] for one in told):
-            self._meet(ranks)
+        informed = self.at_end is None or self._knows_end
+        told = ranks.agree(
+            "looking after the checkpoint agents", lambda: {"gone": gone, "informed": informed}
+        )
+        well = all(one["informed"] and not one["gone"] for one in told)
+        if self._started and well:
+            return
+        self._meet(ranks, self._begin)
+        self._started = True
+        ranks.agree("telling the checkpoint agents of each other", self._inform)
+        self._knows_end = self.at_end is not None
 
-    def _meet(self, ranks: Ranks) -> None:
-        def begin() -> dict[str, object]:
-            if not self.members.leads:
-                return {}
-            if self._agent is None or self._agent.gone:
-                self._agent = self._begun()
-            return {"address": self._agent.address}
+    def _inform(self) -> dict[str, object]:
+        if not self.members.leads:
+            return {}
+        agent = self.agent
+        try:
+            agent.peers(dict(enumerate(self.addresses))).result(self._timeout_s)
+            if self.at_end is not None:
+                agent.at_end(self.at_end[0], self.members.me, self.at_end[1]).result(
+                    self._timeout_s
+                )
+        except TimeoutError:
+            raise CheckpointError("the checkpoint agent does not answer") from None
+        return {}
 
-        told = ranks.agree("starting the checkpoint agents", begin)
+    def _meet(self, ranks: Ranks, begin: Callable[[], Agent]) -> None:
+        self.key = self.key or ranks.from_first(new_key() if ranks.rank == 0 else None)
+        told = ranks.agree(
+            "starting the checkpoint agents",
+            lambda: {"address": begin().address} if self.members.leads else {},
+        )
         self.addresses = [
             (str(told[rank]["address"][0]), int(told[rank]["address"][1]))
             for rank in self.members.leaders
         ]
-        if self.members.leads:
-            self.agent.peers(dict(enumerate(self.addresses))).result(self._timeout_s)
 
-    def _begun(self) -> Agent:
-        if self._agent is not None:
+    def _become(self) -> Agent:
+        self._own = self._made(OwnAgent)
+        return self._own
+
+    def _begin(self) -> Agent:
+        if self._agent is not None and self._agent.gone:
             self._agent.close()
+            self._agent = None
+        with self._starting:  # a thread of saves may be left when the run has ended with an error
+            if self._closed:
+                raise CheckpointError("the run has ended")
+            self._agent = self._agent or self._made(Agent)
+            return self._agent
+
+    def _made(self, kind: type[_Kind]) -> _Kind:
         assert self.store.run is not None
-        assert self._root is not None
-        return Agent(
-            self._root,
+        return kind(
+            self.store.root.parent,
             self.store.run,
             self.key,
             host=own_address(len(self.members.hosts)),
@@ -157,12 +202,14 @@ class RankNode(Closing):
         """Addresses by member, from the nodes that answer for them."""
         return {member: self.addresses[node] for member, node in nodes.items()}
 
-    def close(self) -> None:
-        """End the agent."""
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
-        self.addresses = ()
+    def close(self, *, failed: bool = False) -> None:
+        """End the agent; or, where the ranks have `failed`, leave it as `Agent.leave` does."""
+        with self._starting:
+            self._closed = True
+            agent, self._agent = self._agent, None
+        if agent is not None:
+            (agent.leave if failed else agent.close)()
+        self._started, self.addresses = False, ()
 
 
 def own_address(nodes: int) -> str:

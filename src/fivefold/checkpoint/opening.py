@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -136,11 +137,14 @@ def seen(ranks: Ranks, store: PersistentStore) -> Mapping[str, str]:
 def _lease(store: PersistentStore) -> Lease:
     stale_s = read_seconds("FIVEFOLD_LEASE_S", STALE_S)
     job, start = _job()
+    restart = os.environ.get("FIVEFOLD_RESTART", "")
     try:
         return Lease(
             store.place,
             job=job,
             start=start,
+            launch=os.environ.get("FIVEFOLD_LAUNCH", ""),
+            restart=int(restart) if restart.isdecimal() else 0,
             wait_s=stale_s * 1.2,
             beat_s=stale_s / 6,
             stale_s=stale_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 import xxhash
 
@@ -21,6 +21,9 @@ __all__ = ["LocalPlace", "Place", "RemotePlace", "place_at"]
 
 class Place(ABC):
     """Where files of checkpoints lie. All methods raise `OSError`; a missing file is `FileNotFoundError`."""
+
+    commits_whole: ClassVar[bool] = False
+    """whether a file has its name only when it is complete; stores may keep what was written until then"""
 
     @abstractmethod
     def where(self, name: str = "") -> str:
@@ -84,6 +87,8 @@ class Place(ABC):
 
 class LocalPlace(Place):
     """A directory of a file system, local or shared."""
+
+    commits_whole = True
 
     def __init__(self, root: Path, files: FileOps | None = None) -> None:
         self.root = root.absolute()

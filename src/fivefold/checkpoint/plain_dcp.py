@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import BinaryIO
 
+from fivefold.checkpoint.files import Window
 from fivefold.checkpoint.manifest import METADATA
 from fivefold.checkpoint.metadata import Contents, Location, contents_of
 from fivefold.checkpoint.place import Place
@@ -121,7 +122,14 @@ def _state(file: BinaryIO, part: Location) -> str | None:
     """What is wrong with a part; empty if nothing is, None if that cannot be told."""
     if part.transformed:
         return None
-    window = io.BufferedReader(_Window(file, part.start, part.length), 1 << 20)
+
+    def fill(at: int, buffer: memoryview) -> int:
+        file.seek(part.start + at)
+        data = file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    window = io.BufferedReader(Window(fill, part.length), 1 << 20)
     try:
         with zipfile.ZipFile(window) as archive:
             records = archive.infolist()
@@ -140,35 +148,3 @@ def _state(file: BinaryIO, part: Location) -> str | None:
     except Exception as problem:  # noqa: BLE001 - a damaged archive raises anything
         return f"no intact archive of torch.save: {problem!r}"
     return f"the checksum of {broken} does not match" if broken else ""
-
-
-class _Window(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"there is nothing at {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        count = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._start + self._at)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

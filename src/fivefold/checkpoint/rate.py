@@ -34,6 +34,8 @@ class Rate:
         self.bytes_per_s = bytes_per_s
         self.taken_bytes = 0
         """let through so far"""
+        self.waited_s = 0.0
+        """for that"""
         self._stop = stop or threading.Event()
         self._due = 0.0
         self._lock = threading.Lock()
@@ -49,10 +51,12 @@ class Rate:
                 begin = max(self._due, now - _BURST_S)
                 self._due = begin + count / self.bytes_per_s
                 wait_s = max(0.0, begin - now)
-        end = time.monotonic() + wait_s
+        begun = time.monotonic()
+        end = begun + wait_s
         # In short waits: the limit may be lifted meanwhile.
         while self.bytes_per_s is not None and (left := end - time.monotonic()) > 0:
             if self._stop.wait(min(left, _LOOK_S)):
                 break
+        self.waited_s += time.monotonic() - begun
         if self._stop.is_set():
             raise CheckpointError("it was stopped: the run ends")

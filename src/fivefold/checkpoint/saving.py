@@ -339,7 +339,7 @@ class Saver(Closing):
         manifest = generation.manifest
         assert manifest is not None
         try:
-            self._node.revive(self._ranks)
+            self._node.start(self._ranks)
             made = self._ranks.agree_later(
                 f"encoding step {manifest.step}", lambda: self._encoding(manifest)
             )

@@ -14,18 +14,29 @@ is thought to go on in zeros.
 
 The layout of xor is the rotated parity of SCR's redset (Moody et al., SC 2010, section IV-C), without its
 headers: lengths and digests stand in the manifest.
+
+    rs, 5 members: of every stripe one member keeps P, the sum of the data, and the next one Q, the sum with
+    weights in GF(2**8); segment k of any member has the weight 2**k
+
+    member       0     1     2     3     4
+    stripe 0     P     Q    1 C0  2 D1  4 E2       as of RAID-6: what is lost of a stripe with two members are
+    stripe 1    4 A2   P     Q    1 D0  2 E1       at most two unknowns in two equations (H. P. Anvin, "The
+    stripe 2    2 A1  4 B2   P     Q    1 E0       mathematics of RAID-6")
+    stripe 3    1 A0  2 B1  4 C2   P     Q
+    stripe 4     Q    1 B0  2 C1  4 D2   P
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.checkpoint.files import Bytes
+from fivefold.checkpoint.galois import Source, combine, inverse, power, product
 from fivefold.errors import Unrecoverable, UsageError, suggest
 
 __all__ = [
@@ -42,7 +53,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 256 * 1024
-"""How much is combined at once: the sum and one source fit into the second cache of a core."""
+"""How much is read at once from a member."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Term:
 
 @dataclass(frozen=True)
 class CodedPiece:
-    """`length` bytes that are the exclusive or of [start, start + length) of every term."""
+    """`length` bytes that are the sum in GF(2**8) of [start, start + length) of every term."""
 
     length: int
     terms: tuple[Term, ...]
@@ -77,6 +88,11 @@ class Scheme(Protocol):
     @property
     def least(self) -> int:
         """The fewest members of a set."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """The most members of a set."""
         ...
 
     def tolerates(self, members: int) -> int:
@@ -113,6 +129,7 @@ class _Named:
     name: str
     least: int
     tolerated: int
+    most: int = sys.maxsize
 
     def tolerates(self, members: int) -> int:
         del members
@@ -191,13 +208,93 @@ class _Xor(_Named):
         return pieces
 
 
+class _ReedSolomon(_Named):
+    def recipe(self, lengths: Sequence[int], member: int) -> list[CodedPiece]:
+        before = (member - 1) % len(lengths)
+        sums = tuple(replace(term, coefficient=1) for term in _stripe(lengths, member))
+        return _pieces(
+            [
+                CodedPiece(_parity_bytes(lengths, member), sums),
+                CodedPiece(_parity_bytes(lengths, before), _stripe(lengths, before)),
+            ]
+        )
+
+    def rebuild(
+        self,
+        lengths: Sequence[int],
+        lost: Collection[int],
+        wanted: int,
+        bare: Collection[int] | None = None,
+    ) -> list[CodedPiece]:
+        segment = _segment_bytes(lengths, 2)
+        pieces: list[CodedPiece] = []
+        for number in range(len(lengths) - 2):
+            length = min(segment, lengths[wanted] - number * segment)
+            if length <= 0:
+                break
+            stripe = (wanted - 2 - number) % len(lengths)
+            terms = _solved(lengths, stripe, wanted, lost, lost if bare is None else bare)
+            pieces.append(CodedPiece(length, terms))
+        return pieces
+
+
+def _stripe(lengths: Sequence[int], stripe: int) -> tuple[Term, ...]:
+    """The data of a stripe, as far as there are bytes, with its weights in Q."""
+    segment, count = _segment_bytes(lengths, 2), len(lengths)
+    terms = (
+        Term((stripe + 2 + number) % count, "data", number * segment, power(number))
+        for number in range(count - 2)
+    )
+    return tuple(term for term in terms if term.start < lengths[term.member])
+
+
+def _parity_bytes(lengths: Sequence[int], stripe: int) -> int:
+    """How long P is, and Q: where all data have ended there are only zeros, which need no place."""
+    ends = (lengths[term.member] - term.start for term in _stripe(lengths, stripe))
+    return min(_segment_bytes(lengths, 2), max(ends, default=0))
+
+
+def _solved(
+    lengths: Sequence[int], stripe: int, wanted: int, lost: Collection[int], bare: Collection[int]
+) -> tuple[Term, ...]:
+    """The data of `wanted` in a stripe, as u P + v Q + the data of others, each times u + v its weight."""
+    after = (stripe + 1) % len(lengths)  # keeps its own P, and then this Q
+    data = _stripe(lengths, stripe)
+    own = next(term.coefficient for term in data if term.member == wanted)
+    others = [term for term in data if term.member in lost and term.member != wanted]
+    gone = [member for member in (stripe, after) if member in bare]
+    if not others and stripe not in gone:
+        u, v = 1, 0
+    elif not others and after not in gone:
+        u, v = 0, inverse(own)
+    elif len(others) == 1 and not gone:
+        [other] = others
+        v = inverse(own ^ other.coefficient)
+        u = product(v, other.coefficient)
+    else:
+        missing = sorted({wanted, *(term.member for term in others), *gone})
+        raise Unrecoverable(
+            f"members {', '.join(map(str, missing))} of the set are lost or damaged: rs rebuilds two at most"
+        )
+    terms = (
+        Term(stripe, "redundancy", 0, u),
+        Term(after, "redundancy", _parity_bytes(lengths, after), v),
+        *(
+            replace(term, coefficient=u ^ product(v, term.coefficient))
+            for term in data
+            if term.member != wanted and term not in others
+        ),
+    )
+    return tuple(term for term in terms if term.coefficient)
+
+
 def _nth(position: int) -> str:
     # Numbers count from 0 everywhere, as ranks do.
     return f"member {position} of the set"
 
 
-def _segment_bytes(lengths: Sequence[int]) -> int:
-    return -(-max(lengths) // (len(lengths) - 1))
+def _segment_bytes(lengths: Sequence[int], parities: int = 1) -> int:
+    return -(-max(lengths) // (len(lengths) - parities))
 
 
 def _others(lengths: Sequence[int], keeper: int, without: int) -> tuple[Term, ...]:
@@ -219,6 +316,7 @@ SCHEMES: dict[str, Scheme] = {
     "single": _Single("single", least=1, tolerated=0),
     "partner": _Partner("partner", least=2, tolerated=1),
     "xor": _Xor("xor", least=2, tolerated=1),
+    "rs": _ReedSolomon("rs", least=4, tolerated=2, most=255),
 }
 """By name."""
 
@@ -275,37 +373,22 @@ def carry_out(
     for piece in pieces:
         for offset in range(0, piece.length, block_bytes):
             block = room[: min(block_bytes, piece.length - offset)]
-            sources: list[NDArray[np.uint8]] = []
+            sources: list[Source] = []
             for term in _later(piece.terms, offset):
-                assert term.coefficient == 1, "products in GF(2**8) are not built"
-                sources.append(np.frombuffer(read(term, len(block)), np.uint8)[: len(block)])
-            total += sum(map(len, sources))
-            write(_combined(sources, block))
+                source = np.frombuffer(read(term, len(block)), np.uint8)[: len(block)]
+                sources.append((term.coefficient, source))
+            total += sum(len(source) for _, source in sources)
+            match sources:
+                case [(1, whole)] if len(whole) == len(block):
+                    write(whole.data)  # a copy: nothing to compute
+                case _:
+                    combine(sources, block)
+                    write(block.data)
     return total
 
 
 def _later(terms: tuple[Term, ...], offset: int) -> tuple[Term, ...]:
     return tuple(replace(term, start=term.start + offset) for term in terms) if offset else terms
-
-
-def _combined(sources: list[NDArray[np.uint8]], block: NDArray[np.uint8]) -> Bytes:
-    """The exclusive or of the sources, each continued in zeros to the length of `block`."""
-    whole = [source for source in sources if len(source) == len(block)]
-    if len(whole) == len(sources) == 1:
-        return whole[0].data  # a copy: nothing to compute
-    if len(whole) >= 2:
-        np.bitwise_xor(whole[0], whole[1], out=block)
-    elif whole:
-        block[:] = whole[0]
-    else:
-        block[:] = 0
-    for source in whole[2:]:
-        np.bitwise_xor(block, source, out=block)
-    for short in sources:
-        if len(short) < len(block):
-            head = block[: len(short)]
-            np.bitwise_xor(head, short, out=head)
-    return block.data
 
 
 # --- who protects whom ----------------------------------------------------------------------------
@@ -318,8 +401,8 @@ def sets_of(domains: Sequence[str], scheme: str, size: int) -> tuple[tuple[int, 
         domains: of each member: what fails together, a rack or a power supply; the host where nothing
             larger is known.
         scheme: its name.
-        size: the most members of a set. A smaller set survives more losses and needs more storage. Exceeded
-            only where too few members would be left over.
+        size: the most members of a set, as far as the scheme takes so many. A smaller set survives more
+            losses and needs more storage. Exceeded only where too few members would be left over.
 
     Raises:
         UsageError: too few members or failure domains for the scheme, or no such scheme.
@@ -327,7 +410,8 @@ def sets_of(domains: Sequence[str], scheme: str, size: int) -> tuple[tuple[int, 
     >>> sets_of(["a", "b", "c", "d"], "xor", size=2)
     ((0, 2), (1, 3))
     """
-    least = scheme_named(scheme).least
+    chosen = scheme_named(scheme)
+    least = chosen.least
     if least == 1:
         return tuple((member,) for member in range(len(domains)))
     if size < least:
@@ -337,10 +421,10 @@ def sets_of(domains: Sequence[str], scheme: str, size: int) -> tuple[tuple[int, 
     if len(domains) < least:
         raise UsageError(
             f"scheme {scheme} needs {least} nodes that protect each other, and {_nodes(len(domains))}; "
-            "use more nodes, or scheme 'single', which keeps no redundancy"
+            f"use more nodes, or {_strongest(len(domains))}"
         )
     # Dealt out domain by domain, like cards: the members of a domain go to different sets.
-    count = min(-(-len(domains) // size), len(domains) // least)
+    count = min(-(-len(domains) // min(size, chosen.most)), len(domains) // least)
     crowd = max(list(domains).count(domain) for domain in set(domains))
     count = max(count, crowd)
     if len(domains) // count < least:
@@ -348,10 +432,18 @@ def sets_of(domains: Sequence[str], scheme: str, size: int) -> tuple[tuple[int, 
         raise UsageError(
             f"{crowd} of {len(domains)} nodes are in failure domain {fullest!r}: scheme {scheme} cannot "
             f"give each of them partners elsewhere; spread the nodes over more domains, name smaller "
-            "domains, or use scheme 'single', which keeps no redundancy"
+            f"domains, or use {_strongest(len(domains) // count)}"
         )
     order = sorted(range(len(domains)), key=lambda member: (domains[member], member))
     return tuple(sorted(tuple(sorted(order[first::count])) for first in range(count)))
+
+
+def _strongest(members: int) -> str:
+    """The scheme that survives most in sets of so few."""
+    name, scheme = [item for item in SCHEMES.items() if item[1].least <= members][-1]
+    if lost := scheme.tolerates(members):
+        return f"scheme {name!r}, which survives the loss of {lost} of them"
+    return f"scheme {name!r}, which keeps no redundancy"
 
 
 def _nodes(count: int) -> str:

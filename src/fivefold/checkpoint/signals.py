@@ -18,6 +18,8 @@ __all__ = ["STOPPED", "Signals"]
 STOPPED = 75
 """exit code of a run that saved and ended because a signal asked: EX_TEMPFAIL of sysexits.h, try again"""
 
+_unheard = 0
+"""what came when a Checkpointer looked no more: the next one acts on it"""
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -28,8 +30,10 @@ class Signals(Closing):
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received = _unheard
         """number of the signal that came, or 0"""
+        self.acted = False
+        """whether the run ends for it"""
         self._owner = os.getpid()
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -47,6 +51,8 @@ class Signals(Closing):
 
     def close(self) -> None:
         """Handle signals as before."""
+        global _unheard  # noqa: PLW0603 - a signal is for the process
+        _unheard = 0 if self.acted else self.received
         if os.getpid() == self._owner:
             for number, handler in self._before.items():
                 signal.signal(number, handler or signal.SIG_DFL)

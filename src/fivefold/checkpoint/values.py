@@ -7,22 +7,31 @@ containers of them. Arrays of numpy and bytes travel as tensors.
 from __future__ import annotations
 
 import io
+import struct
+import sys
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.serialization import skip_data
 
+from fivefold.checkpoint.files import Window
 from fivefold.errors import Damaged, UsageError
 
-__all__ = ["decoded", "encoded", "fingerprint", "from_bytes", "leaves", "to_bytes"]
+__all__ = ["decoded", "encoded", "fingerprint", "from_bytes", "leaves", "tensor_of", "to_bytes"]
 
 Path = tuple[str | int, ...]
 
 _ARRAY, _BYTES = "__numpy_array__", "__bytes__"
+_COPIED_BYTES = 256 << 10
+"""what is smaller is copied once more, which costs less than looking for it"""
+_ZIP_NAMES, _ZIP_NAMES_AT = struct.Struct("<HH"), 26
+"""lengths of the name and of what follows it, in the header of a record of a zip file, and where"""
 _AS_THEY_ARE = (bool, int, float, complex, str, torch.dtype, torch.Size, torch.device)
 
 
@@ -109,6 +118,48 @@ def from_bytes(stream: io.BytesIO, where: str) -> Any:
     except Exception as problem:  # noqa: BLE001 - the file may hold anything
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise Damaged(f"the value of {where}", "the checkpoint", reason) from None
+
+
+def tensor_of(data: memoryview, where: str) -> Any:
+    """As `from_bytes`, without `requires_grad`; a large tensor is not copied: it changes with `data`."""
+    if len(data) < _COPIED_BYTES or (found := _tensor_in(data)) is None:
+        return from_bytes(io.BytesIO(data), where)
+    return found
+
+
+def _tensor_in(data: memoryview) -> Tensor | None:
+    """The one tensor that `torch.save` wrote; None where that is not certain."""
+
+    def fill(at: int, buffer: memoryview) -> int:
+        buffer[:] = data[at : at + len(buffer)]
+        return len(buffer)
+
+    try:
+        with zipfile.ZipFile(Window(fill, len(data))) as archive:
+            records = archive.infolist()
+            known = {record.filename.partition("/")[2]: record for record in records}
+            record = known["data/0"]
+            order = archive.read(known["byteorder"]).decode()
+        name, extra = _ZIP_NAMES.unpack_from(data, record.header_offset + _ZIP_NAMES_AT)
+        with skip_data():
+            window = cast(IO[bytes], Window(fill, len(data)))
+            like: object = torch.load(window, "cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - the file may hold anything: `from_bytes` tells what
+        return None
+    start = record.header_offset + _ZIP_NAMES_AT + _ZIP_NAMES.size + name + extra
+    plain = (
+        type(like) is Tensor
+        and like.layout == torch.strided
+        and not (like.is_quantized or like.is_conj() or like.is_neg())
+        and like.untyped_storage().nbytes() == record.file_size <= len(data) - start
+    )
+    one = len(known) == len(records) and "data/1" not in known and not record.compress_type
+    if not plain or not one or order != sys.byteorder:
+        return None
+    held = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=record.file_size)
+    like = cast(Tensor, like)
+    made = torch.empty(0, dtype=like.dtype, device="cpu")
+    return made.set_(held.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -28,6 +28,7 @@ from fivefold.checkpoint.state import Captured
 from fivefold.checkpoint.store import Generation, Store, check
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
+from fivefold.launch.progress import own_progress
 from fivefold.trace.current import usage
 
 __all__ = ["Channels", "Writing", "retain"]
@@ -47,15 +48,12 @@ class Writing(Closing):
 
     Args:
         channels: to the other ranks.
-        node: of this rank; its agent is started.
+        node: of this rank; its agent is started with the first save.
         opened: the run, in the directory that all nodes see; it is claimed.
         settings: what was decided.
         staging: where states are copied.
         stamp: what manifests say.
         rhythm: is told what copies cost.
-
-    Raises:
-        CheckpointError: the agents do not start.
     """
 
     def __init__(
@@ -78,8 +76,10 @@ class Writing(Closing):
         self._count = 0
         """saves that were protected"""
         self._settled: Manifest | None = None
+        self._latest: Manifest | None = None
+        """that was saved, protected or not"""
         self._flushed_last: Manifest | None = None
-        node.start(channels.training, settings.local)
+        node.at_end = settings.directory, stamp.epoch
         self._flusher = Flusher(
             channels.flushes,
             node,
@@ -123,10 +123,18 @@ class Writing(Closing):
         First what is under way becomes safe on the nodes; then it is copied. See `Flusher.close`.
         """
         self._saver.close()
-        if self._settled is not None and self._settled is not self._flushed_last:
-            self._flush(self._settled)
+        last, problem = self._settled or self._latest, None
+        if last is not None and last is not self._flushed_last:
+            try:
+                self._node.start(self._channels.training)  # none was, where nothing was saved
+                self._flush(last)
+            except CheckpointError as caught:
+                problem = caught
         self._flusher.close()
         self._opened.close()
+        if problem is not None:
+            assert last is not None
+            raise CheckpointError(f"step {last.step} was not flushed: {described(problem)}")
 
     def abandon(self) -> None:
         """After an error: what ends in a moment may end, the rest is left.
@@ -163,6 +171,7 @@ class Writing(Closing):
 
     def saved(self, manifest: Manifest) -> None:
         """On the first rank, tell in the persistent directory what was saved, and at what costs."""
+        self._latest = manifest
         if self._channels.saves.rank != 0:
             return
         rhythm, plan = self._rhythm, self._settings.plan
@@ -186,8 +195,9 @@ class Writing(Closing):
 
     # ---- called in the thread of flushes, on the first rank
 
-    def _flushed(self, manifest: Manifest, cpu_s: float) -> None:
-        self._rhythm.flushed(cpu_s)
+    def _flushed(self, manifest: Manifest, copied: Copied, took_s: float) -> None:
+        self._rhythm.flushed(copied.cpu_s)
+        own_progress().copied(took_s - copied.waited_s)
         run = self._opened.started
         count = self._settings.plan.keep_flushed
         try:
@@ -271,8 +281,8 @@ class Flusher(Closing):
         bytes_per_s: limit of each node; None: no limit.
         patience_s: how long a copy may stand still while the run waits for it to end.
         allowed: raises where this job may not write there any more; called on the first rank.
-        flushed: called on the first rank with a save that was flushed, and the seconds of processor time that
-            its node's agent took for it.
+        flushed: called on the first rank with a save that was flushed, what its node's agent did for it, and
+            the seconds from beginning to end.
     """
 
     def __init__(
@@ -284,7 +294,7 @@ class Flusher(Closing):
         bytes_per_s: float | None,
         patience_s: float,
         allowed: Callable[[], None],
-        flushed: Callable[[Manifest, float], None],
+        flushed: Callable[[Manifest, Copied, float], None],
     ) -> None:
         self._ranks, self._node, self._url = ranks, node, url
         self._bytes_per_s, self._patience_s = bytes_per_s, patience_s
@@ -354,6 +364,7 @@ class Flusher(Closing):
 
     def _flush(self, manifest: Manifest) -> None:
         leads, first = self._node.members.leads, self._ranks.rank == 0
+        begun = time.monotonic()
         limit = None if self._ending else self._bytes_per_s
 
         def copy() -> Future[Copied] | None:
@@ -381,8 +392,8 @@ class Flusher(Closing):
         copied = self._ranks.agree_later(f"copying step {manifest.step}", copy, tired)
         self._ranks.agree_later(f"completing the copy of step {manifest.step}", finish, tired)
         self._ranks.agree(f"noting the copy of step {manifest.step}", advance)
-        if first:
-            self._flushed(manifest, 0.0 if copied is None else copied.cpu_s)
+        if first and copied is not None:
+            self._flushed(manifest, copied, time.monotonic() - begun)
 
 
 class _Patience:

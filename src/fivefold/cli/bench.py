@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import tyro
 
 from fivefold.cli import parse_options
-from fivefold.errors import UsageError, suggest
+from fivefold.cli.nodes import IN_LINE, NodeOptions
+from fivefold.errors import FivefoldError, UsageError, suggest
+from fivefold.launch.engine import choose
+from fivefold.launch.job import NodeRanks
 from fivefold.writing import write_whole
 
 if TYPE_CHECKING:
-    from fivefold.bench import MeasureTask, Sweep
+    from fivefold.bench import Sweep
 
 __all__ = ["Bench"]
 
@@ -31,7 +36,7 @@ def _option(metavar: str, hint: str | None = None) -> object:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure collectives and messages between the processes of this node.
+    """Measure collectives and messages between processes, of this node or of several.
 
     Contenders take turns at every size, in an order that changes from round to round; the idle ones are
     blocked. Results are checked. Times are means over calls and ranks, the median over rounds, as the OSU
@@ -42,8 +47,10 @@ class Bench:
 
     operation: Annotated[str, tyro.conf.Positional, _option("OPERATION")]
     """allreduce, allgather, reduce-scatter, alltoall, bcast, reduce, p2p or barrier"""
-    processes: Annotated[int, tyro.conf.arg(aliases=["-n", "-np"], metavar="N")] = 2
-    """how many ranks"""
+    processes: Annotated[
+        int | None, tyro.conf.arg(aliases=["-n", "-np"], metavar="N", help_behavior_hint="")
+    ] = None
+    """how many ranks; default: as many as the hosts have room for, or 2"""
     contender: Annotated[str, _option("NAME")] = "fivefold"
     """fivefold, fivefold-arena (tensors that all ranks see), gloo, openmpi or mpich"""
     against: Annotated[str, _option("NAME,...", hint="")] = ""
@@ -62,6 +69,7 @@ class Bench:
     """write all figures and the environment to this file"""
     plot: Annotated[Path | None, _option("FILE", hint="")] = None
     """draw times over sizes into this SVG file (needs matplotlib)"""
+    nodes: Annotated[NodeOptions, IN_LINE] = field(default_factory=NodeOptions)
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Bench:
@@ -72,7 +80,11 @@ class Bench:
         """Measure, and print a table."""
         sizes, names = self._sizes(), self._names()
         self._check()
-        sweep = self._measured(names, sizes)
+        hosts = self.nodes.hosts_told()
+        ranks = self.processes or max(2, self.nodes.room(hosts))
+        nodes = self.nodes.chosen_nodes(hosts, ranks)
+        self._check_nodes(names, ranks, nodes)
+        sweep = self._measured(names, sizes, ranks, nodes)
         from rich.console import Console
 
         from fivefold.bench.report import plot, show
@@ -83,11 +95,6 @@ class Bench:
         if self.plot is not None:
             plot(sweep, self.plot)
         return 0 if all(m.right for found in sweep.results.values() for m in found) else 1
-
-    def _request(self) -> MeasureTask:
-        from fivefold.bench import MeasureTask
-
-        return MeasureTask(self.operation, self.dtype, self.processes, self.overlap)
 
     def _names(self) -> list[str]:
         from fivefold.bench import CONTENDERS
@@ -107,15 +114,28 @@ class Bench:
             raise UsageError(
                 f"unknown operation {self.operation!r}{suggest(self.operation, OPERATIONS)}"
             )
-        if self.processes < 2 or self.rounds < 1:
-            raise UsageError(
-                f"-n {self.processes} --rounds {self.rounds}: at least 2 ranks and 1 round"
-            )
+        if self.rounds < 1:
+            raise UsageError(f"--rounds {self.rounds}: at least 1 is needed")
         if self.overlap and self.operation == "p2p":
             raise UsageError("--overlap is for collectives; p2p measures latency")
         for path in (self.json, self.plot):
             if path is not None and not path.resolve().parent.is_dir():
                 raise UsageError(f"{path}: there is no folder {path.resolve().parent}")
+
+    def _check_nodes(self, names: Sequence[str], ranks: int, nodes: Sequence[NodeRanks]) -> None:
+        if ranks < 2:
+            raise UsageError(f"{ranks} rank: at least 2 ranks are needed; -n 2")
+        choose(self.nodes.engine, several_nodes=bool(nodes))
+        alone = self.nodes.fork or self.nodes.stage or self.nodes.engine not in ("auto", "local")
+        if alone and not nodes:
+            raise UsageError(
+                "--fork, --stage and --engine are for ranks on several nodes; leave them out, or name nodes "
+                "with -H"
+            )
+        if sum(node.ranks > 0 for node in nodes) > 1 and "fivefold-arena" in names:
+            raise UsageError(
+                "fivefold-arena is for ranks of one node, whose memory they share; leave it out"
+            )
 
     def _sizes(self) -> list[int]:
         from fivefold.bench.measure import sizes_between
@@ -126,27 +146,45 @@ class Bench:
             raise UsageError(f"--sizes {self.sizes}: FROM is larger than TO")
         return found[:1] if self.operation == "barrier" else found
 
-    def _measured(self, names: Sequence[str], sizes: Sequence[int]) -> Sweep:
-        from contextlib import ExitStack
-
+    def _measured(
+        self, names: Sequence[str], sizes: Sequence[int], ranks: int, nodes: Sequence[NodeRanks]
+    ) -> Sweep:
         from rich.progress import Progress
 
-        from fivefold.bench import Sweep, measure, start
+        from fivefold.bench import MeasureTask, Sweep, measure, start
         from fivefold.bench.report import environment
 
+        request = MeasureTask(self.operation, self.dtype, ranks, self.overlap)
+        found = environment() | {"nodes": sum(node.ranks > 0 for node in nodes) or 1}
         with ExitStack() as stack:
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-bench-"))
-            )
-            running = [stack.enter_context(start(name, self.processes, folder)) for name in names]
+            folder = stack.enter_context(_folder(kept_after_errors=bool(nodes)))
+            options = self.nodes.words()
+            running = [
+                stack.enter_context(start(name, ranks, folder, nodes=nodes, options=options))
+                for name in names
+            ]
             bar = stack.enter_context(Progress(transient=True))
             task = bar.add_task("", total=len(sizes) * len(names) * self.rounds)
 
             def progress(size: int, name: str) -> None:
                 bar.update(task, advance=1, description=f"{self.operation} {size} bytes: {name}")
 
-            results = measure(self._request(), running, sizes, self.rounds, progress)
-            return replace(Sweep(self._request(), {}, environment()), results=dict(results))
+            results = measure(request, running, sizes, self.rounds, progress)
+            return Sweep(request, dict(results), found)
+
+
+@contextmanager
+def _folder(*, kept_after_errors: bool) -> Generator[Path]:
+    """A temporary folder; messages of ranks that were started on other nodes name logs in it."""
+    folder, keep = Path(tempfile.mkdtemp(prefix="fivefold-bench-")), False
+    try:
+        yield folder
+    except FivefoldError:
+        keep = kept_after_errors
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fivefold.errors import UsageError
@@ -76,7 +76,8 @@ def script(
     if job.helpers is not None:
         lines += _helpers(job, job.helpers, environ)
     for start in starts:
-        line = shlex.join([*_changes(start.environment, environ), *start.command])
+        words = [*_on_cores(start.cores), *_changes(start.environment, environ), *start.command]
+        line = shlex.join(words)
         lines.append(f'{line} & ranks="$ranks $!"' if len(starts) > 1 else line)
     if len(starts) > 1:
         lines.append("wait $ranks")
@@ -102,8 +103,12 @@ def _helpers(job: Job, helpers: Helpers, environ: Mapping[str, str]) -> list[str
 def _local(job: Job, helpers: Helpers, helper: Helper, environ: Mapping[str, str]) -> str:
     told = {**environ, **job.environment, **helpers.for_helper(helper)}
     words = [*_changes(told, environ), *helpers.command_of(helper)]
-    cores = ",".join(map(str, helper.cores))
-    return shlex.join(["taskset", "-c", cores, *words] if cores else words)
+    return shlex.join([*_on_cores(helper.cores), *words])
+
+
+def _on_cores(cores: Sequence[int]) -> list[str]:
+    """The words that let a command run on these alone; on all if there are none."""
+    return ["taskset", "-c", ",".join(map(str, cores))] if cores else []
 
 
 def _remote(job: Job, helpers: Helpers, helper: Helper, environ: Mapping[str, str]) -> str:

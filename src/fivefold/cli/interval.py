@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from fivefold.errors import UsageError
+from fivefold.launch.duration import seconds_of
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.interval import Interval as Found
     from fivefold.checkpoint.note import SavingCosts
 
 __all__ = ["Interval"]
-
-_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def _option(metavar: str, hint: str | None = "") -> object:
@@ -60,8 +58,8 @@ class Interval:
         costs = _measured(self.path) if self.path else None
         cost = _asked("--save", self.save, costs and costs.save_s)
         mtbf = _asked("--mtbf", self.mtbf, costs and costs.mtbf_s)
-        flush = _seconds("--flush", self.flush) if self.flush else costs.flush_s if costs else 0.0
-        far = _seconds("--flush-mtbf", self.flush_mtbf) if self.flush_mtbf else math.inf
+        flush = seconds_of("--flush", self.flush) if self.flush else costs.flush_s if costs else 0.0
+        far = seconds_of("--flush-mtbf", self.flush_mtbf) if self.flush_mtbf else math.inf
         local, flushed = Level(cost, mtbf), Level(flush, far)
         if costs is not None and not self.flush_mtbf:  # as often as the run does
             found = with_flushes(local, flushed, costs.flush_every, self.max_overhead)
@@ -69,7 +67,7 @@ class Interval:
             found = two_level(local, flushed, self.max_overhead)
         if costs is not None:
             print(f"a save costs {_time(cost)} of training, a flush {_time(flush)} more")
-        for line in _advice(found, _seconds("--step", self.step) if self.step else 0.0):
+        for line in _advice(found, seconds_of("--step", self.step) if self.step else 0.0):
             print(line)
         print(f"for comparison, one level by Daly's formula: every {_time(daly(cost, mtbf))}")
         return 0
@@ -90,24 +88,12 @@ def _measured(path: str) -> SavingCosts:
 
 def _asked(option: str, text: str, measured: float | None) -> float:
     if text:
-        return _seconds(option, text)
+        return seconds_of(option, text)
     if measured:
         return measured
     raise UsageError(
         f"{option} is missing: give a time, such as {option} 0.5s, or the directory of a run"
     )
-
-
-def _seconds(option: str, text: str) -> float:
-    """`10min` as seconds. Raises `UsageError`.
-
-    >>> _seconds("--save", "10min"), _seconds("--save", "2.5s"), _seconds("--mtbf", "1d")
-    (600.0, 2.5, 86400.0)
-    """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) ?(ms|s|min|h|d|)", text.strip(), re.ASCII)
-    if found is None:
-        raise UsageError(f"{option} {text!r} is no time; write 0.5s, 10min, 4h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def _time(seconds: float) -> str:

@@ -12,8 +12,9 @@ import tyro
 
 from fivefold.cli import model as models
 from fivefold.cli import parse_options
-from fivefold.cluster.description import Cluster, bytes_of
+from fivefold.cluster.description import Cluster
 from fivefold.errors import UsageError, suggest
+from fivefold.sections import bytes_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -16,14 +16,14 @@ import tyro
 
 from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
-from fivefold.cli.nodes import chosen_hosts, nodes_of
+from fivefold.cli.nodes import IN_LINE, RestartOptions
 from fivefold.errors import PlanError, UsageError, suggest
-from fivefold.launch.engine import Engine, choose
+from fivefold.launch.ending import JOBS, Ending
+from fivefold.launch.engine import Engine
 from fivefold.launch.environment import launched, locate
-from fivefold.launch.helpers import Helpers
-from fivefold.launch.hosts import Host, Hosts, read_hostfile
-from fivefold.launch.job import Job, NodeRanks, default_log_dir
-from fivefold.launch.template import forkable
+from fivefold.launch.job import Job, Resumable, default_log_dir
+from fivefold.launch.shrinking import Shrinking, fitted
+from fivefold.launch.slurm import requeue
 
 if TYPE_CHECKING:
     from fivefold.plan import Plan
@@ -49,26 +49,19 @@ class Run:
         tyro.conf.arg(metavar="HOST:N", help_behavior_hint="(repeatable)"),
     ] = ()
     """helpers to start beside the processes, such as local:2 for two on this node's last cores, or dpu01:4"""
-    hosts: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(aliases=["-H"], metavar="HOST:N,...", help_behavior_hint="(repeatable)"),
+    min_nodes: Annotated[int | None, tyro.conf.arg(metavar="M", help_behavior_hint="")] = None
+    """go on with fewer replicas where nodes are lost and no spare is left, on M nodes at least"""
+    smaller_plan: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        tyro.conf.arg(metavar="FILE", help_behavior_hint="(repeatable)"),
     ] = ()
-    """nodes, and for how many processes each has room, such as a:4,b:4; default: those of the allocation"""
-    hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """file of lines such as: node1 slots=4, or: dpu01 slots=4 role=helper cores=0-3 port=21001"""
-    ppn: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """processes per node, whatever room it has"""
-    spares: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 0
-    """so many of the last nodes stand by, for those that are lost; with --restarts"""
-    restarts: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 0
-    """how often all processes start again after one has failed; default: never"""
-    fork: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
+    """plan for fewer processes, whose layout is used where so many are left; with --min-nodes"""
+    time_limit: Annotated[str, tyro.conf.arg(metavar="TIME", help_behavior_hint="")] = ""
+    """time after which the run has to have saved and ended, such as 90m; default: what the scheduler says"""
+    requeue: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
         False
     )
-    """import torch once on each node, in a process that is forked into all of the node's processes"""
-    engine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "auto"
-    """what starts them: auto (the default), local, torchrun or mpirun; on several nodes srun, ssh, flux,
-    mpirun or pals"""
+    """have Slurm queue the job again when the run has saved and ended because its time was up"""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """plan that fivefold.start() uses in every process"""
     layout: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...", help_behavior_hint="")] = None
@@ -99,6 +92,7 @@ class Run:
         False
     )
     """record where the time goes, for `fivefold report`, into the folder trace beside the logs"""
+    nodes: Annotated[RestartOptions, IN_LINE] = field(default_factory=RestartOptions)
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -115,34 +109,35 @@ class Run:
         command = resolve(self.command)
         environment = dict(_setting(text) for text in self.environment)
         plan = self._told_plan(environment)
-        hosts = None if self.hostfile is None else read_hostfile(self.hostfile)
         self._check_surroundings()
-        places = self._places(hosts)
-        processes = self._processes(plan, places)
-        nodes = nodes_of(places, processes, self.ppn, self.spares) if places else ()
-        nodes, engine = self._engine(command, processes, nodes)
+        if self.explain and self.nodes.fork:
+            raise UsageError("--explain tells of ranks that start one by one; leave --fork out")
+        if self.explain and self.nodes.stage:
+            raise UsageError(
+                "--explain tells of ranks that import from where it is; leave --stage out"
+            )
+        hosts = self.nodes.hosts_told()
+        processes = self._processes(plan, self.nodes.room(hosts))
         log_dir = self.log_dir or default_log_dir()
+        ending = self._ending(log_dir)
+        if self.requeue and any(log_dir.glob("rank-*.log")):  # of the start before
+            log_dir = log_dir / f"requeued-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
         changed_plan = plan if self._changes_plan() else None
         if changed_plan is not None:
             environment["FIVEFOLD_PLAN"] = str(log_dir.resolve() / "plan.toml")
         if self.trace:
             environment["FIVEFOLD_TRACE"] = str(log_dir.resolve() / "trace")
         helpers = chosen_helpers(self.helpers, hosts, plan, command, environment)
-        _check_helpers(helpers, nodes)
         if self.explain:
             from fivefold.launch.explain import wrapped
 
             command = wrapped(command, log_dir)
-        job = Job(
-            command,
-            processes,
-            log_dir,
-            environment,
-            port=self.port,
-            helpers=helpers,
-            nodes=nodes,
-            restarts=self.restarts,
-            fork=self.fork,
+        job, engine = self.nodes.job(
+            hosts, command, processes, log_dir, environment,
+            output="prefix", port=self.port, helpers=helpers,
+        )  # fmt: skip
+        job = replace(
+            job, shrinking=self._shrinking(plan, job), ending=ending, explains=self.explain
         )
         if self.dry_run:
             from fivefold.cli.dry_run import show
@@ -152,10 +147,36 @@ class Run:
             if changed_plan is not None:
                 job.make_log_dir()
                 changed_plan.save(log_dir / "plan.toml")
-            engine.run(job)
-            if self.trace:
-                sys.stderr.write(f"recorded: fivefold report {log_dir}\n")
+            with ending:
+                return self._start(engine, job, ending)
         return 0
+
+    def _start(self, engine: Engine, job: Job, ending: Ending) -> int:
+        """Start the processes and wait for them; have the job queued again where that is asked for."""
+        try:
+            engine.run(job)
+        except Resumable as saved:
+            if not self.requeue or not ending.why or ending.halted or ending.halts():
+                raise
+            sys.stderr.write(f"note: {saved}\n")  # before Slurm ends this job
+            _requeue()
+            return saved.exit_code
+        if self.trace:
+            sys.stderr.write(f"recorded: fivefold report {job.log_dir}\n")
+        return 0
+
+    def _ending(self, log_dir: Path) -> Ending:
+        if self.requeue and not os.environ.get("SLURM_JOB_ID"):
+            raise UsageError(
+                "--requeue is for jobs of Slurm, and this is none; elsewhere the batch script submits the "
+                "job again after exit code 75"
+            )
+        if not self.time_limit and not any(map(os.environ.get, JOBS)):
+            return Ending(log_dir)
+        from fivefold.launch.time_left import TimeLeft, duration_s, schedulers
+
+        limit_s = duration_s("--time-limit", self.time_limit) if self.time_limit else math.inf
+        return Ending(log_dir, limit_s, TimeLeft(schedulers()))
 
     def _told_plan(self, environment: dict[str, str]) -> Plan | None:
         """The plan of `--plan`, or else of FIVEFOLD_PLAN, with the changes of `--layout` and `--set`."""
@@ -173,53 +194,43 @@ class Run:
     def _changes_plan(self) -> bool:
         return self.layout is not None or bool(self.settings)
 
-    def _engine(
-        self, command: list[str], processes: int, nodes: tuple[NodeRanks, ...]
-    ) -> tuple[tuple[NodeRanks, ...], Engine]:
-        """What starts the processes, and the nodes whose agents it starts: with `--fork` this one, too."""
-        if self.fork:
-            self._check_forks(command, several_nodes=bool(nodes))
-            if not nodes:
-                here = NodeRanks(socket.gethostname(), processes, local=True)
-                return (here,), choose("ssh", several_nodes=True, local=True)
-        return nodes, choose(self.engine, several_nodes=bool(nodes))
-
-    def _check_forks(self, command: list[str], *, several_nodes: bool) -> None:
-        if self.explain:
-            raise UsageError("--explain tells of ranks that start one by one; leave --fork out")
-        if not several_nodes and self.engine not in ("auto", "local"):
+    def _shrinking(self, plan: Plan | None, job: Job) -> Shrinking | None:
+        if self.min_nodes is None:
+            if self.smaller_plan:
+                raise UsageError(
+                    "--smaller-plan is for jobs that may lose nodes: add --min-nodes M"
+                )
+            return None
+        working = sum(bool(node.ranks) for node in job.nodes)
+        if self.min_nodes > working:
             raise UsageError(
-                f"--fork and --engine {self.engine}: on one node Fivefold forks itself"
+                f"--min-nodes {self.min_nodes}: the job has "
+                + (f"{working} to begin with" if working else "no nodes but this one")
             )
-        if not forkable(command):
-            raise UsageError(
-                f"--fork is for Python scripts and modules, and {command[0]} is neither; leave it out"
-            )
+        from fivefold.plan import Plan
 
-    def _places(self, hosts: Hosts | None) -> tuple[Host, ...]:
-        """Hosts for the processes, as far as any are told."""
-        if self.ppn is not None and self.ppn < 1:
-            raise UsageError(f"--ppn {self.ppn}: at least 1 process is needed")
-        named = self.hosts or (hosts is not None and hosts.trainers)
-        if self.engine in ("local", "torchrun") and not named:
-            return ()  # of an allocation, this node alone
-        places = chosen_hosts(self.hosts, hosts)
-        if not places and self.spares:
-            raise UsageError(
-                f"--spares {self.spares}: no hosts are known; name them with -H or --hostfile"
-            )
-        return places
+        if not job.restarts:
+            raise UsageError("--min-nodes is for jobs that start again: add --restarts N")
+        scheme = "auto" if plan is None else plan.checkpoint.scheme
+        if scheme != "auto":
+            from fivefold.checkpoint.schemes import scheme_named
 
-    def _processes(self, plan: Plan | None, places: tuple[Host, ...]) -> int:
+            if self.min_nodes < (least := scheme_named(scheme).least):
+                raise UsageError(
+                    f"--min-nodes {self.min_nodes}: checkpoint.scheme = {scheme!r} of the plan needs {least} "
+                    'nodes; allow no fewer, or leave the scheme to the nodes that are left by "auto"'
+                )
+        smaller = fitted(plan or Plan(), self.smaller_plan) if self.smaller_plan else ()
+        return Shrinking(self.min_nodes, plan, smaller)
+
+    def _processes(self, plan: Plan | None, room: int) -> int:
         """The number of processes; a plan that does not fit them ends here, not in every rank."""
         from fivefold.plan import AXES
 
-        working = places[: len(places) - self.spares]
-        slots = sum(self.ppn or place.slots for place in working) or self.ppn
         origins = [] if plan is None else [plan.origin(f"layout.{axis}") for axis in AXES]
         chosen = next((origin for origin in origins if origin.kind != "default"), None)
         if plan is None or chosen is None:
-            return self.processes or slots or 1
+            return self.processes or room or 1
         layout = plan.layout
         if self.processes not in (None, layout.size):
             by_option = chosen.reason in ("--layout", "--set")
@@ -231,7 +242,7 @@ class Run:
         return layout.size
 
     def _check_surroundings(self) -> None:
-        if self.engine != "auto":
+        if self.nodes.engine != "auto":
             return
         if launched() and (place := locate()).world_size > 1:
             raise UsageError(
@@ -241,16 +252,17 @@ class Run:
             )
 
 
-def _check_helpers(helpers: Helpers | None, nodes: tuple[NodeRanks, ...]) -> None:
-    here = helpers is not None and any(helper.local for helper in helpers.members)
-    if here and not all(node.local for node in nodes):
-        raise UsageError(
-            "helpers on this node serve ranks of this node only, and the job has several; name hosts that "
-            "all nodes reach: --helpers dpu01:4"
+def _requeue() -> None:
+    if problem := requeue():
+        sys.stderr.write(
+            f"warning: Slurm does not queue the job again: {problem}; it does so with batch jobs that may be "
+            "requeued (sbatch --requeue); submit this one again, and it goes on\n"
         )
+        return
+    sys.stderr.write("note: Slurm queues the job again\n")
 
 
-_FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace", "--fork")
+_FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace", "--fork", "--stage", "--requeue")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -16,12 +16,11 @@ import tyro
 from fivefold import recipes
 from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
+from fivefold.cli.nodes import IN_LINE, RestartOptions
 from fivefold.cli.settings import changed
 from fivefold.errors import FivefoldError, PlanError, UsageError
 from fivefold.launch.environment import launched, locate
-from fivefold.launch.helpers import Helpers
 from fivefold.launch.job import default_log_dir
-from fivefold.launch.relaunch import launch_self
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import read_seconds
 from fivefold.plan import Layout, Plan, Provenance
@@ -46,7 +45,8 @@ class Train:
     recipe: Annotated[str, tyro.conf.Positional, _option("RECIPE")]
     """what to train"""
     processes: Annotated[int | None, _option("N", "-n", "-np")] = None
-    """number of processes; default: as many as the layout of the plan needs, or 1"""
+    """number of processes; default: as many as the layout of the plan needs, or the hosts have room
+    for, or 1"""
     data: Annotated[Path | None, _option("DIR")] = None
     """where the images lie"""
     model: Annotated[str | None, _option("NAME")] = None
@@ -83,6 +83,7 @@ class Train:
         bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")
     ] = False
     """begin at step 0 where that run has made saves and none can be loaded"""
+    nodes: Annotated[RestartOptions, IN_LINE] = field(default_factory=RestartOptions)
     words: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -96,22 +97,60 @@ class Train:
         recipe.check(self.data, self.size)
         plan = resolve(self, recipe, os.environ)
         recipe.check_model(plan.train.model)
-        if self.processes is None and plan.layout == Layout():
-            locate()  # one process in an allocation of many tasks: was srun forgotten?
-        if launched():
-            self._refuse_helpers()
-            from fivefold.recipes.train import train
+        if not launched():
+            self._launch(plan, recipe)
+            return 0
+        self._refuse_helpers()
+        self.nodes.refuse_when_launched()
+        from fivefold.recipes.train import train
 
-            out = self.out or Path(os.environ.get("FIVEFOLD_RUN_DIR") or "runs")
-            train(
-                recipe, plan,
-                directory=self.data, size=self.size, out=out, checkpoints=self.checkpoint or "",
-                begin_again=self.begin_again,
-            )  # fmt: skip
-        else:
-            command = [sys.executable, "-m", "fivefold", "train", *self.words]
-            _launch(self.words, plan.layout.size, chosen_helpers(self.helpers, None, plan, command))
+        out = self.out or Path(os.environ.get("FIVEFOLD_RUN_DIR") or "runs")
+        train(
+            recipe, plan,
+            directory=self.data, size=self.size, out=out, checkpoints=self.checkpoint or "",
+            begin_again=self.begin_again,
+        )  # fmt: skip
         return 0
+
+    def _launch(self, plan: Plan, recipe: recipes.Recipe) -> None:
+        """Start this command in ranks; their logs end up in the directory of the run, if it is here."""
+        hosts, processes = self.nodes.hosts_told(), plan.layout.size
+        if self.processes is None and plan.layout == Layout():
+            if not hosts.trainers:
+                locate()  # one process in an allocation of many tasks: was srun forgotten?
+            processes = self.nodes.room(hosts) or 1
+            if processes > 1:
+                why = Provenance("user", "room on the hosts")
+                plan = plan.replace({f"layout.{recipe.axis}": processes}, why)
+        logs = default_log_dir()
+        command = [sys.executable, "-m", "fivefold", "train", *self.words]
+        job, engine = self.nodes.job(
+            hosts, command, processes, logs, {"FIVEFOLD_LOG_DIR": str(logs.resolve())},
+            helpers=chosen_helpers(self.helpers, hosts, plan, command),
+        )  # fmt: skip
+        try:
+            engine.run(job)
+        except UsageError:
+            _remove(logs)  # the message says it all
+            raise
+        except FivefoldError:
+            _show_cursor()  # of a terminal whose progress bar was killed
+            raise
+        run = logs / "run"
+        if not run.is_symlink():
+            sys.stdout.write(
+                f"logs           {logs}; the run's directory is on the node of rank 0\n"
+            )
+            return
+        home = run.resolve()
+        run.unlink()
+        again = len([*logs.glob("restart-*")])
+        traces = (logs / f"restart-{again}" if again else logs) / "trace"
+        if traces.is_dir():  # of nodes that do not see that directory
+            shutil.copytree(traces, home / "trace", dirs_exist_ok=True)
+            shutil.rmtree(traces)
+        shutil.move(logs, home / "logs")
+        _remove(logs)
 
     def _refuse_helpers(self) -> None:
         if self.helpers and not os.environ.get("FIVEFOLD_ENGINE") and not is_helper():
@@ -174,28 +213,6 @@ def _fitted(plan: Plan, asked: int | None, axis: str, environ: Mapping[str, str]
 def _reason(plan: Plan) -> str:
     keys = (f"layout.{axis}" for axis in ("data", "pipe", "depth", "height", "width"))
     return next(str(plan.origin(key)) for key in keys if plan.origin(key).kind != "default")
-
-
-def _launch(words: Sequence[str], processes: int, helpers: Helpers | None) -> None:
-    """Start this command in `processes` ranks; their logs end up in the directory of the run."""
-    logs = default_log_dir()
-    environment = {"FIVEFOLD_LOG_DIR": str(logs.resolve())}
-    try:
-        launch_self(
-            ["train", *words], processes, log_dir=logs, environment=environment, helpers=helpers
-        )
-    except UsageError:
-        _remove(logs)  # the message says it all
-        raise
-    except FivefoldError:
-        _show_cursor()  # of a terminal whose progress bar was killed
-        raise
-    run = logs / "run"
-    if run.is_symlink():
-        home = run.resolve()
-        run.unlink()
-        shutil.move(logs, home / "logs")
-    _remove(logs)
 
 
 def _remove(logs: Path) -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import tyro
 
 from fivefold.cli import model as models
 from fivefold.cli import parse_options
+from fivefold.cli.nodes import IN_LINE, NodeOptions
 from fivefold.cli.settings import changed
-from fivefold.errors import UsageError, suggest
+from fivefold.errors import LaunchError, UsageError, suggest
 from fivefold.launch.environment import launched, locate
-from fivefold.launch.job import RankFailure
-from fivefold.launch.relaunch import launch_self
+from fivefold.launch.hosts import Hosts
+from fivefold.launch.job import RankFailure, log_path
 from fivefold.plan import AXES, Plan, Provenance
 from fivefold.writing import write_whole
 
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LOSSES", "Verify"]
 
+_TO_LAUNCHER = "/dev/stderr"
+"""where rank 0 writes its figures: errors of ranks go to their logs, from all nodes, and are not shown"""
+_FIGURES = '{"passed": '
+"""how they begin"""
 
 _KINDS = ("classes", "likewise", "binary")
 
@@ -102,6 +109,7 @@ class Verify:
     """any value of the plan, such as pipeline.schedule=gems"""
     json: Annotated[Path | None, _option("FILE", hint="")] = None
     """write all figures to this file as well"""
+    nodes: Annotated[NodeOptions, IN_LINE] = field(default_factory=NodeOptions)
     words: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @classmethod
@@ -112,9 +120,13 @@ class Verify:
     def run(self) -> int:
         """Start the ranks, or be one."""
         plan = self._checked()
-        if launched() or (plan.layout.size == 1 and _alone()):
+        if launched():
+            self.nodes.refuse_when_launched()
             return self._verify(plan)
-        return self._launch(plan.layout.size)
+        hosts = self.nodes.hosts_told()
+        if plan.layout.size == 1 and not hosts.trainers and _alone():
+            return self._verify(plan)
+        return self._launch(hosts, plan.layout.size)
 
     def _checked(self) -> Plan:
         """The plan, or what is wrong with the options, before anything has been started."""
@@ -164,26 +176,27 @@ class Verify:
         kind, targets = LOSSES[self.loss]
         return Named("torch.nn", kind), targets
 
-    def _launch(self, processes: int) -> int:
+    def _launch(self, hosts: Hosts, processes: int) -> int:
+        command = [sys.executable, "-m", "fivefold", "verify", *self.words, "--json", _TO_LAUNCHER]
         logs = Path(tempfile.mkdtemp(prefix="fivefold-verify-"))
-        told = logs / "report.json"
         keep = False
         try:
-            launch_self(["verify", *self.words, "--json", str(told)], processes, log_dir=logs)
-        except RankFailure as failure:
+            job, engine = self.nodes.job(hosts, command, processes, logs, {})
+            engine.run(job)
+            if (told := _told(logs)) is None:
+                raise LaunchError(f"rank 0 ended well and told no figures; logs: {logs}/rank-*.log")
+        except LaunchError as failure:
             # Ranks end with 1 as well if the layout is not exact, but not before they have told so.
-            if failure.code != 1 or not told.exists():
+            inexact = isinstance(failure, RankFailure) and failure.code == 1
+            if not inexact or (told := _told(logs)) is None:
                 keep = True  # the message names the logs
                 raise
-        else:
-            assert told.exists()
         finally:
-            if told.exists() and self.json is not None:
-                write_whole(self.json, told.read_text(encoding="utf-8"), "the figures")
-            passed = told.exists() and bool(json.loads(told.read_text())["passed"])
             if not keep:
                 shutil.rmtree(logs, ignore_errors=True)
-        return 0 if passed else 1
+        if self.json is not None:
+            write_whole(self.json, json.dumps(told, indent=2) + "\n", "the figures")
+        return 0 if told["passed"] else 1
 
     def _verify(self, plan: Plan) -> int:
         from fivefold import start
@@ -227,8 +240,20 @@ class Verify:
         from fivefold.cli.table import show
 
         show(report, Console())
-        if self.json is not None:
+        if str(self.json) == _TO_LAUNCHER:
+            with os.fdopen(2, "w", closefd=False) as stream:  # a model may have replaced sys.stderr
+                stream.write(f"\n{json.dumps(report.figures())}\n")
+        elif self.json is not None:
             write_whole(self.json, json.dumps(report.figures(), indent=2) + "\n", "the figures")
+
+
+def _told(logs: Path) -> dict[str, Any] | None:
+    """The figures in the log of rank 0, if it got so far."""
+    lines = log_path(logs, 0).read_text(errors="replace").splitlines()
+    for line in reversed(lines):
+        if line.startswith(_FIGURES):
+            return json.loads(line)
+    return None
 
 
 def _alone() -> bool:

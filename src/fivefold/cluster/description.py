@@ -26,7 +26,6 @@ The cluster need not exist. Ranks lie on devices in order, so tiles, which are i
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -34,11 +33,11 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from fivefold.errors import UsageError, suggest
+from fivefold.sections import bytes_of
 
-__all__ = ["Cluster", "Device", "LinkCost", "bytes_of"]
+__all__ = ["Cluster", "Device", "LinkCost"]
 
 _T = TypeVar("_T")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -168,23 +167,6 @@ class Cluster:
             "between": _made(LinkCost, _section(data, "between", source), "[between]", source),
         }
         return _made(cls, {**data, **made}, "the top level", source)
-
-
-def bytes_of(text: str) -> int:
-    """Read `16GiB`, `512M` or `1024B`; units are powers of 1024. Raises `UsageError`.
-
-    >>> bytes_of("16GiB"), bytes_of("1.5k"), bytes_of("1024B")
-    (17179869184, 1536, 1024)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])I?)?(B)?", text.strip().upper())
-    if found and not (found[2] or found[3]):
-        raise UsageError(
-            f"{text.strip()} has no unit; write {found[1]}GiB, {found[1]}MiB, or {found[1]}B for bytes"
-        )
-    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
-    if not size:
-        raise UsageError(f"{text!r} is no size of memory; write 16GiB, 512MiB or 1024B")
-    return size
 
 
 def _memory(value: object, source: str) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fivefold.cluster import reading
 
-__all__ = ["ProcessStat", "process_stat"]
+__all__ = ["ProcessStat", "handles", "process_stat"]
 
 
 class ProcessStat(NamedTuple):
@@ -33,3 +33,10 @@ def process_stat(pid: int, root: Path = Path("/")) -> ProcessStat | None:
     if len(fields) < 20:
         return None
     return ProcessStat(fields[0], int(fields[1]), int(fields[2]), fields[19])
+
+
+def handles(pid: int, signum: int, root: Path = Path("/")) -> bool:
+    """Whether a process has a handler for a signal; where it can be seen (proc_pid_status(5))."""
+    status = reading.text(root / f"proc/{pid}/status") or ""
+    mask = next((line[7:] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (signum - 1) & 1)

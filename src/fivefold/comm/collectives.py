@@ -19,8 +19,9 @@ from torch import Tensor
 from fivefold.comm.events import event
 from fivefold.comm.hang import explained
 from fivefold.comm.replay import current_log
+from fivefold.comm.shared_group import SharedGroup
 from fivefold.errors import FivefoldError
-from fivefold.torch_private import broadcast_coalesced
+from fivefold.torch_private import backend_of_device, broadcast_coalesced
 from fivefold.trace import Tag, span
 from fivefold.trace.current import usage
 
@@ -31,6 +32,7 @@ __all__ = [
     "all_reduce",
     "broadcast_all",
     "broadcast_text",
+    "by_the_host",
     "named",
     "reduce_scatter",
     "start_all_reduce",
@@ -114,10 +116,22 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup, tag: Tag) -> Tensor
     """The adjoint of `all_gather`: sum the tensors (ranks, *s) over the group, return one's own (*s)."""
     if group.size() == 1:
         return tensor.squeeze(0)
-    own = tensor.new_empty(tensor.shape[1:])
+    given = tensor.cpu() if by_the_host(tensor.device, group) else tensor
+    own = given.new_empty(given.shape[1:])
     with named("reduce_scatter", group, tag):
-        _reduce_scatter_single(own.view(-1), tensor.contiguous().view(-1), group=group)
-    return own
+        _reduce_scatter_single(own.view(-1), given.contiguous().view(-1), group=group)
+    return own.to(tensor.device)
+
+
+def by_the_host(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether messages and parts of sums from `device` have to pass through memory of the host.
+
+    So it is where ranks share a GPU, which NCCL refuses: gloo sums tensors of a GPU, gathers and broadcasts
+    them, but takes the address of one that is sent or scattered for one of the host.
+    """
+    if device.type != "cuda":
+        return False
+    return isinstance(group, SharedGroup) or backend_of_device(group, device).name() == "gloo"
 
 
 def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """How the ranks of a group find out whether they share a node, and come by each other's memory.
 
 every rank   tells through the store: its node, its cores, and whether it can share memory at all
-rank 0       makes the group's memory and opens a gate
+rank 0       decides whether they can, makes the group's memory and opens a gate
 the others   call there, and hand in their arena
 rank 0       passes the memory and all arenas to each
 """
@@ -33,8 +33,7 @@ from fivefold.arena import (
 from fivefold.arena.native import problem
 from fivefold.comm.core import Core
 from fivefold.comm.own_arena import mapped, own_arena
-from fivefold.errors import LaunchError
-from fivefold.trace.standstill import listed
+from fivefold.comm.store import agree
 
 __all__ = ["Apart", "meet"]
 
@@ -52,12 +51,23 @@ class Apart:
 
 @dataclass(frozen=True)
 class _Member:
-    """What a rank tells the others about itself."""
+    """What a rank tells the first about itself."""
 
     node: str
     cores: list[int]
     problem: str
-    gate: str = ""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the first rank tells the others."""
+
+    apart: str
+    """why they cannot share memory; empty if they can"""
+    gate: str
+    """where it listens"""
+    cores: int
+    """that all have in all"""
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Core | Apart:
@@ -66,25 +76,32 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
     Raises `LaunchError` when a rank does not come, `ArenaError` when one is lost on the way.
     """
     gate = Gate() if rank == 0 else None
+
+    def decide(told: list[str]) -> str:
+        assert gate is not None
+        members = [_Member(**json.loads(text)) for text in told]
+        cores = len({core for member in members for core in member.cores})
+        return json.dumps(asdict(_Decision(_apart(members), gate.address, cores)))
+
     try:
-        cores = sorted(os.sched_getaffinity(0))
-        own = _Member(node_name(), cores, _own_problem(size), gate.address if gate else "")
-        store.set(f"member/{rank}", json.dumps(asdict(own)))
-        members = _members(store, rank, size, timeout, name)
-        apart = _apart(members)
-        if apart is not None:
-            return apart
+        own = _Member(node_name(), sorted(os.sched_getaffinity(0)), _own_problem(size))
+        told = json.dumps(asdict(own))
+        what = f"making group {name}"
+        text = agree(store, rank, size, told, decide, timeout=timeout, what=what)
+        decision = _Decision(**json.loads(text))
+        if decision.apart:
+            return Apart(decision.apart)
         timeout_s = timeout.total_seconds()
         if gate is not None:
             fds, pids = _serve(gate, size, timeout_s)
         else:
-            fds, pids = _call(members[0].gate, rank, timeout_s)
+            fds, pids = _call(decision.gate, rank, timeout_s)
     finally:
         if gate is not None:
             gate.close()
     memory, arenas = Segment.attach(fds[0]), [mapped(fd) for fd in fds[1:]]
     watches = [watch(pid) for pid in pids]
-    group = Core(rank, size, memory, arenas, watches, _is_crowded(members), name)
+    group = Core(rank, size, memory, arenas, watches, _is_crowded(size, decision.cores), name)
     if size > 1:
         try:
             _note_staging(group.probe(timeout_s), rank)
@@ -118,51 +135,26 @@ def _own_problem(size: int) -> str:
     return ""
 
 
-def _members(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
-) -> list[_Member]:
-    keys = [f"member/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as problem:
-        raise LaunchError(_who_did_not_come(store, rank, keys, timeout, name)) from problem
-    return [_Member(**json.loads(store.get(key))) for key in keys]
-
-
-def _who_did_not_come(
-    store: dist.Store, rank: int, keys: Sequence[str], timeout: timedelta, name: str
-) -> str:
-    where = f"rank {rank} of {len(keys)}: making group {name}"
-    try:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError as problem:
-        return f"{where}: the store of the ranks is gone, with the process of rank 0: {problem}"
-    return (
-        f"{where}: {listed(missing)} did not come within {timeout.total_seconds():g} s (comm.timeout_s of "
-        "the plan, or FIVEFOLD_TIMEOUT_S). Such a rank has ended, or it stands elsewhere: all ranks of the "
-        "job have to make their groups in one order"
-    )
-
-
-def _apart(members: Sequence[_Member]) -> Apart | None:
+def _apart(members: Sequence[_Member]) -> str:
+    """Why they cannot share memory, or nothing."""
     for rank, member in enumerate(members):
         if member.problem:
-            return Apart(f"rank {rank} cannot share memory: {member.problem}")
+            return f"rank {rank} cannot share memory: {member.problem}"
         if why := between(members[0].node, member.node):
-            return Apart(f"ranks 0 and {rank} {why}")
+            return f"ranks 0 and {rank} {why}"
     if len(members) > _MOST_RANKS:
-        return Apart(f"{len(members)} ranks on one node; {_MOST_RANKS} is the most")
-    return None
+        return f"{len(members)} ranks on one node; {_MOST_RANKS} is the most"
+    return ""
 
 
 _largest = 0
 """ranks of the largest group so far: what is crowded is the node, not a small group of it"""
 
 
-def _is_crowded(members: Sequence[_Member]) -> bool:
+def _is_crowded(size: int, cores: int) -> bool:
     global _largest  # noqa: PLW0603 - a fact about the process
-    _largest = max(_largest, len(members))
-    return _largest > len({core for member in members for core in member.cores})
+    _largest = max(_largest, size)
+    return _largest > cores
 
 
 def _serve(gate: Gate, size: int, timeout_s: float) -> tuple[list[int], list[int]]:

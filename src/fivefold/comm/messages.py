@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.comm.collectives import named
+from fivefold.comm.collectives import by_the_host, named
 from fivefold.comm.replay import current_log
 from fivefold.trace import Tag
 
@@ -25,6 +26,8 @@ class Messages:
     """what is being sent: must stay until it has left"""
     group: dist.ProcessGroup
     tag: Tag
+    arriving: Mapping[int, Tensor]
+    """where messages arrive: `buffers`, or memory of the host"""
 
     def wait(self) -> Mapping[int, Tensor]:
         """Block until everything has arrived and left."""
@@ -32,6 +35,9 @@ class Messages:
             with named("exchange", self.group, self.tag):
                 for work in self.works:
                     work.wait()
+            if self.arriving is not self.buffers:
+                for peer, arrived in self.arriving.items():
+                    self.buffers[peer].copy_(arrived, non_blocking=True)
             self.works.clear()
             self.kept.clear()
         return self.buffers
@@ -48,18 +54,26 @@ def start_messages(
     """
     log = current_log()
     if log is not None and log.complete:
-        return Messages(log.messages(), [], [], group, tag)
+        return Messages(log.messages(), [], [], group, tag, {})
     if log is not None:
         log.add(buffers)
     peers = sorted({*sent, *buffers})
     if not peers:
-        return Messages(buffers, [], [], group, tag)
+        return Messages(buffers, [], [], group, tag, buffers)
+    arriving = buffers
+    if by_the_host(next(iter([*sent.values(), *buffers.values()])).device, group):
+        sent = {peer: _pinned(tensor).copy_(tensor) for peer, tensor in sent.items()}
+        arriving = {peer: _pinned(buffer) for peer, buffer in buffers.items()}
     operations: list[dist.P2POp] = []
     for peer in peers:
-        if peer in buffers:
-            operations.append(dist.P2POp(dist.irecv, buffers[peer], group=group, group_peer=peer))
+        if peer in arriving:
+            operations.append(dist.P2POp(dist.irecv, arriving[peer], group=group, group_peer=peer))
         if peer in sent:
             operations.append(dist.P2POp(dist.isend, sent[peer], group=group, group_peer=peer))
     with named("exchange", group, tag):
         works = dist.batch_isend_irecv(operations)
-    return Messages(buffers, works, list(sent.values()), group, tag)
+    return Messages(buffers, works, list(sent.values()), group, tag, arriving)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

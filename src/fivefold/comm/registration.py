@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fivefold.comm.meeting import Apart, meet
 from fivefold.comm.operations import Operations
 from fivefold.comm.shared_group import SharedGroup
+from fivefold.comm.store import all_differ
 from fivefold.errors import UsageError
 from fivefold.torch_private import nccl_options, note_version, registered_backends
 
@@ -73,9 +74,7 @@ def _torchs_own(
     inner = dist.PrefixStore(device.type, store)
     if device.type == "cuda" and dist.is_nccl_available():
         own = str(torch.cuda.get_device_properties(device).uuid)
-        inner.set(f"device/{rank}", own)
-        everyone = {inner.get(f"device/{other}") for other in range(size)}
-        if len(everyone) == size:
+        if all_differ(inner, rank, size, own, timeout=timeout, what="naming their GPUs"):
             return dist.ProcessGroupNCCL(
                 dist.PrefixStore("nccl", inner), rank, size, nccl_options(timeout)
             )

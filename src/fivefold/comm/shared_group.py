@@ -27,6 +27,19 @@ __all__ = ["SharedGroup"]
 
 Work = dist.Work
 _ANYONE = -1
+_NOT_SHARED = (
+    "send", "recv", "recv_anysource", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+)  # fmt: skip
+"""what gloo would do with the address on a GPU as if it were one of the host's"""
+_OLDER = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""methods by their names in torch 2.13 -> in 2.12 and older"""
 _NO_TAGS = ("undefined", "default_pg")
 """descriptions that torch gives by itself"""
 
@@ -39,7 +52,14 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
         device = _one_device(first, rest[0] if rest else None, method.__name__)
         if device is None or device.type == "cpu":
             return method(self, first, *rest, **named)
-        return getattr(self.elsewhere(device), method.__name__)(first, *rest, **named)
+        other, name = self.elsewhere(device), method.__name__
+        if name in _NOT_SHARED and other.name() == "gloo":
+            raise UsageError(
+                f"{name}: ranks that share a GPU cannot do this with its tensors: move them with .cpu() "
+                "first, or give every rank a GPU of its own"
+            )
+        known = name if hasattr(other, name) else _OLDER[name]
+        return getattr(other, known)(first, *rest, **named)
 
     return here_or_there
 
@@ -80,8 +100,8 @@ class SharedGroup(dist.ProcessGroup):
         size = operations.group.size
         super().__init__(operations.group.rank, size)  # pyright: ignore[reportCallIssue]
         self._operations = operations
-        self.elsewhere = functools.cache(elsewhere)
-        """the group of torch's own for a device"""
+        self._make_elsewhere = elsewhere
+        self._elsewhere: dict[str, Any] = {}
         self._name, self._desc = name, "undefined"
         self._coalesced: list[Work] | None = None
         self._completer = Completer()
@@ -145,6 +165,12 @@ class SharedGroup(dist.ProcessGroup):
 
     def _has_hooks(self) -> bool:
         return False
+
+    def elsewhere(self, device: torch.device) -> Any:
+        """The group of torch's own for devices of a kind. Collective when it is asked for first."""
+        if device.type not in self._elsewhere:
+            self._elsewhere[device.type] = self._make_elsewhere(device)
+        return self._elsewhere[device.type]
 
     # --- memory that peers see, and the end -----------------------------------------------------
 
@@ -353,13 +379,9 @@ class SharedGroup(dist.ProcessGroup):
         """From whoever sends first."""
         return self._noted(self._operations.receive(_one(tensors), _ANYONE, tag))
 
-    # --- what torch 2.12 and older say -----------------------------------------------------------
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+for _name, _older in _OLDER.items():
+    setattr(SharedGroup, _older, getattr(SharedGroup, _name))
 
 
 def _all_reduce_options(opts: Any) -> Any:

@@ -55,7 +55,7 @@ def begin(
     """Begin the trace of this rank. Collective over `group`, all ranks; None where the rank is alone.
 
     `rows`: as in `Trace.create`; `hang_s`: as in `attend`, unless FIVEFOLD_HANG_S says otherwise; `facts`:
-    more fields of meta.
+    more fields of meta. Where FIVEFOLD_TRACE_SPOOL is set, that is the folder.
     A rank that cannot write, or whose trace another process writes, says so and goes on without; None is
     returned then, and where a trace is active already.
     """
@@ -68,6 +68,7 @@ def begin(
         "cores": sorted(os.sched_getaffinity(0)), "environment": told_environment(os.environ),
         "versions": _versions(), **found, **_placement(), **facts,
     }  # fmt: skip
+    folder = Path(os.environ.get("FIVEFOLD_TRACE_SPOOL") or folder)
     try:
         trace = start(folder, meta, rows)
     except OSError as problem:

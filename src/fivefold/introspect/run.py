@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 import tomllib
@@ -30,6 +31,7 @@ _EVENTS, _WINDOWS = 4096, 512
 _SILENT_S = 120.0
 """after which a rank on another host is taken for killed"""
 _NAMED = 8
+_RESTART = re.compile(r"restart-\d+")
 """as many ranks or files are named in a sentence"""
 
 RankState = Literal["ended", "running", "failed", "killed"]
@@ -70,6 +72,9 @@ class TracedRun:
         _tell_missing(ranks, problems)
         _tell_states(states, problems)
         home = files[0].parent.parent if files[0].parent.name == "trace" else files[0].parent
+        _tell_starts(path, home, problems)
+        if _RESTART.fullmatch(home.name):
+            home = home.parent
         plan, epochs = _plan(home, problems), _epochs(home, problems)
         return cls(
             path, files[0].parent, ranks, tuple(problems), states, plan, epochs,
@@ -97,7 +102,7 @@ def trace_files(path: Path) -> list[Path]:
         raise UsageError(f"there is no directory {path}{_runs_near(path)}")
     if not path.is_dir():
         raise UsageError(f"{path} is no run: name its directory")
-    for folder in (path / "trace", path, path / "run" / "trace"):
+    for folder in (*_restarts(path), path / "trace", path, path / "run" / "trace"):
         try:
             files = sorted(folder.glob(f"*{SUFFIX}"))
         except OSError as problem:
@@ -107,6 +112,32 @@ def trace_files(path: Path) -> list[Path]:
     raise UsageError(
         f"{path} holds no trace files: it is no run, or was made without tracing; "
         f"`fivefold train` records, and so does `fivefold run --trace`{_runs_near(path / 'x')}"
+    )
+
+
+def _restarts(path: Path) -> list[Path]:
+    """Folders with traces of ranks that were started again, the last first."""
+    found = [
+        folder for folder in path.glob("restart-*/trace") if _RESTART.fullmatch(folder.parent.name)
+    ]
+    return sorted(found, key=lambda folder: -int(folder.parent.name.partition("-")[2]))
+
+
+def _tell_starts(path: Path, shown: Path, problems: list[str]) -> None:
+    """That it is one of several starts, if the whole run was asked for; each has a folder with its logs."""
+    again = sorted(int(p.name[8:]) for p in path.glob("restart-*") if _RESTART.fullmatch(p.name))
+    starts = [path, *(path / f"restart-{number}" for number in again)]
+    others = [start for start in starts if start != shown]
+    if not again or shown not in starts:
+        return
+    named = ", ".join(
+        str(start / "trace" if start == path else start)
+        + ("" if any(start.glob(f"trace/*{SUFFIX}")) else " (no trace)")
+        for start in others[:_NAMED]
+    )
+    which = "the first" if shown == path else shown.name
+    problems.append(
+        f"the ranks were started {len(starts)} times, and this is {which}; others are in {named}"
     )
 
 

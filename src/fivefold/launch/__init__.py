@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fivefold.launch.environment import RankPlace, launched, locate
     from fivefold.launch.job import Job, Outcome, RankFailure, Stopped
     from fivefold.launch.meet import Rendezvous, meeting
-    from fivefold.launch.relaunch import launch_self
 
 __all__ = [
     "Engine",
@@ -26,7 +25,6 @@ __all__ = [
     "Stopped",
     "choose",
     "engines",
-    "launch_self",
     "launched",
     "locate",
     "meeting",
@@ -42,7 +40,6 @@ _HOME = {
     "Stopped": "job",
     "choose": "engine",
     "engines": "engine",
-    "launch_self": "relaunch",
     "launched": "environment",
     "locate": "environment",
     "meeting": "meet",

@@ -12,129 +12,62 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fivefold.closing import Closing
-from fivefold.cluster.network import resolve
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.agent import SILENT_S, own_versions
-from fivefold.launch.guard import dies_with_parent
-from fivefold.launch.job import Job, ProcessStart, ended, log_path, opened_log, tail
-from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind, weight
+from fivefold.launch.agent_listener import AgentListener, AgentStart, AgentStarters
+from fivefold.launch.ending import ENDS_AT
+from fivefold.launch.job import (
+    Job,
+    RankFailure,
+    Resumable,
+    Stalled,
+    ended,
+    log_path,
+    opened_log,
+)
+from fivefold.launch.job_nodes import JobNode, JobNodes, NodeLost
+from fivefold.launch.node_folders import REPORT
+from fivefold.launch.node_messages import FRAMES, Kind, weight
 from fivefold.launch.output import LogLines, Stream
-from fivefold.launch.restarts import FinalFailure
-from fivefold.launch.supervisor import SWEEP_GRACE_S, Supervised, Supervisor
+from fivefold.launch.progress import RankProgress
+from fivefold.launch.restarts import NOT_AGAIN, FinalFailure
+from fivefold.launch.slurm import ended_with_node
+from fivefold.launch.staging import Reach, Staging
+from fivefold.launch.supervisor import STOPPING, SWEEP_GRACE_S, Supervisor
 from fivefold.launch.surroundings import portable
+from fivefold.launch.trace_copies import TraceCopies
 from fivefold.launch.variables import read_seconds
 from fivefold.launch.watch import Watch
-from fivefold.wire import Channel, LinkClosed, LinkError, Listener, Message, new_key
+from fivefold.wire import Channel, LinkClosed, LinkError, Message
+from fivefold.writing import write_whole
 
-__all__ = ["AgentListener", "AgentStart", "AgentWatch", "NodeLost"]
+__all__ = ["AgentWatch"]
 
-_MOST_CALLERS, _OF_ONE = 1024, 64
+_QUICK_SILENT_S = 5.0
+"""how long the network to a node may be dead in a job that may start again; else `SILENT_S`: it may mend"""
+_CALL_AGAIN_S = 15.0
+"""between calls to a node that was lost"""
 _CLEARED_S = 10.0
 _GOODBYE_S = 3.0
+_TRACES_S = 10.0
+"""that the end of a job waits for traces which have not come"""
+_TICK_S = 0.5
 _AT_ONCE = 32
 _TAKEN_BYTES = 1 << 14
 _SHOWN_RANKS = 64
 """of more ranks the output of the first is shown, and what others write to standard error"""
-
-
-class NodeLost(LaunchError):
-    """A node, or its agent, is gone; the ranks of the others were stopped."""
-
-    def __init__(self, host: str, ranks: range, why: str, job: Job) -> None:
-        self.host = host
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        others = "; the other ranks were stopped" if len(ranks) < job.processes else ""
-        super().__init__(
-            f"node {host} with {which} of {job.processes} was lost: {why}{others}\n"
-            f"  logs of all ranks: {job.log_dir}/rank-*.log"
-        )
-
-
-@dataclass(frozen=True)
-class AgentStart:
-    """A process by which an engine starts the agents of some nodes."""
-
-    start: ProcessStart
-    nodes: tuple[int, ...]
-    """numbers in the list of hosts"""
-    brief: bytes = b""
-    """for its standard input"""
-
-
-@dataclass
-class _Node:
-    """A node of the job."""
-
-    number: int
-    host: str
-    ranks: range
-    cores: tuple[int, ...]
-    python: str
-    channel: Channel | None = None
-    peer: str = ""
-    """its address, as it called from there"""
-    own: str = ""
-    """ours, as it called there"""
-    lost: str = ""
-    untaken_bytes: int = 0
-    cleared: bool = False
-    logs: dict[int, tuple[LogLines, LogLines]] = field(
-        default_factory=dict[int, tuple[LogLines, LogLines]]
-    )
-
-
-class AgentListener(Closing):
-    """Where agents call: the listener, and the lines of those who have proved that they know the key."""
-
-    def __init__(self) -> None:
-        self.key = new_key()
-        door = socket.create_server(("", 0), backlog=4096)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        self.port: int = door.getsockname()[1]
-        self.lines: deque[socket.socket] = deque()
-        self.woken, self._wake = socket.socketpair()
-        self.woken.setblocking(False)
-        self._door = door
-        self._listener: Listener | None = None
-
-    def open(self) -> None:
-        """Answer. Those who have called before wait in the kernel, so that processes can be started first.
-
-        From here on there are threads, and whoever forks should have none.
-        """
-        self._listener = Listener(
-            self._door, PROTOCOL, self.key, self._take, most=_MOST_CALLERS, of_one=_OF_ONE
-        )
-
-    def _take(self, line: socket.socket) -> None:
-        self.lines.append(line)
-        with contextlib.suppress(OSError):
-            self._wake.send(b"!")
-
-    def close(self) -> None:
-        """Take no more calls."""
-        if self._listener is not None:
-            self._listener.close()
-        self._door.close()
-        for line in self.lines:
-            line.close()
-        self.woken.close()
-        self._wake.close()
 
 
 class AgentWatch(Watch):
@@ -148,18 +81,33 @@ class AgentWatch(Watch):
 
     def __init__(self, job: Job, engine: str, listener: AgentListener) -> None:
         super().__init__(job)
-        self._engine = engine
+        self._engine, self._engine_log = engine, job.log_dir / "engine.log"
         self._agents = listener
-        self._nodes = _nodes(job)
+        self._nodes = JobNodes(job)
         self._unnamed: list[tuple[Channel, str, str]] = []
         """agents that have called, and not yet said from where; with both addresses"""
         self._port = 0
         self._refused = ""
         self._node_lost: NodeLost | None = None
-        self._begun = self._leaving = False
-        self._starters: list[Supervised] = []
+        self._reports_progress = job.reports_progress  # also when no restart is left
+        self._progress: list[RankProgress] = []
+        self._begun = self._leaving = self._agents_asked = False
+        saving_s = self._grace_s + _CLEARED_S
+        start = partial(self.start, after_s=saving_s, awaited=False)
+        self._starters = AgentStarters(start, self.drop_group)
+        self._impatient = False
+        """whether a signal has asked to end since all was over"""
+        self._traces = TraceCopies(
+            lambda number, fields: self._send(self._nodes[number], Kind.TRACES, fields),
+            self._tell,
+        )
+        self._staging: Staging | None = None
         if job.processes > _SHOWN_RANKS:
             self.display.only_errors_of_others()
+
+    def progress(self) -> list[RankProgress]:
+        """How far the ranks are, as their agents tell."""
+        return [*self._progress]
 
     # ---- gathering
 
@@ -172,9 +120,12 @@ class AgentWatch(Watch):
         listener = self._agents
         self.attach(listener.woken.fileno(), self._answer)
         for starter in starters:
-            self._start_agents(starter)
+            hosts = [self._nodes[number].host for number in starter.nodes]
+            one = self.job.log_dir / f"agent-{hosts[0]}.log"
+            log = self._engine_log if len(hosts) > 1 else one
+            self._starters.start(starter, log, self._not_started)
         listener.open()
-        patience_s = read_seconds("FIVEFOLD_AGENTS_S", 60.0)
+        patience_s = _agents_s()
         give_up = partial(self._give_up, f"its agent did not call in {patience_s:g} s")
         self.later(patience_s, give_up)
         while any(node.channel is None and not node.lost for node in self._nodes):
@@ -185,42 +136,13 @@ class AgentWatch(Watch):
         if self._stopping:
             self._conclude()
         lost = [node for node in self._nodes if node.lost]
-        if sum(bool(node.ranks) for node in lost) > sum(
-            not node.ranks and not node.lost for node in self._nodes
-        ):
+        if sum(bool(node.ranks) for node in lost) > len(self._nodes.spares()):
             raise LaunchError(self._unreached())
         for node in lost:
             self.display.note(f"warning: node {node.host} cannot be used: {node.lost}")
 
-    def _start_agents(self, starter: AgentStart) -> None:
-        several = len(starter.nodes) > 1
-        name = "engine" if several else f"agent-{self._nodes[starter.nodes[0]].host}"
-        path = self.job.log_dir / f"{name}.log"
-        log = self.keep(opened_log(path))
-        try:
-            process = subprocess.Popen(
-                list(starter.start.command),
-                env=dict(starter.start.environment),
-                stdin=subprocess.PIPE if starter.brief else subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=dies_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no threads yet
-            )
-        except OSError as problem:
-            command = starter.start.command[0]
-            raise UsageError(f"cannot start {command}: {problem.strerror}") from None
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(starter.brief)
-                process.stdin.close()
-        self._starters.append(process)
-        self.start(process, lambda code: self._starter_ended(starter, path, code), awaited=False)
-
-    def _starter_ended(self, starter: AgentStart, log: Path, code: int) -> None:
-        said = tail(log, 3)
-        why = f"what started its agent {ended(code)}" + (f": {' / '.join(said)}" if said else "")
-        for number in starter.nodes:
+    def _not_started(self, numbers: Sequence[int], why: str) -> None:
+        for number in numbers:
             if self._nodes[number].channel is None:
                 self._lost(self._nodes[number], why)
 
@@ -239,6 +161,7 @@ class AgentWatch(Watch):
 
     def _answer(self) -> None:
         listener = self._agents
+        silent_s = _QUICK_SILENT_S if self.job.restarts else SILENT_S
         with contextlib.suppress(BlockingIOError):
             listener.woken.recv(4096)
         while listener.lines:
@@ -248,12 +171,12 @@ class AgentWatch(Watch):
             except OSError:  # it has hung up
                 line.close()
                 continue
-            channel = Channel(line, f"the agent at {peer}", FRAMES, queues=True, timeout_s=SILENT_S)
+            channel = Channel(line, f"the agent at {peer}", FRAMES, queues=True, timeout_s=silent_s)
             self._undo.callback(channel.close)
             self._unnamed.append((channel, peer, own))
             self.attach(channel.fileno(), self._hearing(channel, None))
 
-    def _hearing(self, channel: Channel, node: _Node | None) -> Callable[[], None]:
+    def _hearing(self, channel: Channel, node: JobNode | None) -> Callable[[], None]:
         def hear() -> None:
             try:
                 # A few: whoever writes all the time must not keep us from signals and other nodes.
@@ -279,7 +202,7 @@ class AgentWatch(Watch):
         ((_, peer, own),) = [one for one in self._unnamed if one[0] is channel]
         self._unnamed = [one for one in self._unnamed if one[0] is not channel]
         self.detach(channel.fileno())
-        node = self._node_of(message.fields, peer)
+        node = self._nodes.called(message.fields, peer)
         if node is None or self._leaving:
             if not self._leaving:
                 names = ", ".join(message.fields["names"])
@@ -289,32 +212,20 @@ class AgentWatch(Watch):
             channel.close()
             return
         channel.peer = f"the agent of {node.host}"
+        was_lost, node.lost = node.lost, ""
         node.channel, node.peer, node.own = channel, peer, own
+        node.untaken_bytes = 0
         self.attach(channel.fileno(), self._hearing(channel, node))
         theirs, ours = message.fields["versions"], own_versions()
         if differing := [name for name in ours if theirs.get(name) != ours[name]]:
             told = ", ".join(f"{name} {theirs.get(name)} (here {ours[name]})" for name in differing)
             self._lost(node, f"it has {told}; all nodes need the same")
+        elif was_lost:
+            self.display.note(f"note: node {node.host} is back")
+            if self._begun and not node.ranks:
+                self._start_ranks(node)
 
-    def _node_of(self, fields: Mapping[str, Any], peer: str) -> _Node | None:
-        """The node of an agent, by the number that it was told, its names or its address; None if none is."""
-        awaited = [node for node in self._nodes if node.channel is None]
-        if fields["number"] >= 0:
-            return next((node for node in awaited if node.number == fields["number"]), None)
-        names = {str(name) for name in fields["names"]}
-        short = {name.partition(".")[0] for name in names}
-        hosts = {node.number: node.host.rpartition("@")[2] for node in awaited}
-        for node in awaited:
-            if hosts[node.number] in names:
-                return node
-        for node in awaited:
-            if hosts[node.number].partition(".")[0] in short:
-                return node
-        return next(
-            (n for n in awaited if peer in (hosts[n.number], resolve(hosts[n.number]))), None
-        )
-
-    def _heard(self, node: _Node, message: Message) -> None:
+    def _heard(self, node: JobNode, message: Message) -> None:
         kind, fields = message.kind, message.fields
         if kind == Kind.OUTPUT:
             self._output(node, fields["rank"], fields["stream"], bytes(message.payload))
@@ -322,14 +233,47 @@ class AgentWatch(Watch):
             for lines in node.logs.get(fields["rank"], ()):
                 lines.flush()
             self.ended(fields["rank"], fields["code"])
+        elif kind == Kind.ASKED:
+            self._told.update(fields["ranks"])
         elif kind == Kind.LISTEN:
             self._port = fields["port"]
         elif kind == Kind.REFUSED:
             self._refused = self._refused or fields["why"]
         elif kind == Kind.CLEARED:
             node.cleared = True
+        elif kind == Kind.PROGRESS:
+            first, told = fields["first"], [RankProgress(*one) for one in fields["ranks"]]
+            self._progress[first : first + len(told)] = told
+            self._send(node, Kind.PROGRESS, {})
+        else:
+            self._heard_of_files(node, kind, fields, bytes(message.payload))
 
-    def _output(self, node: _Node, rank: int, stream: Stream, chunk: bytes) -> None:
+    def _heard_of_files(
+        self, node: JobNode, kind: int, fields: Mapping[str, Any], payload: bytes
+    ) -> None:
+        if kind == Kind.STAGE and self._staging is not None:
+            self._staging.heard(node, fields)
+        elif kind == Kind.FLUSH:
+            node.flushed = True
+            for line in fields["told"]:
+                self._tell(f"note: {line}")
+        elif kind == Kind.TRACES:
+            self._traces.heard(node.number, node.host, fields, payload)
+        elif kind == Kind.FACTS:
+            self._facts(node, int(fields["rank"]), payload)
+
+    def _facts(self, node: JobNode, rank: int, told: bytes) -> None:
+        """What --explain has found: rank 0 gets it, and the folder of the logs what that makes of it."""
+        first = self._nodes.working()[0]
+        if node is not first:
+            self._send(first, Kind.FACTS, {"rank": rank}, told)
+            return
+        try:
+            write_whole(self.job.log_dir / REPORT, told.decode(), "the report")
+        except UsageError as problem:
+            self.display.note(f"warning: {problem}")
+
+    def _output(self, node: JobNode, rank: int, stream: Stream, chunk: bytes) -> None:
         if rank in node.logs:
             node.logs[rank][stream == "err"].feed(chunk)
         self.display.feed(rank, stream, chunk)
@@ -339,7 +283,7 @@ class AgentWatch(Watch):
             node.untaken_bytes = 0
 
     def _send(
-        self, node: _Node, kind: Kind, fields: Mapping[str, Any], payload: bytes = b""
+        self, node: JobNode, kind: Kind, fields: Mapping[str, Any], payload: bytes = b""
     ) -> None:
         if node.channel is None or node.lost:
             return
@@ -348,13 +292,15 @@ class AgentWatch(Watch):
         except LinkClosed as problem:
             self._lost(node, str(problem))
 
-    def _lost(self, node: _Node, why: str) -> None:
+    def _lost(self, node: JobNode, why: str) -> None:
         if node.lost:
             return
         node.lost = why
+        self._traces.lost(node.number)
         if node.channel is not None:
             self.detach(node.channel.fileno())
             node.channel.close()
+            node.channel = None
         ended = {*self._codes, *(rank for rank, _ in self._ended)}
         if self._begun and not ended.issuperset(node.ranks):
             self._node_lost = self._node_lost or NodeLost(node.host, node.ranks, why, self.job)
@@ -371,68 +317,132 @@ class AgentWatch(Watch):
 
         `NodeLost` if a node is lost. `job` is that of the beginning but for the folder of its logs.
         """
-        self.job = job
         self._begin()
         self._node_lost, self._refused = None, ""
-        self._replace_lost()
+        self._stage(job)
+        self._nodes.replace_lost(self.display.note, job.shrinking)
+        self._nodes.replace_blamed(self.display.note)
+        self.job = self._fitted(job)
+        self._progress = [RankProgress()] * self.job.processes
         self._begun = True
+        self._call_lost()
         self.display.begin()
         try:
             with contextlib.ExitStack() as logs:
                 self._ask_for_port()
+                self._ask_for_traces()
                 for node in self._nodes:
                     node.logs = {rank: self._log(rank, logs) for rank in node.ranks}
                 for node in self._nodes:
-                    if node.ranks:
-                        order = json.dumps(self._order(node)).encode()
-                        self._send(node, Kind.START, {}, order)
+                    self._start_ranks(node)
                 self.wait()
+        except (RankFailure, NodeLost) as problem:
+            if self._ended_with_node(problem):
+                raise FinalFailure(
+                    f"{problem}\n  a node failed, and Slurm ended those of all others: it spares them in "
+                    "jobs that were submitted with --no-kill (sbatch, salloc)"
+                ) from None
+            if isinstance(problem, RankFailure) and problem.code < 0:
+                # what a script does wrong ends in an exit code
+                self._nodes.blame(problem.rank, ended(problem.code))
+            raise
+        except Stalled as problem:
+            self._nodes.blame(problem.culprit, "held the others up")
+            raise
         finally:
             self._begun = self.display.silent = False
             for node in self._nodes:
                 node.logs = {}
 
+    def _ended_with_node(self, problem: RankFailure | NodeLost) -> bool:
+        """Whether Slurm ends all agents. It asks their ranks first, and tells so a moment later."""
+        ended = partial(ended_with_node, self._engine_log)
+        asked = isinstance(problem, RankFailure) and problem.code == -signal.SIGTERM
+        if asked and self._engine == "srun":
+            self._turn_until(ended, _TICK_S)
+        return ended()
+
+    def _call_lost(self) -> None:
+        """Start the agents of lost nodes again, now and later: one that is back stands by."""
+        if not self.job.restarts:
+            return
+        for node in self._nodes:
+            if node.lost:
+                self._starters.again(node.number, _agents_s())
+        self.later(_CALL_AGAIN_S, self._call_lost)
+
+    def _stage(self, job: Job) -> None:
+        """Copy what ranks import to where it is not yet."""
+        if job.stage:
+            if self._staging is None:
+                self._staging = Staging(job, self._agents.key, self.display.note)
+            start = partial(self.start, awaited=False)
+            reach = Reach(self._send, self._await, start, self.later, self._lost)
+            self._staging.bring(self._nodes, reach)
+            if self._signalled_at > -math.inf or (job.ending is not None and job.ending.why):
+                raise Resumable(job)  # before any rank could hear of it
+
+    def _fitted(self, job: Job) -> Job:
+        """The job with as many ranks as there are nodes for."""
+        world = sum(len(node.ranks) for node in self._nodes)
+        if world == job.processes or job.shrinking is None:
+            return job
+        told = job.shrinking.environment(world, job.log_dir)
+        return replace(job, processes=world, environment={**job.environment, **told})
+
     def _log(self, rank: int, logs: contextlib.ExitStack) -> tuple[LogLines, LogLines]:
         log = logs.enter_context(opened_log(log_path(self.job.log_dir, rank)))
         return LogLines(log), LogLines(log)
 
-    def _replace_lost(self) -> None:
-        """Spares take the place of nodes that were lost. Raises `FinalFailure` if there are too few."""
-        spares = [node for node in self._nodes if not node.ranks and not node.lost]
-        for node in self._nodes:
-            if node.lost and node.ranks:
-                if not spares:
-                    raise FinalFailure(f"no spare is left for node {node.host}: {node.lost}")
-                spare = spares.pop(0)
-                self.display.note(f"note: node {spare.host} takes the place of {node.host}")
-                spare.ranks, node.ranks = node.ranks, range(0)
+    def _ask_for_traces(self) -> None:
+        """Now and then, while ranks run."""
+        self._traces.ask_due()
+        self.later(_TICK_S, self._ask_for_traces)
 
     def _ask_for_port(self) -> None:
         """Of the node of rank 0, where the ranks will meet."""
         self._port = 0
-        first = min((node for node in self._nodes if node.ranks), key=lambda node: node.ranks[0])
+        first = self._nodes.working()[0]
         self._send(first, Kind.LISTEN, {"port": self.job.port or 0})
         self._await(lambda: self._port or self._refused)
         if self._refused:
             raise UsageError(self._refused)
 
-    def pause(self, seconds: float) -> None:
-        """Wait, and notice signals meanwhile. Raises `Stopped` for one."""
+    def pause(self, seconds: float) -> bool:
+        """Wait; True if a signal asks to save and end meanwhile. Raises `Stopped` for one that stops."""
         end = time.monotonic() + seconds
         self._begin()
         self.later(seconds, lambda: None)
-        self._await(lambda: time.monotonic() >= end)
+        self._await(lambda: time.monotonic() >= end or self._signalled_at > -math.inf)
+        if asked := self._signalled_at > -math.inf:
+            self.display.note(NOT_AGAIN)
+        return asked
 
-    def _order(self, node: _Node) -> dict[str, Any]:
+    def _start_ranks(self, node: JobNode) -> None:
+        """Or what they would be forked from, where it stands by: it takes no time when it is needed."""
+        standby = not node.ranks
+        if standby and self._staging is not None and not self._staging.complete(node):
+            return
+        if not standby or (self.job.fork and self.job.restarts):
+            ranks = node.ranks or self._nodes.working()[-1].ranks
+            order = {**self._order(node, ranks), "standby": standby}
+            self._send(node, Kind.START, {}, json.dumps(order).encode())
+
+    def _order(self, node: JobNode, ranks: range) -> dict[str, Any]:
         job = self.job
         environ = job.rank_environment(self._engine)
+        environ.pop(ENDS_AT, None)  # of this node's processes and clock
+        plan = Path(environ.get("FIVEFOLD_PLAN", ""))
+        readable = plan.is_file() and os.access(plan, os.R_OK)
+        staging = self._staging
+        added = {} if staging is None else staging.variables(environ)
         chosen = "OMP_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in job.environment
         return {
             "command": self._command(node),
             "directory": os.getcwd(),  # noqa: PTH109 - as the shell calls it
-            "environment": portable(environ) | dict(job.environment),
-            "first": node.ranks[0],
-            "count": len(node.ranks),
+            "environment": portable(environ) | dict(job.environment) | added,
+            "first": ranks[0],
+            "count": len(ranks),
             "world": job.processes,
             "address": self._meeting_address(),
             "port": self._port,
@@ -440,18 +450,29 @@ class AgentWatch(Watch):
             "cores": list(node.cores),
             "grace_s": self._grace_s,
             "fork": job.fork,
+            "progress": self._reports_progress,
+            "traces": self._traces.order(self._trace_folder(environ)),
+            "explains": job.explains and "FIVEFOLD_RESTART" not in environ,
+            "plan": plan.read_text(errors="replace") if readable else "",
+            "limit_s": None if job.ending is None else job.ending.limit_left_s,
+            "copies": {} if staging is None else staging.places,
         }
 
-    def _command(self, node: _Node) -> list[str]:
+    def _trace_folder(self, environ: Mapping[str, str]) -> str:
+        """Where traces are kept; of ranks that make a directory for theirs, beside the logs."""
+        beside = self.job.log_dir.resolve() / "trace" if environ.get("FIVEFOLD_LOG_DIR") else ""
+        return environ.get("FIVEFOLD_TRACE") or str(beside)
+
+    def _command(self, node: JobNode) -> list[str]:
         """The node may have another Python."""
-        command = list(self.job.command)
+        command = list((self._staging or self.job).command)
         if node.python and command[0] == sys.executable:
             command[0] = node.python
         return command
 
     def _meeting_address(self) -> str:
         """Where the other nodes reach that of rank 0: as they reach the launcher, where it is the same."""
-        used = sorted((node for node in self._nodes if node.ranks), key=lambda one: one.ranks[0])
+        used = self._nodes.working()
         if not used[0].peer.startswith("127."):
             return used[0].peer
         return next((node.own for node in used if not node.own.startswith("127.")), "127.0.0.1")
@@ -469,6 +490,13 @@ class AgentWatch(Watch):
         for node in self._nodes:
             self._send(node, Kind.SIGNAL, {"signum": signum})
 
+    def _ask_ranks(self) -> bool:
+        if self._begun and not self._agents_asked:
+            self._agents_asked = True
+            for node in self._nodes:
+                self._send(node, Kind.ASK, {})
+        return self._begun
+
     def _end_ranks(self) -> None:
         self._kill_ranks(0.0)
 
@@ -477,16 +505,27 @@ class AgentWatch(Watch):
             self._send(node, Kind.KILL, {"grace_s": grace_s})
 
     def _settle(self) -> None:
-        end = time.monotonic() + _CLEARED_S
-        for node in self._nodes:
+        killed = self._called()
+        for node, _ in killed:
             node.cleared = False
         self._kill_ranks(0.0 if self._refused else SWEEP_GRACE_S)
-        Supervisor.later(self, _CLEARED_S, lambda: None)  # wakes the loop
-        while any(not n.cleared and not n.lost for n in self._nodes) and time.monotonic() < end:
+
+        def left() -> list[JobNode]:
+            return [node for node, agent in killed if node.channel is agent and not node.cleared]
+
+        self._turn_until(lambda: not left(), _CLEARED_S)
+        for node in left():
+            self._lost(node, f"its ranks did not end within {_CLEARED_S:g} s of SIGKILL")
+
+    def _called(self) -> list[tuple[JobNode, Channel]]:
+        """Nodes whose agents can be asked for something: one that is back has another."""
+        return [(node, node.channel) for node in self._nodes if node.channel is not None]
+
+    def _turn_until(self, done: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        Supervisor.later(self, limit_s, lambda: None)  # wakes the loop
+        while not done() and time.monotonic() < end:
             self._turn()
-        for node in self._nodes:
-            if not node.cleared and not node.lost:
-                self._lost(node, f"its ranks did not end within {_CLEARED_S:g} s of SIGKILL")
 
     def _conclude(self) -> None:
         if self._refused:
@@ -501,27 +540,57 @@ class AgentWatch(Watch):
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._impatient = False
+        self._flush_last()
+        self._await_traces()
         self._let_go()
         super().__exit__(kind, value, trace)
+
+    def _flush_last(self) -> None:
+        """Let checkpoint agents copy what is on the nodes alone."""
+        self._due.clear()
+        ending, asked = self.job.ending, self._called()
+        limit_s = self._grace_s if ending is None else min(self._grace_s, ending.left_s)
+        for node, _ in asked:
+            node.flushed = False
+            self._send(node, Kind.FLUSH, {"limit_s": limit_s})
+
+        def over() -> bool:
+            left = [node for node, agent in asked if node.channel is agent and not node.flushed]
+            return self._impatient or not left
+
+        self._turn_until(over, limit_s + _CLEARED_S)
+
+    def _await_traces(self) -> None:
+        left_s = _TRACES_S if self.job.ending is None else self.job.ending.left_s
+        limit_s = 0.0 if self._impatient else max(_TICK_S, min(left_s, _TRACES_S))
+        self._due.clear()
+        Supervisor.later(self, limit_s, lambda: None)
+        self._traces.finish(limit_s, self._turn)
+
+    def _signalled(self, signum: int) -> None:
+        super()._signalled(signum)
+        if signum in STOPPING:
+            self._impatient = True
+            self._traces.hurry()
+
+    def _tell(self, text: str) -> None:
+        """Even while nothing else is shown."""
+        before, self.display.silent = self.display.silent, False
+        self.display.note(text)
+        self.display.silent = before
 
     def _let_go(self) -> None:
         """Let the agents go, and wait for what started them."""
         for node in self._nodes:
             self._send(node, Kind.BYE, {})
+            if node.lost:
+                self._starters.end(node.number)
         self._leaving = True
-        end = time.monotonic() + _GOODBYE_S
         self._due.clear()
-        Supervisor.later(self, _GOODBYE_S, lambda: None)
-        while any(p in self._on_exit for p in self._starters) and time.monotonic() < end:
-            self._turn()
+        self._turn_until(lambda: not self._starters.running, _GOODBYE_S)
 
 
-def _nodes(job: Job) -> list[_Node]:
-    nodes: list[_Node] = []
-    first = 0
-    for number, place in enumerate(job.nodes):
-        nodes.append(
-            _Node(number, place.host, range(first, first + place.ranks), place.cores, place.python)
-        )
-        first += place.ranks
-    return nodes
+def _agents_s() -> float:
+    """How long an agent may take to call."""
+    return read_seconds("FIVEFOLD_AGENTS_S", 60.0)

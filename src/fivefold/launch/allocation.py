@@ -4,14 +4,16 @@
     Slurm     SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE       gpu[003-005,010],login1 and 4(x2),3(x3)
     PBS       PBS_NODEFILE                                   a file with a line for each slot
     LSF       LSB_DJOB_HOSTFILE, else LSB_MCPU_HOSTS         such a file, and: host1 4 host2 4
+    flux      FLUX_URI, and `flux getattr hostlist`          gpu[003-005]
 
-PBS and LSF were written against their documentation: neither has run here. Flux
-tells nothing in variables.
+PBS, LSF and flux were written against their documentation: none has run here.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,17 +25,21 @@ __all__ = ["allocated"]
 
 Environ = Mapping[str, str]
 
+_ANSWER_S = 10.0
+
 
 def allocated(environ: Environ = os.environ) -> tuple[Host, ...]:
     """The hosts of the allocation, each once, with as many slots as it has tasks there; empty outside any.
 
-    Of a heterogeneous job of Slurm these are the hosts of its first component. Of flux none are told here,
-    nor are those of an allocation that a flux instance fills: it gives its jobs parts of it.
+    Of a heterogeneous job of Slurm these are the hosts of its first component. Of flux they are those of the
+    instance that `flux alloc` and `flux batch` make, whatever the allocation around it, with a slot each: it
+    gives cores, not tasks. There are none for a task that an instance has started, of an instance on one
+    host, and where no flux is to be found, as in a container.
 
     Raises `UsageError` if what is told contradicts itself or cannot be read.
     """
     if environ.get("FLUX_URI"):
-        return ()
+        return _flux(environ)
     if environ.get("SLURM_JOB_ID") and environ.get("SLURM_JOB_NODELIST"):
         return _slurm(environ)
     for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
@@ -42,6 +48,25 @@ def allocated(environ: Environ = os.environ) -> tuple[Host, ...]:
     if text := environ.get("LSB_MCPU_HOSTS"):
         return _pairs(text)
     return ()
+
+
+def _flux(environ: Environ) -> tuple[Host, ...]:
+    flux = shutil.which("flux", path=environ.get("PATH", ""))
+    if flux is None or environ.get("FLUX_TASK_RANK"):
+        return ()
+    try:
+        asked = subprocess.run(
+            [flux, "getattr", "hostlist"],
+            env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=_ANSWER_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise UsageError(f"flux does not tell its hosts: {problem}; {REMEDY}") from None
+    if asked.returncode:
+        said = (asked.stderr.strip() or f"exit code {asked.returncode}").splitlines()[-1]
+        raise UsageError(f"flux does not tell its hosts: {said}; {REMEDY}")
+    names = expanded(asked.stdout.strip(), "flux hostlist")
+    return gathered((name, 1) for name in names) if len(set(names)) > 1 else ()
 
 
 def _slurm(environ: Environ) -> tuple[Host, ...]:

@@ -78,7 +78,7 @@ class _Attended:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                preexec_fn=_in_child(helper),  # noqa: PLW1509 - the launcher has no threads
+                preexec_fn=dies_with_parent(cores=helper.cores if helper.local else ()),  # noqa: PLW1509 - no threads here
             )
         except OSError as problem:
             watch.display.note(f"{helper.name} cannot be started: {problem.strerror}")
@@ -117,17 +117,6 @@ class _Attended:
         quoted = f"\n  last lines of {self._path}:{lines}"
         said = quoted if lines else f"; it wrote nothing to {self._path}"
         self._watch.display.note(f"warning: {self._helper.name} {how}; {then}{said}")
-
-
-def _in_child(helper: Helper) -> Callable[[], None]:
-    dies = dies_with_parent()
-
-    def in_child() -> None:
-        dies()
-        if helper.local and helper.cores:
-            os.sched_setaffinity(0, helper.cores)
-
-    return in_child
 
 
 def remote_words(helper: Helper) -> list[str]:

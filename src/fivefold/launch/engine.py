@@ -6,6 +6,7 @@ All engines pass the same test, tests/processes/test_engines.py.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -99,11 +100,14 @@ def choose(
 
 
 def _automatic(known: Mapping[str, Engine], environ: Mapping[str, str]) -> str:
-    """For several nodes."""
-    if environ.get("SLURM_JOB_ID") and known["srun"].unavailable() is None:
-        return "srun"
+    """For several nodes. A flux instance may fill an allocation of Slurm, of which it knows its part."""
     if environ.get("FLUX_URI") and known["flux"].unavailable() is None:
         return "flux"
+    if environ.get("SLURM_JOB_ID") and known["srun"].unavailable() is None:
+        return "srun"
+    mpiexec = shutil.which("mpiexec") if environ.get("PBS_NODEFILE") else None
+    if mpiexec is not None and "pals" in Path(mpiexec).resolve().parts:
+        return "pals"
     return "ssh"
 
 

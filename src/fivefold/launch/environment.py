@@ -142,6 +142,16 @@ def without_places(environ: Environ) -> dict[str, str]:
     """
     named = [f"{f.rank} {f.world_size} {f.local_rank} {f.local_size}" for f in FAMILIES]
     drop = {"MASTER_ADDR", "MASTER_PORT", "FIVEFOLD_ENGINE"}
+    drop |= {
+        "FIVEFOLD_PROGRESS",
+        "FIVEFOLD_LAUNCH",
+        "FIVEFOLD_RESTART",
+        "FIVEFOLD_RESUME_BEFORE",
+        "FIVEFOLD_SUPERVISOR",
+        "FIVEFOLD_TRACE_SPOOL",
+        "FIVEFOLD_PLACEMENT",
+        "FIVEFOLD_ENDS_AT",
+    }
     drop.update(name for names in named for name in names.split())
     # TORCHELASTIC_USE_AGENT_STORE, left standing, would make ranks wait for a store that nobody holds.
     outer = ("TORCHELASTIC_", "GROUP_", "ROLE_")

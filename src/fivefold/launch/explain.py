@@ -5,6 +5,7 @@
 Each rank writes its facts to a file in `DIR/placement`. Rank 0 waits for those of the others, writes the
 report to its standard error and to `DIR/placement.json`, and then starts the command, as all others did at
 once. Works under any launcher that Fivefold knows; between nodes, DIR has to be a folder that all share.
+Ranks of agents use a folder of their node instead, FIVEFOLD_PLACEMENT, and the agents pass facts on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fivefold.cluster.node import this_node
 from fivefold.errors import FivefoldError, UsageError
 from fivefold.launch.environment import RankPlace, allocated_nodes, locate
 from fivefold.launch.meet import meeting
+from fivefold.launch.node_folders import REPORT
 from fivefold.launch.placement import Placement, place, text_of_findings, text_of_placement
 from fivefold.launch.rank_facts import RankFacts, gather, look, tell
 from fivefold.launch.situation import Situation
@@ -29,7 +31,6 @@ from fivefold.writing import write_whole
 
 __all__ = ["REPORT", "describe", "main", "save", "told_by_plan", "where_they_meet", "wrapped"]
 
-REPORT = "placement.json"
 _GATHER_S = 60.0
 
 
@@ -53,11 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
+    folder = Path(os.environ.pop("FIVEFOLD_PLACEMENT", options.log_dir))
     try:
         where = locate()
         if not os.environ.get("FIVEFOLD_RESTART"):  # ranks that start again are where they were
-            _refuse_used(options.log_dir, where)
-            _tell(where, options.log_dir)
+            _refuse_used(folder, where)
+            _tell(where, folder)
         os.execvp(options.command[0], options.command)  # noqa: S606 - becoming the rank is the purpose
     except FivefoldError as problem:
         return _fail(str(problem))

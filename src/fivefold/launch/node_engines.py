@@ -13,15 +13,24 @@ from typing import ClassVar
 
 from fivefold.cluster.network import local_addresses
 from fivefold.errors import UsageError
-from fivefold.launch.agent import ADDRESSES, KEY
-from fivefold.launch.agent_watch import AgentListener, AgentStart, AgentWatch
+from fivefold.launch.agent_call import ADDRESSES, KEY
+from fivefold.launch.agent_listener import AgentListener, AgentStart
+from fivefold.launch.agent_watch import AgentWatch
 from fivefold.launch.attend import attend
 from fivefold.launch.helpers import narrowed, remote_shell
 from fivefold.launch.job import Job, NodeRanks, Outcome, ProcessStart
 from fivefold.launch.mpirun import MpirunEngine, find_mpirun, flavour
 from fivefold.launch.restarts import restarting
 
-__all__ = ["FluxEngine", "MpiNodesEngine", "NodeEngine", "PalsEngine", "SrunEngine", "SshEngine"]
+__all__ = [
+    "FluxEngine",
+    "MpiNodesEngine",
+    "NodeEngine",
+    "PalsEngine",
+    "SrunEngine",
+    "SshEngine",
+    "own_addresses",
+]
 
 _AGENT = ("-P", "-m", "fivefold.launch.agent")
 
@@ -54,13 +63,16 @@ class NodeEngine(ABC):
             AgentWatch(job, self.name, listener) as watch,
         ):
             attend(job, self.name, watch)
-            watch.gather(self.starters(job, _addresses(listener.port), listener.key.hex()))
-            restarting(job, watch.run_ranks, watch.pause, watch.display.note)
+            watch.gather(self.starters(job, own_addresses(listener.port), listener.key.hex()))
+            restarting(job, watch.run_ranks, watch.pause, watch.display.note, watch.progress)
         return Outcome(job.processes, time.monotonic() - began)
 
 
 class OneProcessEngine(NodeEngine):
     """An engine that starts all agents in one process, whose environment tells them what they need."""
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """of the agents"""
 
     @abstractmethod
     def command(self, hosts: Sequence[str]) -> list[str]:
@@ -73,7 +85,7 @@ class OneProcessEngine(NodeEngine):
         """See `NodeEngine.starters`."""
         environ = _steady(os.environ) | {ADDRESSES: ",".join(addresses), KEY: key}
         hosts = [node.host for node in job.nodes]
-        words = [*self.command(hosts), sys.executable, *_AGENT]
+        words = [*self.command(hosts), sys.executable, *_AGENT, *self.options]
         return [AgentStart(ProcessStart(words, environ), tuple(range(len(hosts))))]
 
 
@@ -83,8 +95,8 @@ def _steady(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if not k.startswith(steering)}
 
 
-def _addresses(port: int) -> list[str]:
-    """Where agents call: all addresses of this node, its own loopback last."""
+def own_addresses(port: int) -> list[str]:
+    """Where agents call: a port at all addresses of this node, its own loopback last."""
     found = [str(address) for address in local_addresses() if not address.is_loopback]
     return [f"{address}:{port}" for address in [*found, "127.0.0.1"]]
 
@@ -156,6 +168,7 @@ class MpiNodesEngine(OneProcessEngine):
     """Open MPI or MPICH start the agents; the ranks that these start know nothing of MPI."""
 
     name = "mpirun"
+    options = ("--apart",)
 
     def unavailable(self) -> str | None:
         """As of `MpirunEngine`."""
@@ -171,11 +184,8 @@ class MpiNodesEngine(OneProcessEngine):
         options += ["--host", ",".join(f"{host}:1" for host in hosts)]
         if os.geteuid() == 0:  # in a container; Open MPI wants to be told that this is on purpose
             options.append("--allow-run-as-root")
-        return [
-            str(mpirun),
-            *options,
-            *(word for name in (ADDRESSES, KEY) for word in ("-x", name)),
-        ]
+        names = [ADDRESSES, KEY, *(name for name in ("PYTHONPATH",) if name in os.environ)]
+        return [str(mpirun), *options, *(word for name in names for word in ("-x", name))]
 
 
 class SshEngine(NodeEngine):
@@ -198,7 +208,9 @@ class SshEngine(NodeEngine):
             near = [one for one in addresses if one.startswith("127.")]
             told = ",".join(near or addresses if node.local else addresses)
             brief = f'{{"addresses":"{told}","key":"{key}"}}\n'.encode()
-            start = ProcessStart(self._words(number, node), _steady(os.environ))
+            # Nobody may sit there to be asked for a password.
+            own = {} if node.local else {"SSH_ASKPASS_REQUIRE": "never"}
+            start = ProcessStart(self._words(number, node), _steady(os.environ) | own)
             starters.append(AgentStart(start, (number,), brief))
         return starters
 

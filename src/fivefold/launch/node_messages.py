@@ -40,6 +40,27 @@ class Kind(enum.IntEnum):
     """A: nothing of the ranks is left"""
     BYE = 11
     """L: that was all"""
+    PROGRESS = 12
+    """A: `first` rank of its node, and how far its `ranks` are, the numbers of `RankProgress` for each;
+    L: it was read, and another may follow"""
+    ASK = 13
+    """L: ask the ranks to save and end, each as soon as it handles SIGUSR1"""
+    ASKED = 14
+    """A: `ranks` that were"""
+    TRACES = 15
+    """L: send what has changed of traces; or `remove` them, all has come. A: `places` that have some, told at
+    the `start` and when nothing has changed, after `spent_s` of a core; or payload: `pages` of the trace
+    `name`, `bytes` long, for `folder`; or the `problem` for which there is none"""
+    FACTS = 16
+    """A: payload: what `rank` has told for --explain; -1: the report. L: the same, for the node of rank 0"""
+    STAGE = 17
+    """L: which copies of `trees`, keys, are not in `folder`? A: those it `lacks`, and the `port` where the
+    node after it in a chain can take them; `why` that cannot be done"""
+    COPY = 18
+    """L: take `trees` from the node at `host` and `port`, and pass them on if it `passes` them; A, as STAGE:
+    that has ended"""
+    FLUSH = 19
+    """L: no ranks follow: let checkpoint agents copy the last save, in `limit_s`; A: what they `told`"""
 
 
 FRAMES = Frames(Kind)

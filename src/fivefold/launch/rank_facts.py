@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,8 +68,13 @@ def look(
     )
 
 
-def expected(processes: int, node: NodeFacts, environ: Mapping[str, str]) -> tuple[RankFacts, ...]:
-    """What the engines of `fivefold run` would give to ranks on this node: none of them binds to cores."""
+def expected(
+    processes: int,
+    node: NodeFacts,
+    environ: Mapping[str, str],
+    shares: Sequence[tuple[int, ...]] = (),
+) -> tuple[RankFacts, ...]:
+    """What the engines of `fivefold run` would give to ranks on this node, with `shares` of its cores."""
     share = max(1, node.granted // processes)
     first = RankFacts(
         rank=0,
@@ -83,7 +88,11 @@ def expected(processes: int, node: NodeFacts, environ: Mapping[str, str]) -> tup
         threads=threads_of(environ) if environ.get("OMP_NUM_THREADS") else share,
         gpus=visible(node.gpus, environ),
     )
-    return tuple(replace(first, rank=rank, local_rank=rank) for rank in range(processes))
+    masks = [share or node.mask for share in shares or [()] * processes]
+    return tuple(
+        replace(first, rank=n, local_rank=n, mask=mask, numa=node.processors.numa_of(mask))
+        for n, mask in enumerate(masks)
+    )
 
 
 def threads_of(environ: Mapping[str, str]) -> int | None:

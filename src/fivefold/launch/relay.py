@@ -19,8 +19,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from fivefold.cluster.reading import spans
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.attend import attend
+from fivefold.launch.binding import bound
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
 from fivefold.launch.job import Job, ProcessStart, ended, opened_log, tail
@@ -32,7 +34,8 @@ _HEADER = struct.Struct("!IcH")
 FRAME_BYTES = 4096 - _HEADER.size
 """The longest payload: Linux writes up to 4096 bytes to a pipe in one piece."""
 
-# Kinds: output, errors, hello (payload: process and its group), exit (payload: code or minus the signal).
+# Kinds: output, errors, hello (payload: process, its group, the rank), exit (payload: code, or minus
+# the signal).
 OUT, ERR, HELLO, EXIT = b"o", b"e", b"h", b"x"
 
 
@@ -45,7 +48,9 @@ def send(fifo: int, rank: int, kind: bytes, payload: bytes) -> None:
 def shim_command(job: Job, fifo: Path | None = None) -> list[str]:
     """The command that a foreign launcher starts in every process instead of the job's own."""
     report = ["--fifo", str(fifo)] if fifo is not None else []
-    shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), *report, "--"]
+    shares = [spans(cores) for cores in bound(sorted(os.sched_getaffinity(0)), job.processes)]
+    cores = [word for share in shares if share for word in ("--cores", share)]
+    shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), *report, *cores, "--"]
     return [sys.executable, *shim, *job.command]
 
 
@@ -54,7 +59,7 @@ def run_through(job: Job, engine: str, name: str, start: Callable[[Path], Proces
 
     `name` is what people call the engine's launcher.
     """
-    job.make_log_dir()
+    job.prepare_logs()
     engine_log = job.log_dir / "engine.log"
     with (
         tempfile.TemporaryDirectory(prefix="fivefold-") as folder,
@@ -120,9 +125,10 @@ class _Frames:
     def _handle(self, rank: int, kind: bytes, payload: bytes) -> None:
         if kind == HELLO:
             self.greeted += 1
-            pid, group = map(int, payload.split())
+            pid, group, own = map(int, payload.split())
             self._watch.add_group(group)
             self._watch.add_shim(rank, pid)
+            self._watch.add_rank(rank, own)
         elif kind == EXIT:
             self._watch.ended(rank, int(payload))
         else:

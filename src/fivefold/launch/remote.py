@@ -76,13 +76,6 @@ def _run(brief: _Brief) -> int:
 
 
 def _start(brief: _Brief) -> subprocess.Popen[bytes]:
-    dies = dies_with_parent()
-
-    def in_child() -> None:
-        dies()
-        if brief.cores:
-            os.sched_setaffinity(0, brief.cores)
-
     try:
         return subprocess.Popen(
             brief.command,
@@ -90,7 +83,7 @@ def _start(brief: _Brief) -> subprocess.Popen[bytes]:
             env={**os.environ, **brief.environment},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=in_child,  # noqa: PLW1509 - no threads here
+            preexec_fn=dies_with_parent(cores=brief.cores),  # noqa: PLW1509 - no threads here
         )
     except (OSError, subprocess.SubprocessError) as problem:
         why = why_not_started(problem, brief.command, brief.directory, brief.cores, "helpers")

@@ -1,6 +1,6 @@
 """What a foreign launcher starts in the place of a rank: it starts the rank and reports on it.
 
-    python -m fivefold.launch.shim --log-dir DIR [--fifo PATH] -- command...
+    python -m fivefold.launch.shim --log-dir DIR [--fifo PATH] [--cores LIST ...] -- command...
 
 Whatever launched it, the rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. Its output is
 kept in `DIR/rank-N.log` and sent along the pipe at PATH; where there is none (another node), it is shown
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from fivefold.cluster.reading import numbers
 from fivefold.launch.environment import RankPlace, locate
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.job import Resumable, log_path
@@ -44,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fivefold.launch.shim")
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--fifo", type=Path)
+    parser.add_argument("--cores", action="append", default=[])
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     place = locate()
     report = _reporter(place, options.fifo)
     with log_path(options.log_dir, place.rank).open("ab", buffering=0) as log:
-        code = _run(options.command, place, log, report)
+        code = _run(options.command, place, _share(options.cores, place), log, report)
     report(EXIT, b"%d" % code)
     if code < 0:
         _die_of(-code)
@@ -76,7 +78,15 @@ def _reporter(place: RankPlace, path: Path | None) -> Report:
     return show
 
 
-def _run(command: list[str], place: RankPlace, log: IO[bytes], report: Report) -> int:
+def _share(told: Sequence[str], place: RankPlace) -> set[int]:
+    """The rank's own cores of those that it may use; none if it is not bound, or by its launcher already."""
+    wanted = set(numbers(told[place.local_rank])) if place.local_rank < len(told) else set[int]()
+    return wanted & os.sched_getaffinity(0)
+
+
+def _run(
+    command: list[str], place: RankPlace, cores: set[int], log: IO[bytes], report: Report
+) -> int:
     rank = subprocess.Popen(
         command,
         env=os.environ | _ranks(place),
@@ -86,11 +96,13 @@ def _run(command: list[str], place: RankPlace, log: IO[bytes], report: Report) -
         bufsize=0,
         # MPICH talks to its ranks through an inherited descriptor (PMI_FD).
         close_fds=False,
-        preexec_fn=dies_with_parent(),  # noqa: PLW1509 - no threads yet
+        preexec_fn=dies_with_parent(cores=cores),  # noqa: PLW1509 - no threads yet
     )
     for signum in _FORWARDED:
         signal.signal(signum, lambda number, _: rank.send_signal(number))
-    report(HELLO, b"%d %d" % (os.getpid(), os.getpgrp()))  # from here on signals may come
+    report(
+        HELLO, b"%d %d %d" % (os.getpid(), os.getpgrp(), rank.pid)
+    )  # from here on signals may come
     assert rank.stdout is not None and rank.stderr is not None
     readers = [
         threading.Thread(target=_pump, args=(pipe, kind, log, report), daemon=True)

@@ -7,10 +7,13 @@ only the step's own variables count.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from fivefold.errors import UsageError
 from fivefold.launch.hosts import NAME
@@ -18,11 +21,13 @@ from fivefold.launch.hosts import NAME
 __all__ = [
     "REMEDY",
     "counts",
+    "ended_with_node",
     "expanded",
     "first_node",
     "in_step",
     "meeting_port",
     "refuse_forgotten_srun",
+    "requeue",
     "requeued",
     "step_name",
     "tasks_here",
@@ -32,6 +37,7 @@ Environ = Mapping[str, str]
 
 REMEDY = "name the hosts yourself, by -H or --hostfile"
 _MOST_HOSTS = 65_536
+_REQUEUE_S = 60.0
 # A name may hold several brackets: rack[1-2]node[07-09].site.org
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
@@ -83,6 +89,34 @@ def requeued(environ: Environ = os.environ) -> tuple[str, int] | None:
         return None
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
     return (f"{job}@{cluster}" if cluster else job), int(times)
+
+
+def requeue(environ: Environ = os.environ) -> str:
+    """Have Slurm queue this job again, which ends it. Returns why it does not, or nothing."""
+    job = environ.get("SLURM_JOB_ID", "")
+    if environ.get("SLURM_ARRAY_JOB_ID") == job:
+        job = f"{job}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"  # else it would be the whole array
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_REQUEUE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return str(problem)
+    said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1] if done.returncode else ""
+
+
+def ended_with_node(log: Path) -> bool:
+    """Whether Slurm has ended a step since a node failed, from what srun says."""
+    with contextlib.suppress(OSError):
+        return "DUE TO NODE FAILURE" in log.read_text(errors="replace")
+    return False
 
 
 def tasks_here(environ: Environ) -> int:

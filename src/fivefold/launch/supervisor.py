@@ -27,6 +27,7 @@ SWEEP_GRACE_S = 1.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _CHUNK_BYTES = 65536
+_LONGEST_S = 3600.0
 _File = TypeVar("_File", bound=IO[bytes])
 
 
@@ -89,10 +90,15 @@ class Supervisor:
             self._forget(key.fd)
         self._selector.close()
 
-    def start(self, process: Supervised, on_exit: Callable[[int], None]) -> None:
-        """Supervise a process that leads its own process group; `on_exit` gets its return code."""
+    def start(
+        self, process: Supervised, on_exit: Callable[[int], None], after_s: float = 0.0
+    ) -> None:
+        """Supervise a process that leads its own process group; `on_exit` gets its return code.
+
+        If the launcher is killed, it has `after_s` seconds to end by itself.
+        """
         self._on_exit[process] = on_exit
-        self.add_group(process.pid)
+        self.add_group(process.pid, after_s)
         try:
             pidfd = os.pidfd_open(process.pid)
         except OSError:
@@ -100,10 +106,15 @@ class Supervisor:
         else:
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._forget(pidfd))
 
-    def add_group(self, group: int) -> None:
-        """End this process group too when the job ends."""
+    def add_group(self, group: int, after_s: float = 0.0) -> None:
+        """End this process group too when the job ends; `after_s` as of `start`."""
         self._groups.add(group)
-        self._guard.add(group)
+        self._guard.add(group, after_s)
+
+    def drop_group(self, group: int) -> None:
+        """It has ended, and its number may become another's."""
+        self._groups.discard(group)
+        self._guard.drop(group)
 
     def guard_folder(self, folder: Path) -> None:
         """Remove this folder if the launcher is killed."""
@@ -151,7 +162,7 @@ class Supervisor:
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it."""
-        self._handle(self._selector.select(self._timeout()))
+        self._handle(self._selector.select(self._most()))
         # Again until none is found: draining uses up the notice of a process that ended meanwhile.
         while gone := [p for p in self._on_exit if p.poll() is not None]:
             self._drain()  # its last words come before the news of its end
@@ -159,9 +170,10 @@ class Supervisor:
                 on_exit = self._on_exit.pop(process)
                 on_exit(process.wait())
         self._turned()
-        for when, function in [due for due in self._due if due[0] <= time.monotonic()]:
-            self._due.remove((when, function))
-            function()
+        for due in [due for due in self._due if due[0] <= time.monotonic()]:
+            if due in self._due:  # one before may have called the others off
+                self._due.remove(due)
+                due[1]()
 
     def _handle(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         for key, _ in ready:
@@ -178,6 +190,11 @@ class Supervisor:
         until = min([when for when, _ in self._due], default=float("inf")) - time.monotonic()
         limits = [s for s in (self._poll_s, until) if s is not None and s != float("inf")]
         return max(0.0, min(limits)) if limits else None
+
+    def _most(self) -> float | None:
+        """What the selector takes: it knows no time beyond some weeks."""
+        wanted = self._timeout()
+        return None if wanted is None else min(wanted, _LONGEST_S)
 
     def _kill(self, signum: int) -> None:
         for group in self._groups:

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 
 from fivefold.launch.guard import dies_with_parent
+from fivefold.launch.progress import VARIABLE, is_told
 
 __all__ = ["Forked", "TemplateProcess", "forkable", "main", "words"]
 
@@ -33,6 +34,11 @@ _MODULES = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "fivefold.mesh", "fivefold.parallel",
     "fivefold.data",
 )  # fmt: skip
+_LATER = (
+    "torch._dynamo.config", "torch._decomp", "fivefold.parallel.model", "fivefold.checkpoint.checkpointer",
+)  # fmt: skip
+"""what a first step imports, and takes a second for: before ranks start again"""
+_IDLE_MS = 500
 _MOST_BYTES = 1 << 17
 
 
@@ -147,8 +153,15 @@ def _serve(line: socket.socket) -> _Order | None:
     poll = select.poll()
     poll.register(line, select.POLLIN)
     children: dict[int, int] = {}
+    later = [*_LATER]
     while True:
-        for fd, _ in poll.poll():
+        # Ranks may start again only where somebody wants to know how far they are. Whoever ends while this
+        # imports, for a second or two in all, is noticed after it.
+        ready = poll.poll(_IDLE_MS if later and VARIABLE in os.environ else None)
+        if not ready and (not children or is_told(os.environ[VARIABLE])):
+            with contextlib.suppress(Exception):  # ranks that need it will say what is wrong
+                import_module(later.pop(0))
+        for fd, _ in ready:
             if fd in children:
                 poll.unregister(fd)
                 os.close(fd)
@@ -186,16 +199,20 @@ def _become(order: _Order, command: list[str]) -> CodeType:
     if order.cores:
         os.sched_setaffinity(0, order.cores)
     os.environ.update(order.variables)
+    vars(sys.modules["fivefold"])["_see_scripts"]()
     for name in ("numpy", "torch"):  # those of a fork are its siblings'; random sees to itself
         if (found := sys.modules.get(name)) is not None:
             (found.random.seed if name == "numpy" else found.seed)()
     sys.excepthook = partial(_told, sys.excepthook)
     script = command[0]
     sys.orig_argv = [sys.executable, *command]
+    if safe := script == "-P":
+        script, command = command[1], command[1:]
     main = vars(sys.modules["__main__"])
     del main["main"]
     if script == "-m":
-        sys.path.insert(0, str(Path.cwd()))
+        if not safe:
+            sys.path.insert(0, str(Path.cwd()))
         sys.argv = command[1:]
         return compile(_AS_MODULE.format(command[1]), __file__, "exec")
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -47,6 +47,12 @@ READ = (
         ("0", "1"),
     ),
     Variable(
+        "FIVEFOLD_END_S",
+        "seconds before its time is up at which `fivefold run` asks the ranks to save and end; unless it is "
+        "set, at most a tenth of that time, or twice what saving and copying took",
+        "120",
+    ),
+    Variable(
         "FIVEFOLD_ENGINE",
         "which engine started this process, set for every rank; `alone` declares that this process "
         "is on its own, whatever the allocation around it says",
@@ -54,7 +60,8 @@ READ = (
     ),
     Variable(
         "FIVEFOLD_GRACE_S",
-        "seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed",
+        "seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed; and the last "
+        "copy of a save, where they do not start again",
         "5",
     ),
     Variable(
@@ -98,6 +105,12 @@ READ = (
         "ssh -o BatchMode=yes",
     ),
     Variable(
+        "FIVEFOLD_STAGE",
+        "folder on each node's own storage for the copies of `fivefold run --stage`",
+        "TMPDIR, or /tmp",
+        form="/.*",
+    ),
+    Variable(
         "FIVEFOLD_TIMEOUT_S",
         "seconds that a collective may wait for a missing rank; overrides comm.timeout_s of the plan",
         "600",
@@ -121,7 +134,46 @@ GIVEN = (
         "addresses of `fivefold run`, for the agent that an engine starts on a node; in agents only",
     ),
     Variable("FIVEFOLD_AGENT_KEY", "by which the two know each other; in agents only"),
+    Variable(
+        "FIVEFOLD_PLACEMENT",
+        "folder of a node in which its ranks tell what they were given, before they become the script; with "
+        "--explain on several nodes",
+    ),
+    Variable(
+        "FIVEFOLD_PROGRESS",
+        "file in which each rank of a node tells how far it is; with --restarts, --stall or a limit of time",
+    ),
+    Variable(
+        "FIVEFOLD_BENCH_KEY",
+        "by which the ranks of `fivefold bench` on several nodes and the command know each other",
+    ),
+    Variable(
+        "FIVEFOLD_ENDS_AT",
+        "who started the ranks of this node, and when their time is up by its clock: for another "
+        "`fivefold run` within a rank; with --time-limit",
+        form=r"\d+:\d+\.\d+",
+    ),
+    Variable(
+        "FIVEFOLD_SUPERVISOR",
+        "where the checkpoint agent of a node asks what follows when its ranks have ended; set by "
+        "`fivefold run`",
+    ),
     Variable("FIVEFOLD_RESTART", "how often the ranks were started again; not set at first"),
+    Variable(
+        "FIVEFOLD_LAUNCH",
+        "which `fivefold run` has started the ranks: by it, who saves knows an earlier start of its own; set "
+        "by `fivefold run`",
+    ),
+    Variable(
+        "FIVEFOLD_RESUME_BEFORE",
+        "the id of a run and a step: saves of it and of later ones are passed over, since the run was lost "
+        "twice after them; set by `fivefold run --restarts`",
+        form=r"[0-9a-f]+:\d+",
+    ),
+    Variable(
+        "FIVEFOLD_STAGED",
+        "by folder, where its copy lies on this node, as JSON; with --stage",
+    ),
     Variable(
         "FIVEFOLD_HELPER_LISTEN",
         "address at which this helper listens, `HOST:PORT` or `unix:PATH`; in helpers only",
@@ -133,6 +185,10 @@ GIVEN = (
     Variable(
         "FIVEFOLD_LOG_DIR",
         "folder with the logs of all ranks; set by commands that start themselves in several processes",
+    ),
+    Variable(
+        "FIVEFOLD_TRACE_SPOOL",
+        "folder that ranks write their traces to instead, on a node that does not share that of the launcher",
     ),
     Variable("OMP_NUM_THREADS", "threads per process, unless the user set it", "cores / ranks"),
     Variable("PYTHONUNBUFFERED", "1, so that output appears line by line", "1"),

@@ -13,16 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fivefold.comm import BACKEND
 from fivefold.plan import AXES, Layout
+from fivefold.torch_private import backend_of_device
 
 __all__ = ["cpu_groups", "lines", "named_mesh", "subgroup"]
 
 
-def named_mesh(kind: str, layout: Layout, timeout_s: float) -> DeviceMesh:
-    """Torch's view of a layout on devices of a kind, its dims named like the axes. Collective."""
+def named_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
+    """Torch's view of a layout on devices like this rank's, its dims named like the axes. Collective."""
     ranks = torch.arange(layout.size, dtype=torch.int).view(layout.sizes)
-    groups = [subgroup(lines(ranks, [axis]).tolist(), timeout_s, f"mesh_{axis}") for axis in AXES]
-    return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=AXES)
+    groups = [
+        subgroup(lines(ranks, [axis]).tolist(), timeout_s, device, f"mesh_{axis}") for axis in AXES
+    ]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=AXES)
 
 
 def lines(ranks: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
@@ -37,20 +41,27 @@ def lines(ranks: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
 def subgroup(
     enumerated: Sequence[list[int]],
     timeout_s: float,
+    device: torch.device,
     use: str | None = None,
     *,
     fresh: bool = False,
 ) -> dist.ProcessGroup:
     """The one of some groups, which together hold all ranks, that this rank is in. Collective.
 
-    All ranks in one are torch's default group, unless it must be a `fresh` one.
+    It is ready for tensors on `device`. All ranks in one are torch's default group, unless it must be a
+    `fresh` one.
     """
     if len(enumerated) == 1 and not fresh:
         assert dist.group.WORLD is not None, "torch.distributed runs"
-        return dist.group.WORLD
-    timeout = timedelta(seconds=timeout_s)
-    mine, _ = dist.new_subgroups_by_enumeration([*enumerated], timeout, group_desc=use)
-    assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
+        mine = dist.group.WORLD
+    else:
+        timeout = timedelta(seconds=timeout_s)
+        mine, _ = dist.new_subgroups_by_enumeration([*enumerated], timeout, group_desc=use)
+        assert isinstance(mine, dist.ProcessGroup), "every rank is in one of them"
+    if device.type != "cpu" and mine.name() == BACKEND:
+        # The backend fivefold makes a group of torch's own for a GPU when it is first asked for one, and
+        # waits for the others: in the middle of a step they may wait for a message of this rank.
+        backend_of_device(mine, device)
     return mine
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import PlanError, suggest
+from fivefold.launch.progress import own_progress
 from fivefold.launch.role import Role
 from fivefold.mesh.agreement import Agreement
 from fivefold.mesh.groups import lines, subgroup
@@ -71,7 +72,7 @@ class Mesh:
             return self.device_mesh.get_group(larger[0])
         if larger not in self._joint:
             enumerated, use = self._lines(larger).tolist(), f"mesh_{'_'.join(larger)}"
-            self._joint[larger] = subgroup(enumerated, self.plan.comm.timeout_s, use)
+            self._joint[larger] = subgroup(enumerated, self.plan.comm.timeout_s, self.device, use)
         return self._joint[larger]
 
     @cached_property
@@ -132,7 +133,7 @@ class Mesh:
         return lines(self.device_mesh.mesh, [*map(_known, axes)])
 
     def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
-        return subgroup(enumerated, self.plan.comm.timeout_s, fresh=True)
+        return subgroup(enumerated, self.plan.comm.timeout_s, self.device, fresh=True)
 
     def share(self, n: int) -> range:
         """Which of the `n` samples of a global batch this rank's replica owns."""
@@ -140,6 +141,7 @@ class Mesh:
 
     def stop(self) -> None:
         """Leave the mesh; ends torch.distributed if `start` began it. Calling it again does nothing."""
+        own_progress().leave()
         if self.owns_world and dist.is_initialized():
             # A gloo group ends by waiting for its threads while it holds the interpreter, which they may
             # need to give back their last tensor: a moment for them, else both wait for ever.

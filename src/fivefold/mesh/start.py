@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from fivefold.comm import BACKEND, register
+from fivefold.comm.store import all_differ
 from fivefold.comm.tracing import trace_folder
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError, LaunchError, PlanError, UsageError
 from fivefold.launch.environment import RankPlace, locate
 from fivefold.launch.meet import Rendezvous, meeting
+from fivefold.launch.progress import own_progress
 from fivefold.launch.role import is_helper
 from fivefold.launch.variables import check_variables, read_seconds
 from fivefold.mesh.groups import named_mesh
@@ -58,6 +60,7 @@ def start(
     if is_helper():
         return _mesh_of_helper(plan or _told_plan())
     check_variables(os.environ)
+    own_progress().alive()
     adopted = dist.is_initialized()
     place = _adopted_place() if adopted else locate()
     plan = _timed(_fitted(plan or _told_plan(), place.world_size))
@@ -70,7 +73,7 @@ def start(
         trace_groups()
     if not adopted:
         _join(place, plan, where)
-    names = named_mesh(where.type, plan.layout, plan.comm.timeout_s)
+    names = named_mesh(where, plan.layout, plan.comm.timeout_s)
     mesh = Mesh(plan, plan.layout, place.rank, place.world_size, where, names, not adopted)
     if (folder := trace_folder()) is not None:
         record(mesh, folder, place)
@@ -90,8 +93,8 @@ def _mesh_of_helper(plan: Plan) -> Mesh:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     told = {key: why for key, why in plan.provenance.items() if not key.startswith("layout.")}
     plan = replace(plan, layout=Layout(), provenance=told)
-    names = named_mesh("cpu", plan.layout, plan.comm.timeout_s)
     cpu = torch.device("cpu")
+    names = named_mesh(cpu, plan.layout, plan.comm.timeout_s)
     return Mesh(plan, plan.layout, 0, 1, cpu, names, not adopted, role="helper")
 
 
@@ -150,21 +153,12 @@ def _backend(
     if device.type != "cuda":
         return BACKEND if place.world_size > 1 else "gloo"
     own = str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType]
-    alone = nobody_else_has(own, store, place.world_size, timeout)
+    # Counting visible GPUs would not tell: with `--gpus-per-task` every rank sees one, its own.
+    alone = all_differ(
+        dist.PrefixStore("gpus", store), place.rank, place.world_size, own,
+        timeout=timeout, what="naming their GPUs",
+    )  # fmt: skip
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
-
-
-def nobody_else_has(thing: str, store: dist.Store, ranks: int, timeout: timedelta) -> bool:
-    """Whether all `ranks` of `store` name different things. Collective.
-
-    Counting visible GPUs would not tell: with `--gpus-per-task` every rank sees one, its own.
-    """
-    if store.add(f"has/{thing}", 1) > 1:
-        store.set("shared", "1")
-    if store.add("told", 1) == ranks:
-        store.set("all told", "1")
-    store.wait(["all told"], timeout)
-    return not store.check(["shared"])
 
 
 def _join(place: RankPlace, plan: Plan, device: torch.device) -> None:

@@ -77,7 +77,7 @@ class RankTrace:
                 problems.append(f"{int(live[name]):,} {what} found no room")
         if not isinstance(meta.get("rank"), int):
             raise TraceError(
-                f"{path} does not say which rank it is of: it ended before it recorded anything"
+                f"{path} does not say which rank it is of: its rank records nothing yet, or ended before"
             )
         stacks, whole = checked_stacks(_document(file, "stacks", problems))
         if not whole:

@@ -48,15 +48,18 @@ class RunDirectory:
         if made != "made":
             raise UsageError(text)
         run = cls(Path(text), writes=mesh.rank == 0)
-        if run.writes and (logs := os.environ.get("FIVEFOLD_LOG_DIR")):
-            with told_if_unwritten(Path(logs, "run"), "the link to the run"):
-                Path(logs, "run").symlink_to(run.path.resolve())  # tells the launcher where we are
+        logs = Path(os.environ.get("FIVEFOLD_LOG_DIR", ""))
+        if run.writes and logs.name and logs.is_dir():  # not where the launcher is on another node
+            link = logs / "run"  # tells the launcher where we are
+            with told_if_unwritten(link, "the link to the run"):
+                link.unlink(missing_ok=True)  # of ranks that were started before
+                link.symlink_to(run.path.resolve())
         return run
 
     @property
     def files(self) -> list[str]:
-        """Names of what has been written so far."""
-        return sorted(path.name for path in self.path.iterdir())
+        """Names of what has been written so far; none on other ranks than 0, whose nodes may not see it."""
+        return [] if not self.writes else sorted(path.name for path in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
         """Write a text file. Like `log` and `save_weights`, raises `UsageError` if it cannot be written."""

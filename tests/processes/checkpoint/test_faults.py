@@ -23,9 +23,11 @@ from fault_checks import (
     cluster,
     crash_of,
     ended,
+    remove_flushed,
     run,
     same,
     says,
+    two_die,
 )  # fmt: skip
 from nodes import Nodes
 from template import Template
@@ -77,6 +79,30 @@ def test_a_node_may_die_at_any_moment_of_a_recovery(
     broken(run(nodes, crash="staged:3@pid1", victim=1), 1, nodes)
     broken(run(nodes, crash=crash_of(point), victim=1), 1, nodes)
     found = ended(run(nodes))
+    assert {one.start for one in found} == {6}
+    same(found, oracle)
+
+
+PAIRS = ((1, 2), (2, 3), (1, 3))
+
+
+@pytest.mark.long(every=8)
+@apart
+@pytest.mark.parametrize(
+    ("point", "pair"), [(point, PAIRS[n % 3]) for n, point in enumerate(CRASH_POINTS)]
+)
+def test_two_nodes_may_die_at_any_moment(
+    point: str, pair: tuple[int, int], nodes: Nodes, oracle: list[Told]
+) -> None:
+    two_die(point, pair, nodes, oracle)
+
+
+@pytest.mark.long
+@apart
+def test_another_node_may_die_while_one_is_rebuilt(nodes: Nodes, oracle: list[Told]) -> None:
+    broken(run(nodes, "--scheme=rs", crash="staged:3@pid1", victim=1), 1, nodes)
+    broken(run(nodes, "--scheme=rs", crash=crash_of("restarting"), victim=2), 2, nodes)
+    found = ended(run(nodes, "--scheme=rs"))
     assert {one.start for one in found} == {6}
     same(found, oracle)
 
@@ -193,6 +219,33 @@ def test_two_lost_nodes_leave_what_was_flushed(nodes: Nodes, oracle: list[Told])
     same(found, oracle)
 
 
+@pytest.mark.parametrize("lost", [(0, 2), slow((1, 2)), slow((3, 0))], ids=str)
+def test_two_lost_nodes_are_rebuilt_by_rs(
+    lost: Sequence[int], nodes: Nodes, oracle: list[Told]
+) -> None:
+    ended(run(nodes, "--scheme=rs", steps=6))
+    remove_flushed(nodes)
+    for node in lost:
+        nodes.replace(node)
+    found = ended(run(nodes, "--scheme=rs"))
+    assert {one.start for one in found} == {6}
+    same(found, oracle)
+
+
+@pytest.mark.long
+def test_three_lost_nodes_are_more_than_rs_bears(nodes: Nodes, oracle: list[Told]) -> None:
+    ended(run(nodes, "--scheme=rs", "--lockstep", steps=6))
+    remove_flushed(nodes)
+    for node in (1, 2, 3):
+        nodes.replace(node)
+    job = run(nodes, "--scheme=rs")
+    job.fail(90.0)
+    assert "the data of 1 (node1), 2 (node2), 3 (node3) is lost or damaged" in job.told()
+    assert "scheme rs cannot rebuild it" in job.told()
+    found = ended(run(nodes, "--scheme=rs", "--begin-again"))
+    same(found, oracle)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("lost", "after"),
@@ -279,9 +332,3 @@ def test_more_damage_than_parity_repairs_costs_a_save(nodes: Nodes, oracle: list
     assert {one.start for one in found} == {3}
     assert "step 6" in found[0].text, "what was passed over is told"
     same(found, oracle)
-
-
-def remove_flushed(nodes: Nodes) -> None:
-    """Leave only what is on the nodes."""
-    for path in (nodes.shared / "run").glob("step-*"):
-        shutil.rmtree(path)

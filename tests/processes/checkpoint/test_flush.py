@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fivefold.checkpoint.files import FileOps
+from fivefold.checkpoint.files import FileOps, is_temporary
 from fivefold.checkpoint.flush import copy_files, finish, items_of
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
 from fivefold.checkpoint.place import Place, place_at
@@ -23,6 +23,7 @@ from fivefold.checkpoint.rate import Rate
 from fivefold.checkpoint.store import PersistentStore
 from fivefold.errors import CheckpointError, Damaged, UsageError
 from generations import saved_state
+from waiting import awaited
 
 MIB = 1 << 20
 STATE = saved_state([[2 * MIB + 3, 0], [77]], scheme="partner")
@@ -150,6 +151,24 @@ def test_a_directory_that_cannot_be_made_is_told(source: Path, tmp_path: Path) -
     (tmp_path / "shared").write_text("a file")
     with pytest.raises(CheckpointError, match="was not written"):
         copy(source, place_at(tmp_path / "shared"))
+
+
+def test_a_copy_that_another_one_overtakes_takes_nothing_away(source: Path, tmp_path: Path) -> None:
+    store = PersistentStore(str(tmp_path / "shared"))
+    begun = tmp_path / "shared" / NAME
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(copy, source, store.place, rate=Rate(3 << 20))
+        awaited(
+            lambda: begun.is_dir() and any(is_temporary(path.name) for path in begun.iterdir()),
+            "the slow copy to begin",
+            10.0,
+        )
+        copy(source, store.place)
+        finish(store, STATE.manifest)
+        with pytest.raises(CheckpointError, match="was not written"):
+            slow.result(30)
+    (generation,) = store.generations()
+    assert not [*store.verify(generation)]
 
 
 def test_an_object_store_that_breaks_off_keeps_no_torn_file(

@@ -20,6 +20,7 @@ from fivefold.checkpoint.local_reader import LocalReader
 from fivefold.checkpoint.manifest import MANIFEST, METADATA
 from fivefold.checkpoint.pieces import Server
 from fivefold.checkpoint.recovery_plan import choose
+from fivefold.checkpoint.schemes import scheme_named
 from fivefold.checkpoint.store import LocalStore
 from fivefold.errors import CheckpointError, Damaged, Unrecoverable
 from fivefold.wire import new_key
@@ -53,6 +54,46 @@ def test_every_node_comes_back_after_its_loss(nodes: AgentNodes, scheme: str) ->
         # Once more: nothing to do, and the same bytes.
         assert nodes.rebuild(choice) == [[]]
         assert content(nodes.folder(lost, state)) == after
+
+
+FIVE = [[2 * MIB + 1, 5], [MIB], [0], [7, 0, 3 * MIB - 3], [1]]
+"""lengths of the files of five nodes"""
+
+
+def test_any_two_nodes_come_back_after_their_loss(nodes: AgentNodes) -> None:
+    state = saved_state(FIVE, scheme="rs")
+    nodes.start(5)
+    nodes.save(state)
+    nodes.protect(state)
+    before = [content(nodes.folder(node, state)) for node in range(5)]
+    for pair in ((0, 3), (1, 2), (4, 0)):
+        for lost in pair:
+            nodes.lose(lost)
+        for lost in pair:
+            nodes.replace(lost)
+        assert len(nodes.rebuild(nodes.choice())) == 2
+        nodes.protect(state)
+        assert [content(nodes.folder(node, state)) for node in range(5)] == before
+
+
+def test_a_lost_node_and_redundancy_damaged_elsewhere_come_back(nodes: AgentNodes) -> None:
+    state = saved_state(FIVE, scheme="rs")
+    nodes.start(5)
+    nodes.save(state)
+    nodes.protect(state)
+    before = content(nodes.folder(3, state))
+    path = nodes.folder(4, state) / "redundancy-4.bin"
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    nodes.lose(3)
+    nodes.replace(3)
+    choice = nodes.choice()
+    [task] = plan_of(choice).tasks
+    assert (task.lost, task.bare) == ((3,), (3, 4))
+    nodes.rebuild(choice)
+    nodes.protect(state)
+    assert content(nodes.folder(3, state)) == before
 
 
 def test_single_keeps_nothing_and_says_nothing(nodes: AgentNodes) -> None:
@@ -187,16 +228,17 @@ def served(folders: list[Path], key: bytes) -> Iterator[list[Server]]:
         ]
 
 
-@pytest.mark.parametrize("scheme", ["partner", "xor"])
+@pytest.mark.parametrize("scheme", ["partner", "xor", "rs"])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_saves_survive_a_loss_in_every_set(tmp_path: Path, scheme: str, seed: int) -> None:
+def test_random_saves_survive_losses_in_every_set(tmp_path: Path, scheme: str, seed: int) -> None:
     draw = random.Random(seed)
-    count, key, files = draw.randrange(2, 8), new_key(), FileOps()
+    least, many = scheme_named(scheme).least, scheme_named(scheme).tolerates(4)
+    count, key, files = draw.randrange(least, 8 + least), new_key(), FileOps()
     lengths = [
         [draw.choice([0, 1, 7, 4096, draw.randrange(3 * MIB)]) for _ in range(draw.randrange(4))]
         for _ in range(count)
     ]
-    state = saved_state(lengths, scheme=scheme, size=draw.randrange(2, 5))
+    state = saved_state(lengths, scheme=scheme, size=draw.randrange(least, 3 + least))
     manifest = state.manifest
     folders = [tmp_path / str(member) for member in range(count)]
     for member, folder in enumerate(folders):
@@ -205,7 +247,7 @@ def test_random_saves_survive_a_loss_in_every_set(tmp_path: Path, scheme: str, s
         everywhere = {member: server.address for member, server in enumerate(servers)}
         for folder in folders:
             protect(LocalReader(folder), manifest.name, Peers(everywhere, key), files)
-    lost = {draw.choice(group) for group in manifest.sets}
+    lost = {member for group in manifest.sets for member in draw.sample(group, many)}
     for member in lost:
         shutil.rmtree(folders[member])
     with served(folders, key) as servers:
@@ -246,18 +288,18 @@ def restarted(stores: list[LocalStore], key: bytes) -> None:
             stores[node].advance(found, "protected", made)
 
 
-@pytest.mark.parametrize("scheme", ["partner", "xor"])
+@pytest.mark.parametrize("scheme", ["partner", "xor", "rs"])
 def test_any_flipped_bit_of_a_node_is_noticed_and_repaired(tmp_path: Path, scheme: str) -> None:
     draw, key = random.Random(scheme), new_key()
-    state = saved_state([[90, 40], [70], [33]], scheme=scheme)
-    stores = [LocalStore(tmp_path / str(node), "r") for node in range(3)]
+    state = saved_state([[90, 40], [70], [33], [11]], scheme=scheme)
+    stores = [LocalStore(tmp_path / str(node), "r") for node in range(4)]
     for member, store in enumerate(stores):
         state.put(store.root, member)
     restarted(stores, key)  # protects
     whole = [content(store.root / state.manifest.name) for store in stores]
-    assert all(len(files) == number for files, number in zip(whole, (5, 4, 4), strict=True))
+    assert all(len(files) == number for files, number in zip(whole, (5, 4, 4, 4), strict=True))
     for _ in range(30):
-        node = draw.randrange(3)
+        node = draw.randrange(4)
         name = draw.choice(sorted(whole[node]))
         damaged = bytearray(whole[node][name])
         bit = draw.randrange(8 * len(damaged))
@@ -273,10 +315,13 @@ def test_any_flipped_bit_of_a_node_is_noticed_and_repaired(tmp_path: Path, schem
         assert content(stores[node].root / state.manifest.name) == whole[node]
 
 
-def test_damage_among_the_sources_never_passes_for_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "lost"), [("xor", {0}), ("rs", {0, 4})], ids=["xor", "rs"])
+def test_damage_among_the_sources_never_passes_for_data(
+    tmp_path: Path, scheme: str, lost: set[int]
+) -> None:
     draw, key, files = random.Random(5), new_key(), FileOps()
-    state = saved_state([[90, 40], [70], [33], [120]])
-    folders = [tmp_path / str(member) for member in range(4)]
+    state = saved_state([[90, 40], [70], [33], [120], [80]][: 3 + len(lost)], scheme=scheme)
+    folders = [tmp_path / str(member) for member in range(3 + len(lost))]
     for member, folder in enumerate(folders):
         state.put(folder, member)
     with served(folders, key) as servers:
@@ -284,7 +329,7 @@ def test_damage_among_the_sources_never_passes_for_data(tmp_path: Path) -> None:
         for folder in folders:
             protect(LocalReader(folder), state.manifest.name, peers, files)
         refused = 0
-        for attempt in range(60):
+        for attempt in range(90):
             source = folders[draw.randrange(1, 4)] / state.manifest.name
             path = source / draw.choice([n for n in content(source) if n != MANIFEST])
             before = path.read_bytes()
@@ -293,7 +338,7 @@ def test_damage_among_the_sources_never_passes_for_data(tmp_path: Path) -> None:
             path.write_bytes(damaged)
             reader = LocalReader(tmp_path / f"new{attempt}")
             try:
-                rebuild(reader, state.manifest, 0, peers, files, lost={0})
+                rebuild(reader, state.manifest, 0, peers, files, lost=lost)
             except Damaged:
                 refused += 1
             for item in state.manifest.members[0].items:

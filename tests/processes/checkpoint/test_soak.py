@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -19,6 +20,7 @@ from fault_checks import (
     run,
     same,
     says,
+    two_die,
 )
 from nodes import Job, Nodes
 from template import Template
@@ -47,8 +49,18 @@ def test_every_node_may_die_at_every_moment(
         same(ended(run(nodes, "--flush-every=1")), oracle_of_eight)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("pair", [*itertools.combinations(range(8), 2)], ids="{0[0]}-{0[1]}".format)
+@pytest.mark.parametrize("point", CRASH_POINTS)
+def test_any_two_nodes_may_die_at_every_moment(
+    point: str, pair: tuple[int, int], template: Template, oracle_of_eight: list[Told]
+) -> None:
+    with cluster(8, template) as nodes:
+        two_die(point, pair, nodes, oracle_of_eight)
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("scheme", ["xor", "partner"])
+@pytest.mark.parametrize("scheme", ["xor", "partner", "rs"])
 def test_nodes_die_at_random(scheme: str, template: Template) -> None:
     draw = random.Random(scheme)
     options = [f"--scheme={scheme}"]

@@ -23,7 +23,7 @@ watcher = Watcher(trace, every_s=0.002, write_s=0.01)
 
 def run(folder: Path, code: str, expect: int = 0) -> RankTrace:
     done = subprocess.run(
-        [sys.executable, "-c", SETUP + code, str(folder)],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SETUP + code, str(folder)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == expect, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,32 +200,38 @@ def test_what_saves_and_copies_cost_is_measured_and_noted(tmp_path: Path) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("nodes", "lost", "scheme"),
-    [("ab", "a", "partner"), ("ab", "b", "partner"), ("abc", "b", "xor"), ("aabbcc", "a", "xor")],
-)
-def test_a_lost_node_is_rebuilt(tmp_path: Path, nodes: str, lost: str, scheme: str) -> None:
+    [("ab", "a", "partner"), ("ab", "b", "partner"), ("abc", "b", "xor"), ("aabbcc", "a", "xor"),
+     ("abcd", "b", "rs"), ("abcde", "ae", "rs")],
+)  # fmt: skip
+def test_lost_nodes_are_rebuilt(tmp_path: Path, nodes: str, lost: str, scheme: str) -> None:
     size = len(nodes)
     run_ranks(size, lambda mesh: train(mesh, tmp_path, 5, nodes=nodes, scheme=scheme))
-    lose(tmp_path, lost, "far/step-00000004-epoch-1")
+    lose(tmp_path, *lost, "far/step-00000004-epoch-1")
     again = lambda mesh: train(mesh, tmp_path, 9, nodes=nodes, scheme=scheme, resumes=4)  # noqa: E731
     assert run_ranks(size, again)[0] == uninterrupted(9)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", ["partner", "xor"])
-def test_another_node_is_lost_before_the_next_save(tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "losses", "scheme"),
+    [("abc", "abc", "partner"), ("abc", "abc", "xor"), ("abcd", ["ab", "cd", "bc"], "rs")],
+)
+def test_other_nodes_are_lost_before_the_next_save(
+    tmp_path: Path, nodes: str, losses: Sequence[str], scheme: str
+) -> None:
     """What was rebuilt is protected again at once."""
     steps, resumes = 5, None
-    for lost in "abc":
+    for lost in losses:
         run_ranks(
-            3,
-            lambda mesh, *how: train(mesh, tmp_path, how[0], "abc", how[1], scheme=scheme),
+            len(nodes),
+            lambda mesh, *how: train(mesh, tmp_path, how[0], nodes, how[1], scheme=scheme),
             steps,
             resumes,
         )
         steps, resumes = 4, 4
-        lose(tmp_path, lost, "far/step-00000004-epoch-1")
-    again = lambda mesh: train(mesh, tmp_path, 9, "abc", 4, scheme=scheme)  # noqa: E731
-    assert run_ranks(3, again)[0] == uninterrupted(9)
+        lose(tmp_path, *lost, "far/step-00000004-epoch-1")
+    again = lambda mesh: train(mesh, tmp_path, 9, nodes, 4, scheme=scheme)  # noqa: E731
+    assert run_ranks(len(nodes), again)[0] == uninterrupted(9)
 
 
 def test_fewer_nodes_go_on(tmp_path: Path) -> None:

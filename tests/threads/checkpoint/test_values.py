@@ -14,8 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from fivefold.checkpoint.values import decoded, encoded, fingerprint, from_bytes, leaves, to_bytes
+from fivefold.checkpoint.values import (
+    decoded,
+    encoded,
+    fingerprint,
+    from_bytes,
+    leaves,
+    tensor_of,
+    to_bytes,
+)
 from fivefold.errors import Damaged, UsageError
 
 numbers = st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.booleans()
@@ -120,3 +129,59 @@ def test_what_is_keyed_by_anything_but_text_is_stored_whole() -> None:
 def test_other_things_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"it.* cannot be stored"):
         encoded(value, "it")
+
+
+def stored(value: Any) -> memoryview:
+    return memoryview(bytearray(to_bytes(value).getvalue()))
+
+
+LARGE = torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        LARGE,
+        LARGE.t(),
+        LARGE[3::2, 5:],
+        LARGE.to(torch.bfloat16),
+        LARGE.to(torch.complex64),
+        LARGE.to(torch.float8_e5m2),
+        LARGE.reshape(2, 2, 256, 256).to(memory_format=torch.channels_last),
+        torch.arange(3 << 17).to(torch.uint8),
+    ],
+)
+def test_a_large_tensor_is_read_where_its_bytes_lie(tensor: Tensor) -> None:
+    data = stored(tensor)
+    with torch.device("meta"):  # what a script has set is for what it makes itself
+        found = tensor_of(data, "it")
+    assert found.dtype == tensor.dtype and found.stride() == tensor.stride()
+    assert torch.equal(found.to(torch.complex64), tensor.to(torch.complex64))
+    begin = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+    assert begin < found.data_ptr() < begin + data.nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        LARGE.to(torch.complex64).conj(),
+        LARGE.to(torch.complex64).conj().imag,
+        LARGE.to_sparse(),
+        [LARGE, LARGE + 1],
+        {"text": "x" * (1 << 19)},
+        torch.zeros(3),
+    ],
+)
+def test_what_is_no_plain_large_tensor_is_copied(value: Any) -> None:
+    data = stored(value)
+    found = tensor_of(data, "it")
+    data[:] = bytes(data.nbytes)
+    again = from_bytes(io.BytesIO(stored(value)), "it")
+    assert str(found) == str(again)
+
+
+def test_a_large_tensor_that_is_damaged_is_told() -> None:
+    whole = stored(LARGE)
+    for data in (whole[:-2000], whole[1000:], memoryview(bytearray(whole.nbytes))):
+        with pytest.raises(Damaged, match="the value of it"):
+            tensor_of(data, "it")

@@ -1,4 +1,4 @@
-"""Segments, gates and keepers: memory that is passed on, and is gone when nobody knows it any more."""
+"""Segments and gates: memory that is passed on, and is gone when nobody knows it any more."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from fivefold.arena import (
     ArenaError,
     Gate,
     Heap,
-    Keeper,
     Segment,
     connect,
-    fetch,
-    give,
     limit_bytes,
     node_name,
-    withdraw,
 )
 from fivefold.arena.budget import available_bytes, in_turn
 from fivefold.arena.native import problem
@@ -168,30 +164,6 @@ def test_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
             connect(gate.address, 1)
         with pytest.raises(ArenaError, match="nobody called"):
             gate.accept(0.05)
-
-
-MAKER = """
-import sys
-from fivefold.arena import Segment, give
-segment = Segment.create("test-kept", 4096)
-segment.view(0, 4).raw = b"kept"
-give(sys.argv[1], "weights", segment)
-"""
-
-
-def test_what_is_kept_outlives_its_maker() -> None:
-    with Keeper() as keeper:
-        subprocess.run([sys.executable, "-c", MAKER, keeper.address], check=True, timeout=30)
-        assert keeper.names() == ["weights"]
-        with fetch(keeper.address, "weights") as segment:
-            assert segment.view(0, 4).raw == b"kept"
-            with pytest.raises(ArenaError, match="'weights': kept already"):
-                give(keeper.address, "weights", segment)
-        with pytest.raises(ArenaError, match="it keeps weights"):
-            fetch(keeper.address, "other")
-        withdraw(keeper.address, "weights")
-        with pytest.raises(ArenaError, match="it keeps nothing"):
-            withdraw(keeper.address, "weights")
 
 
 def test_processes_of_one_container_are_of_one_node() -> None:

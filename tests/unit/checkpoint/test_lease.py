@@ -102,6 +102,18 @@ def test_an_earlier_start_of_the_same_job_is_over(place: Place) -> None:
     Lease(place, job="17", start=2).close()
 
 
+def test_an_earlier_start_of_the_same_launch_is_left_behind(place: Place) -> None:
+    with Lease(place, launch="ab", restart=1, beat_s=60.0) as first:
+        for launch, restart in (("", 2), ("cd", 2), ("ab", 1), ("ab", 0)):
+            with pytest.raises(InUse):
+                Lease(place, launch=launch, restart=restart)
+        with (
+            Lease(place, launch="ab", restart=2),
+            pytest.raises(CheckpointError, match="took over from this job"),
+        ):
+            first.check()
+
+
 def test_a_process_of_this_host_that_has_ended_is_over(tmp_path: Path) -> None:
     place = LocalPlace(tmp_path)
     code = (

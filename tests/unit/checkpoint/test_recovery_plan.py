@@ -19,6 +19,7 @@ from fivefold.checkpoint.recovery_plan import (
     plan,
 )
 from fivefold.checkpoint.run import RunHistory, Start
+from fivefold.checkpoint.schemes import scheme_named
 from fivefold.errors import Unrecoverable
 from generations import SavedState, saved_state
 
@@ -67,7 +68,7 @@ def test_a_complete_save_needs_nothing() -> None:
     assert found.homes == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-@pytest.mark.parametrize("scheme", ["partner", "xor"])
+@pytest.mark.parametrize("scheme", ["partner", "xor", "rs"])
 @pytest.mark.parametrize("gone", range(4))
 def test_a_new_node_takes_the_place_of_a_lost_one(scheme: str, gone: int) -> None:
     state = saved_state(FOUR, scheme=scheme)
@@ -112,6 +113,18 @@ def test_two_lost_nodes_of_a_set_send_the_run_back() -> None:
     assert passed.name == "step-00000120-epoch-1"
     assert "the data of 1 (node1), 3 (node3) is lost or damaged" in passed.why
     assert "scheme xor cannot rebuild it" in passed.why
+
+
+def test_two_lost_nodes_are_rebuilt_by_rs_and_three_are_not() -> None:
+    state = saved_state([*FOUR, [3]], scheme="rs")
+    nodes = everything(state)
+    nodes[1] = nodes[2] = []
+    tasks = chosen(choose(world(*nodes))).tasks
+    assert tasks == (RebuildTask(1, 1, (1, 2), (1, 2)), RebuildTask(2, 2, (1, 2), (1, 2)))
+    nodes[4] = []
+    [passed] = choose(world(*nodes)).passed
+    assert "the data of 1 (node1), 2 (node2), 4 (node4) is lost or damaged" in passed.why
+    assert "scheme rs cannot rebuild it" in passed.why
 
 
 def test_partners_that_are_no_neighbours_may_both_be_lost() -> None:
@@ -236,7 +249,7 @@ def test_an_inventory_travels_as_text() -> None:
 
 
 @given(
-    st.sampled_from(["partner", "xor"]),
+    st.sampled_from(["partner", "xor", "rs"]),
     st.lists(st.sets(st.sampled_from(["data", "redundancy", "metadata"])), min_size=4, max_size=4),
 )
 def test_a_plan_reads_only_what_is_there(scheme: str, missing: list[set[str]]) -> None:
@@ -254,7 +267,8 @@ def test_a_plan_reads_only_what_is_there(scheme: str, missing: list[set[str]]) -
     lost = {m for m in range(4) if "data" in missing[m]}
     # How many may be missing at most, counted naively: that much always comes back.
     if all("metadata" in parts for parts in missing) or (choice.plan is None):
-        assert len([m for m in missing if m]) > 1 or choice.plan is not None
+        borne = scheme_named(scheme).tolerates(4)
+        assert len([m for m in missing if m]) > borne or choice.plan is not None
         return
     assert {task.member for task in chosen(choice).tasks} == lost
     for task in chosen(choice).tasks:

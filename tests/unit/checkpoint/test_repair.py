@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import shutil
@@ -63,7 +64,7 @@ class Disks:
         return {path: path.read_bytes() for path in self.files()}
 
 
-@pytest.fixture(params=["xor", "partner"])
+@pytest.fixture(params=["xor", "partner", "rs"])
 def disks(request: pytest.FixtureRequest, tmp_path: Path) -> Disks:
     return Disks(tmp_path, request.param)
 
@@ -99,8 +100,31 @@ def test_any_lost_node_is_rebuilt_on_an_empty_disk(disks: Disks) -> None:
         assert generation.manifest and generation.manifest.state == "protected"
 
 
+def test_any_two_lost_nodes_are_rebuilt_on_empty_disks(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, "rs")
+    good = {path: data for path, data in disks.content().items() if path.name != MANIFEST}
+    for pair in itertools.combinations(disks.nodes, 2):
+        for node in pair:
+            shutil.rmtree(node)
+            node.mkdir()
+        mended = disks.bench().repair(disks.saved)
+        assert mended.problem == "" and mended.made
+        assert {p: d for p, d in disks.content().items() if p.name != MANIFEST} == good
+
+
+def test_a_lost_node_and_damaged_redundancy_of_another_are_rebuilt(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, "rs")
+    good = {path: data for path, data in disks.content().items() if path.name != MANIFEST}
+    for lost, other in itertools.permutations(range(len(LENGTHS)), 2):
+        flip(disks.folder(other) / f"redundancy-{other}.bin", 99)
+        shutil.rmtree(disks.nodes[lost])
+        disks.nodes[lost].mkdir()
+        assert disks.bench().repair(disks.saved).problem == ""
+        assert {p: d for p, d in disks.content().items() if p.name != MANIFEST} == good
+
+
 def test_what_lies_nowhere_else_comes_from_the_persistent_directory(disks: Disks) -> None:
-    for node in (0, 3):
+    for node in (0, 2, 3):
         shutil.rmtree(disks.nodes[node])
         disks.nodes[node].mkdir()
     mended = disks.bench().repair(disks.saved)

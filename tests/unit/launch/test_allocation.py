@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from itertools import groupby
 from pathlib import Path
@@ -175,6 +176,43 @@ def test_no_allocation() -> None:
     assert allocated({"SLURM_JOB_ID": "12"}) == ()  # as a container may pass it on
     environ = slurm("n[0-1]", FLUX_URI="local:///tmp/flux/local-0", PBS_NODEFILE="/none")
     assert allocated(environ) == ()
+
+
+def flux(folder: Path, says: str, **variables: str) -> dict[str, str]:
+    """The environment of an instance, whose flux runs a line of shell when it is asked for its hosts."""
+    (folder / "flux").write_text(f'#!/bin/sh\n[ "$*" = "getattr hostlist" ] && {says}\n')
+    (folder / "flux").chmod(0o755)
+    path = f"{folder}:{os.defpath}"
+    return {"FLUX_URI": "local:///tmp/flux/local-0", "PATH": path, **variables}
+
+
+def test_flux(tmp_path: Path) -> None:
+    within = flux(
+        tmp_path, "echo 'gpu[003-004],login1'", SLURM_JOB_ID="12", SLURM_JOB_NODELIST="n[0-7]"
+    )
+    assert told(allocated(within)) == "gpu003:1 gpu004:1 login1:1"
+    assert allocated(within | {"FLUX_TASK_RANK": "0"}) == ()  # flux run fivefold run
+    assert allocated(flux(tmp_path, "echo gpu003")) == ()
+    assert allocated(flux(tmp_path, "echo gpu003,gpu003")) == ()  # brokers of a test instance
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        (
+            "{ echo 'flux-getattr: no such attribute' >&2; false; }",
+            "flux-getattr: no such attribute",
+        ),
+        ("exit 3", "exit code 3"),
+    ],
+)
+def test_flux_that_does_not_tell(does: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=f"flux does not tell its hosts: {says}; name the hosts yourself"
+    ):
+        allocated(flux(tmp_path, does))
+    with pytest.raises(UsageError, match=r"cannot read flux hostlist=gpu\[3: expected such as"):
+        allocated(flux(tmp_path, "echo 'gpu[3'"))
 
 
 @pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])

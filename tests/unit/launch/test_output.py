@@ -149,6 +149,17 @@ def test_first_shows_the_output_of_rank_0_as_it_is() -> None:
     assert screen.read() == ("mine\n", "")
 
 
+def test_of_many_ranks_the_first_is_shown_and_the_errors_of_others() -> None:
+    screen = Screen()
+    screen.display.only_errors_of_others()
+    for rank in (0, 1, "h0"):
+        screen.display.feed(rank, "out", b"a figure\n")
+        screen.display.feed(rank, "err", f"trouble of {rank}\n".encode())
+    out, err = screen.read()
+    assert out == "[0] a figure\n"
+    assert err == "[0] trouble of 0\n[1] trouble of 1\n[h0] trouble of h0\n"
+
+
 def test_silence() -> None:
     screen = Screen()
     screen.display.silent = True

@@ -172,6 +172,8 @@ def test_expected_ranks_share_the_cores_that_are_granted(node: NodeFacts) -> Non
     assert {(one.threads, one.mask) for one in ranks} == {(32, tuple(range(128)))}
     assert [one.gpu.address for one in ranks if one.gpu] == [gpu.address for gpu in node.gpus]
     assert expected(2, node, {"OMP_NUM_THREADS": "5"})[1].threads == 5
+    bound = expected(2, node, {}, [(0, 1), (32, 33)])
+    assert [(one.mask, one.numa) for one in bound] == [((0, 1), (0,)), ((32, 33), (1,))]
 
 
 def test_nodes_of_an_allocation(tmp_path: Path) -> None:

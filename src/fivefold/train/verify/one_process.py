@@ -14,7 +14,6 @@ as the other side, so hooks, closures and caches are real ones; nothing is copie
     nudged     whether to do everything once more, with every number moved to the neighbouring one, or by
                such a part of itself
     answer     file for the results                        apart     whether a process of its own answers
-
     device     where the net computes, "cpu" by default     threads   of torch, 1 by default
     round      dtype that the state is rounded to before every step, or null
     states     file with the states that the steps start from, as an answer has them, or null: from where the
@@ -273,11 +272,11 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A copy of a leaf, which a net may change; floating-point numbers in `dtype`."""
+def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """A copy of a leaf, which a net may change; floating-point numbers in `dtype`, if there is one."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+    return leaf.to(device, dtype if dtype and leaf.is_floating_point() else leaf.dtype, copy=True)
 
 
 def neighbour(leaf: Any, generator: torch.Generator, part: float = 0.0) -> Any:
@@ -317,14 +316,18 @@ class OneProcess:
         self._generator = torch.Generator().manual_seed(told["seed"]) if nudged else None
         self._device = torch.device(told.get("device", "cpu"))
         self.net: nn.Module = _called(told["net"])
-        if "cast" in told:
-            cast_net(self.net.to(self._device), getattr(torch, told["cast"]))
+        if self._device.type != "cpu":
+            self.net.to(self._device)
+        self._dtype = getattr(torch, told.get("cast", ""), None)
+        if self._dtype is not None:
+            cast_net(self.net, self._dtype)
         self.where = "building the loss"
-        loss = told["loss"]
-        with_net = isinstance(loss, Mapping) and loss.get("with_net")
-        self.loss: Callable[..., Any] = _called(loss, *([self.net] if with_net else []))
-        if "cast" in told and isinstance(self.loss, nn.Module):
-            self.loss.to(self._device, getattr(torch, told["cast"]))
+        given = (
+            [self.net] if isinstance(told["loss"], Mapping) and told["loss"].get("with_net") else []
+        )
+        self.loss: Callable[..., Any] = _called(told["loss"], *given)
+        if isinstance(self.loss, nn.Module) and (self._dtype or self._device.type != "cpu"):
+            self.loss.to(self._device, self._dtype)
         self._own = dict(self.loss.named_parameters()) if isinstance(self.loss, nn.Module) else {}
         if self._generator is not None:
             for parameter in self.net.parameters():
@@ -342,14 +345,12 @@ class OneProcess:
     def results(self) -> dict[str, Any]:
         """Records of all steps, and outputs in eval mode after them."""
         self.net.train()
-        steps: list[dict[str, Any]] = []
-        for number, step in enumerate(self._told["steps"]):
-            self.where = f"step {number}"
-            steps.append(self._step(number, step))
+        steps = [self._step(number, step) for number, step in enumerate(self._told["steps"])]
         self.where = "evaluation"
         return {"steps": steps, "evaluated": [self._evaluate(i) for i in self._told["evaluate"]]}
 
     def _step(self, number: int, step: Mapping[str, Any]) -> dict[str, Any]:
+        self.where = f"step {number}"
         before = self._begin(number)
         if step.get("evaluate") is not None:
             self._evaluate(step["evaluate"])
@@ -442,10 +443,9 @@ class OneProcess:
             inputs = _mapped(
                 functools.partial(neighbour, generator=generator, part=self._part), inputs
             )
-        if "cast" not in self._told:
+        if self._dtype is None and self._device.type == "cpu":
             return inputs, targets
-        dtype = getattr(torch, self._told["cast"])
-        move = functools.partial(_moved, device=self._device, dtype=dtype)
+        move = functools.partial(_moved, device=self._device, dtype=self._dtype)
         return _mapped(move, inputs), _mapped(move, targets)
 
     def _call(self, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A parallel file system of a given speed: throttle.c, built and described to the programs that it slows."""
+"""A shared file system of a given speed that counts: throttle.c, built and described to its programs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contender import BenchmarkError
 
 __all__ = ["Throttle"]
 
+_STATE = struct.Struct("=QQQQ")
 _SOURCE = Path(__file__).resolve().parent / "throttle.c"
 
 
@@ -20,7 +21,7 @@ class Throttle:
     def __init__(self, build: Path, bytes_per_s: float) -> None:
         self._library = build / "throttle.so"
         self._state = build / "throttle.state"
-        self._state.write_bytes(bytes(24))
+        self.reset()
         self._bytes_per_s = bytes_per_s
         command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(self._library), str(_SOURCE), "-ldl"]
         try:
@@ -29,6 +30,10 @@ class Throttle:
             raise BenchmarkError("no C compiler `cc`: install one to build throttle.c") from None
         if done.returncode:
             raise BenchmarkError(f"throttle.c was not built:\n{done.stderr}")
+
+    def reset(self) -> None:
+        """Count from 0."""
+        self._state.write_bytes(bytes(_STATE.size))
 
     def variables(self, folder: Path) -> Mapping[str, str]:
         """For the environment of a program."""
@@ -42,5 +47,10 @@ class Throttle:
     @property
     def passed(self) -> tuple[int, int]:
         """Bytes written and read so far."""
-        _, written, read = struct.unpack("=QQQ", self._state.read_bytes())
+        _, written, read, _ = _STATE.unpack(self._state.read_bytes())
         return written, read
+
+    @property
+    def operations(self) -> int:
+        """How often a path below the folder was opened, listed, looked up or read as a link so far."""
+        return int(_STATE.unpack(self._state.read_bytes())[3])

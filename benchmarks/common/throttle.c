@@ -2,7 +2,8 @@
 
    Bytes that are written to or read from files below THROTTLE_FOLDER pass one queue that all processes
    share: THROTTLE_BYTES_PER_S of them in a second, counted in the file THROTTLE_STATE. A call returns when
-   its bytes have passed: nothing hides in a cache.
+   its bytes have passed: nothing hides in a cache. Calls that open, list or look up a path there are counted:
+   what a server of metadata would be asked. Of the libraries that a library needs each is one that is opened.
 
        process 1 ──4 MiB──┐
        process 2 ──4 MiB──┼──► next free moment ──► sleep until then ──► the real call
@@ -12,6 +13,9 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <dirent.h>
+#include <link.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,6 +23,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -29,6 +34,7 @@ struct state {
     _Atomic uint64_t free_at_ns;
     _Atomic uint64_t written;
     _Atomic uint64_t read;
+    _Atomic uint64_t operations;
 };
 
 static struct state *state;
@@ -53,6 +59,19 @@ __attribute__((constructor)) static void begin(void)
     folder_length = strlen(folder);
     ns_per_byte = 1e9 / atof(speed);
     state = memory;
+}
+
+static int below(const char *path)
+{
+    return state && path && strncmp(path, folder, folder_length) == 0 &&
+           (path[folder_length] == '/' || path[folder_length] == 0);
+}
+
+/* A path was given to the file system. */
+static void count(const char *path)
+{
+    if (below(path))
+        atomic_fetch_add(&state->operations, 1);
 }
 
 static int ours(int fd)
@@ -228,4 +247,106 @@ ssize_t copy_file_range(int in, off_t *from, int out, off_t *to, size_t length, 
     if (done > 0 && ours(out))
         pass((size_t)done, &state->written);
     return done;
+}
+
+/* ---- Operations on paths */
+
+static int loaded(struct dl_phdr_info *info, size_t size, void *sum)
+{
+    (void)size;
+    *(int *)sum += below(info->dlpi_name);
+    return 0;
+}
+
+void *dlopen(const char *path, int flags)
+{
+    REAL(void *, dlopen, const char *, int)
+    int before = 0, after = 0;
+    dl_iterate_phdr(loaded, &before);
+    void *handle = real(path, flags);
+    dl_iterate_phdr(loaded, &after);
+    if (after > before)
+        atomic_fetch_add(&state->operations, (uint64_t)(after - before));
+    return handle;
+}
+
+#define MODE(flags, last)                                                                               \
+    mode_t mode = 0;                                                                                    \
+    if ((flags) & (O_CREAT | __O_TMPFILE)) {                                                            \
+        va_list rest;                                                                                   \
+        va_start(rest, last);                                                                           \
+        mode = va_arg(rest, mode_t);                                                                    \
+        va_end(rest);                                                                                   \
+    }
+
+#define OPEN(name)                                                                                      \
+    int name(const char *path, int flags, ...)                                                          \
+    {                                                                                                   \
+        REAL(int, name, const char *, int, ...)                                                         \
+        MODE(flags, flags)                                                                              \
+        count(path);                                                                                    \
+        return real(path, flags, mode);                                                                 \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define OPENAT(name)                                                                                    \
+    int name(int at, const char *path, int flags, ...)                                                  \
+    {                                                                                                   \
+        REAL(int, name, int, const char *, int, ...)                                                    \
+        MODE(flags, flags)                                                                              \
+        count(path);                                                                                    \
+        return real(at, path, flags, mode);                                                             \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+
+#define ONE(type, name, other)                                                                          \
+    type name(const char *path, other more)                                                             \
+    {                                                                                                   \
+        REAL(type, name, const char *, other)                                                           \
+        count(path);                                                                                    \
+        return real(path, more);                                                                        \
+    }
+ONE(int, stat, struct stat *)
+ONE(int, lstat, struct stat *)
+ONE(int, stat64, struct stat64 *)
+ONE(int, lstat64, struct stat64 *)
+ONE(int, access, int)
+ONE(FILE *, fopen, const char *)
+ONE(FILE *, fopen64, const char *)
+
+int fstatat(int at, const char *path, struct stat *found, int flags)
+{
+    REAL(int, fstatat, int, const char *, struct stat *, int)
+    count(path);
+    return real(at, path, found, flags);
+}
+
+int fstatat64(int at, const char *path, struct stat64 *found, int flags)
+{
+    REAL(int, fstatat64, int, const char *, struct stat64 *, int)
+    count(path);
+    return real(at, path, found, flags);
+}
+
+ssize_t readlink(const char *path, char *link, size_t size)
+{
+    REAL(ssize_t, readlink, const char *, char *, size_t)
+    count(path);
+    return real(path, link, size);
+}
+
+DIR *opendir(const char *path)
+{
+    REAL(DIR *, opendir, const char *)
+    count(path);
+    return real(path);
+}
+
+int execve(const char *path, char *const words[], char *const variables[])
+{
+    REAL(int, execve, const char *, char *const[], char *const[])
+    count(path);
+    return real(path, words, variables);
 }
