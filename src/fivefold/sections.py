@@ -6,10 +6,11 @@ See `fivefold.plan`, where they come together and where their names are public.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from fivefold.errors import PlanError, suggest
+from fivefold.errors import PlanError, UsageError, suggest
 
 __all__ = [
     "AXES",
@@ -26,7 +27,28 @@ __all__ = [
     "Tiles",
     "Trace",
     "Train",
+    "bytes_of",
 ]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def bytes_of(text: str) -> int:
+    """Read `16GiB`, `512M` or `1024B`; units are powers of 1024. Raises `UsageError`.
+
+    >>> bytes_of("16GiB"), bytes_of("1.5k"), bytes_of("1024B")
+    (17179869184, 1536, 1024)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])I?)?(B)?", text.strip().upper())
+    if found and not (found[2] or found[3]):
+        raise UsageError(
+            f"{text.strip()} has no unit; write {found[1]}GiB, {found[1]}MiB, or {found[1]}B for bytes"
+        )
+    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if not size:
+        raise UsageError(f"{text!r} is no size of memory; write 16GiB, 512MiB or 1024B")
+    return size
+
 
 AXES = ("data", "pipe", "depth", "height", "width")
 TILE_AXES = ("depth", "height", "width")
@@ -99,6 +121,8 @@ class Parallel:
     rows: Literal["auto", "apart"] = "auto"
     """whether samples depend on each other in the net: found out where it can be recorded, and computed over
     all replicas where they do; "apart" vouches that they do not, but for batch norm"""
+    compile: bool = False
+    """whether what ranks compute between messages is compiled by torch.compile, in training steps"""
 
 
 @dataclass(frozen=True)
@@ -150,8 +174,27 @@ class Memory:
     shard: Literal["none", "optimizer", "parameters"] = "none"
     """what the replicas of the data axis divide among them instead of holding it each: the optimiser's state,
     and between steps parameters and gradients; or these during a step too, but for the layers at work"""
+    budget: str = ""
+    """the most that a rank may hold in a step, such as "24GiB": activations that do not fit are computed
+    again or spilled, whichever costs less by measurement; empty: no bound"""
+    disk: str = ""
+    """folder of a local disk to which activations may be spilled under a budget; empty: none are, on CPUs"""
+    host: str = ""
+    """the most that may be spilled, such as "64GiB"; empty: no bound"""
 
     def __post_init__(self) -> None:
+        for key in ("budget", "host"):
+            if text := getattr(self, key):
+                _size(f"memory.{key}", text)
+        if self.budget and self.recompute not in (0, "none"):
+            raise PlanError(
+                f"memory.recompute = {self.recompute!r} and memory.budget = {self.budget!r}: a budget "
+                "decides what is computed again; set one of them"
+            )
+        if (self.disk or self.host) and not self.budget:
+            raise PlanError(
+                "memory.disk and memory.host are for a memory.budget: set one, such as 24GiB"
+            )
         if isinstance(self.recompute, int):
             _at_least("memory", self, recompute=0)
         elif self.recompute not in ("none", "auto", "all"):
@@ -246,9 +289,9 @@ class Checkpoint:
 
     local: str = ""
     """directory on each node's own storage; empty: one in the directory for temporary files"""
-    scheme: Literal["auto", "single", "partner", "xor"] = "auto"
-    """what nodes keep for each other: nothing, a copy, or parity; "auto": as much as the number of nodes
-    allows"""
+    scheme: Literal["auto", "single", "partner", "xor", "rs"] = "auto"
+    """what nodes keep for each other: nothing, a copy, parity, or parity for two lost nodes; "auto": one of
+    the first three, as the number of nodes allows"""
     set_size: int = 8
     """the most nodes that protect each other"""
     keep: int = 2
@@ -290,6 +333,13 @@ class Trace:
 
     def __post_init__(self) -> None:
         _at_least("trace", self, events=1024, hang_s=0)
+
+
+def _size(key: str, text: str) -> int:
+    try:
+        return bytes_of(text)
+    except UsageError as problem:
+        raise PlanError(f"{key}: {problem}") from None
 
 
 def _at_least(section: str, values: object, **least: float) -> None:

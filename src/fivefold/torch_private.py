@@ -15,12 +15,13 @@ import functools
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import _reduction as _Reduction
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
@@ -57,6 +59,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "after_backward",
     "apply_of",
@@ -75,6 +78,7 @@ __all__ = [
     "forget_plans",
     "forward_hooks",
     "gradient_hooks",
+    "has_python_backward",
     "in_backward",
     "is_dtensor",
     "is_functorch_wrapped_tensor",
@@ -85,7 +89,6 @@ __all__ = [
     "loader_iterator",
     "loader_iterator_class",
     "memory_of",
-    "memory_tracker",
     "nccl_options",
     "norm_functions",
     "note_version",
@@ -95,6 +98,7 @@ __all__ = [
     "pytree",
     "refuse_numbers",
     "registered_backends",
+    "resizes_told",
     "restore_apply",
     "save_state_dict",
     "saved_tensor_hooks",
@@ -132,6 +136,22 @@ def note_version() -> None:
 
 LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
 """the operation behind `Tensor.item`"""
+
+
+def has_python_backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
+    """Whether between operands and results there is a `torch.autograd.Function`, whose backward is Python."""
+    ends = {tensor.grad_fn for tensor in operands if tensor.grad_fn is not None}
+    due: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    seen = {*ends}
+    while due:
+        node = due.pop()
+        if node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        due += [one for one, _ in node.next_functions if one is not None]
+    return False
 
 
 def version_of(tensor: Tensor) -> int:
@@ -321,25 +341,32 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
-def memory_tracker() -> Any:
-    """Torch's MemTracker, without hooks of modules: they hold for all threads, and fail in those that load
-    data meanwhile. The import takes a second, most of it for DTensor.
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker
-    from torch.distributed._tools.mod_tracker import ModTracker
+@functools.cache
+def _resizes() -> threading.local:
+    """Who is told, in each thread, of storages that change their size: no mode sees that."""
+    told, plain = threading.local(), torch.UntypedStorage.resize_
 
-    class NoModules(ModTracker):
-        """Follows no modules."""
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        made = plain(storage, size)
+        tell = getattr(told, "tell", None)
+        if tell is not None:
+            tell(storage)
+        return made
 
-        def __enter__(self) -> Self:
-            return self
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    return told
 
-        def __exit__(self, *_: object) -> None:
-            pass
 
-    tracker: Any = MemTracker()
-    tracker._mod_tracker = NoModules()
-    return tracker
+@contextlib.contextmanager
+def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
+    """Within the block, in this thread, `tell` is called for storages that have changed their size."""
+    told = _resizes()
+    before = getattr(told, "tell", None)
+    told.tell = tell
+    try:
+        yield
+    finally:
+        told.tell = before
 
 
 # --- data ---------------------------------------------------------------------------------------

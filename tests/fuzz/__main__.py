@@ -18,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a campaign, or one case again. 1 if anything is wrong, a traceback, a crash or a hang; else 0."""
     told = _parser().parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["FUZZ_DEVICE"] = told.device
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     import torch
@@ -41,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=0.0, help="stop earlier, after so many minutes")
     add("--only", action="append", default=[], metavar="TAG", help="only cases with this tag")
     add("--layout", default=None, help="only this layout, such as data=2,pipe=2")
+    add(
+        "--device",
+        default="cpu",
+        help="where both sides compute: cpu, or cuda, which ranks then share",
+    )
     add("--jobs", type=int, default=1, help="how many cases at once")
     add("--sweep", action="store_true", help="instead of random cases, every feature alone")
     add("--shrink", type=int, default=20, help="how many bad cases to make small")

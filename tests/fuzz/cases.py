@@ -41,6 +41,8 @@ _COARSE = 1e-2
 _FLAG, _LOOKS = "deterministic", 3
 """the event that sets a flag of torch; steps in which nets are recorded again"""
 _PAIRED = ("gems", "gems-overlap", "chimera")
+_BUDGETS = 0.35
+"""part of the cases that are computed under a memory budget, whatever the layout"""
 _SCHEDULES = (
     "layer",
     "gpipe",
@@ -69,7 +71,7 @@ def random_case(seed: int, only: dict[str, int] | None = None) -> Case:
         "net": net,
         "loss": {},
         "layout": layout,
-        "plan": _plan(rng, layout),
+        "plan": _budgeted(rng, _plan(rng, layout)),
         "backend": "gloo" if rng.random() < 0.7 else "fivefold",
         "example": rng.random() < 0.3,
     }
@@ -112,6 +114,14 @@ def _plan(rng: random.Random, layout: dict[str, int]) -> dict[str, Any]:
         plan["numerics.memory_format"] = "channels_last"
     if rng.random() < 0.3:
         plan["numerics.seed"] = rng.randrange(1, 100)
+    return plan
+
+
+def _budgeted(rng: random.Random, plan: dict[str, Any]) -> dict[str, Any]:
+    """Some plans under a memory budget; see `choices`."""
+    own = random.Random(str(rng.getstate()[1][:4]))  # what else a seed draws stays as it was
+    if "memory.recompute" not in plan and own.random() < _BUDGETS:
+        plan["memory.budget"], plan["memory.disk"] = "1TiB", "."
     return plan
 
 

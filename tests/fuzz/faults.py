@@ -102,8 +102,8 @@ def drifting_replica() -> Any:
         loss = step()
         if model.mesh.rank:
             for parameter in _with_gradients(model)[:1]:
-                up = torch.full_like(parameter.grad, torch.inf)
-                parameter.grad.copy_(torch.nextafter(parameter.grad, up))
+                up = torch.full_like(parameter, torch.inf)
+                parameter.data.copy_(torch.nextafter(parameter.data, up))
         return loss
 
     return _around(change)

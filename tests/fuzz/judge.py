@@ -16,10 +16,12 @@ import torch
 
 from fuzz.cases import Case, coarse, micro_batches
 
-__all__ = ["Judge", "Rejected", "called", "made_by", "request"]
+__all__ = ["DEVICE", "Judge", "Rejected", "called", "made_by", "request"]
 
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS.parent / "src" / "fivefold" / "train" / "verify" / "one_process.py"
+DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
+"""where both sides compute; a variable, since every process of a campaign needs it"""
 OPTIMIZER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 
 
@@ -57,6 +59,7 @@ def request(case: Case) -> dict[str, Any]:
     return {
         "path": [str(TESTS), *case.get("path", [])],
         "seed": case["seed"],
+        "device": DEVICE,
         "dtype": "float64",
         "net": made["net"],
         "loss": {**made["loss"], "with_net": True},
@@ -108,7 +111,7 @@ class Judge:
         told = json.loads(line)
         if told["error"] is not None:
             raise Rejected(told["kind"], told["where"], told["error"])
-        found: dict[str, Any] = torch.load(file, weights_only=True)
+        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         file.unlink()
         return found
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 import fivefold as ff
 from fivefold.comm import CommError
 from fivefold.errors import FivefoldError
 from fivefold.mesh import part_of
 from fivefold.plan import Provenance
-from fuzz import events, nets
+from fuzz import choices, events, nets
 from fuzz.cases import Case
-from fuzz.judge import OPTIMIZER, called, made_by
+from fuzz.judge import DEVICE, OPTIMIZER, called, made_by
 from fuzz.leaves import flat
 
 __all__ = ["run"]
@@ -70,17 +71,19 @@ class _Under:
         case = self.case
         torch.set_default_dtype(torch.float64)
         _seed(case["seed"])
-        self.net = net = called(self.made["net"])
-        self.loss = loss = called(self.made["loss"], net)
+        self.net = net = _there(called(self.made["net"]))
+        self.loss = loss = _there(called(self.made["loss"], net))
         layout = ff.Layout(**case["layout"])
+        if "memory.budget" in case["plan"]:
+            choices.at_random(case["seed"])
         plan = ff.Plan(layout=layout).replace(case["plan"], Provenance("user", "fuzz"))
-        self.mesh = mesh = ff.start(plan, device="cpu")
+        self.mesh = mesh = ff.start(plan, device=DEVICE)
         needed = layout.pipe > 1 or case["example"]
         example = called(self.made["batch"], 0)[0] if needed else None
         self.model = model = ff.parallelize(net, mesh, example=example, loss=loss)
         self.own = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
         # A rank whose stage has no parameters has nothing to optimise, which torch's optimisers refuse.
-        spare = [nn.Parameter(torch.zeros(1))]
+        spare = [nn.Parameter(torch.zeros(1, device=DEVICE))]
         held = [*model.parameters(), *self.own.values()]
         self.optimizer = torch.optim.SGD(
             held or spare, **{**OPTIMIZER, **case.get("optimizer", {})}
@@ -113,7 +116,7 @@ class _Under:
         if step.get("update", True):
             self.optimizer.step()
         return {
-            "loss": loss.detach().clone(),
+            "loss": _real(loss),
             "outputs": seen,
             "gradients": gradients,
             "buffers": self._whole(dict(self.model.module.named_buffers())),
@@ -189,7 +192,7 @@ class _Under:
             return None
         net.eval()
         _seed(self.case["seed"])
-        inputs = called(self.made["batch"], number)[0]
+        inputs = tree_map(_there, called(self.made["batch"], number)[0])
         if isinstance(inputs, dict):
             returned = net(**inputs)
         else:
@@ -210,7 +213,12 @@ def _real(value: Any) -> Any:
         return None
     if isinstance(value, FakeTensor) or value.is_meta:
         return f"{type(value).__name__} on {value.device}"
-    return value.detach().clone()
+    return value.detach().cpu() if value.is_cuda else value.detach().clone()
+
+
+def _there(thing: Any) -> Any:
+    """A module or tensor where it is computed with; anything else as it is."""
+    return thing.to(DEVICE) if DEVICE != "cpu" and isinstance(thing, nn.Module | Tensor) else thing
 
 
 def _seed(seed: int) -> None:

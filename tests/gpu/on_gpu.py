@@ -83,8 +83,17 @@ def mixed_precision(mesh: Mesh) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "conv_net": lambda mesh: compared(mesh, conv_net(), 7),
+    "no_affine": lambda mesh: compared(
+        mesh, nn.Sequential(conv_net()[0], nn.BatchNorm2d(8, affine=False), *conv_net()[2:]), 7
+    ),
     "resnet20": lambda mesh: compared(mesh, build("resnet20"), 5),
     "float32": lambda mesh: compared(mesh, conv_net(), 8, torch.float32),
+    # The second of two stages has no parameters.
+    "bare_stage": lambda mesh: compared(
+        mesh,
+        nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Tanh()),
+        6,
+    ),
     # One sample for two ranks: the first computes a stand-in. More than one pixel, so batch norm is defined.
     "empty_share": lambda mesh: compared(mesh, conv_net(), 1),
     "mixed_precision": mixed_precision,

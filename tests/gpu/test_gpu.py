@@ -38,7 +38,7 @@ def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "case", ["conv_net", "resnet20", "float32", "empty_share", "mixed_precision"]
+    "case", ["conv_net", "no_affine", "resnet20", "float32", "empty_share", "mixed_precision"]
 )
 def test_two_ranks_compute_what_one_process_does(case: str, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
@@ -46,6 +46,24 @@ def test_two_ranks_compute_what_one_process_does(case: str, tmp_path: Path) -> N
     told = json.loads(found.read_text())
     assert (told["device"], told["ranks"]) == ("cuda", 2)
     assert told["passed"], told["said"]
+
+
+def test_forked_ranks_have_the_gpu(tmp_path: Path) -> None:
+    """The process that ranks are forked from must not have touched CUDA, which no fork survives."""
+    found = tmp_path / "found.json"
+    run(tmp_path, FIVEFOLD, "run", "--fork", "-n", "2", SCRIPT, "conv_net", found)
+    told = json.loads(found.read_text())
+    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "fivefold"])
+def test_a_stage_without_parameters(backend: str, tmp_path: Path) -> None:
+    """It gave others tensors of the host, where they gave it those of a GPU."""
+    found = tmp_path / "found.json"
+    options = ["--layout", "pipe=2", "--set", f"comm.backend={backend}"]
+    run(tmp_path, FIVEFOLD, "run", *options, SCRIPT, "bare_stage", found)
+    told = json.loads(found.read_text())
+    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
 
 
 def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
@@ -64,6 +82,7 @@ def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
         ("resnet20", "pipe=2", ["--set", "pipeline.schedule=gems"]),
         ("resnet20", "pipe=2,height=2", ["--set", "pipeline.schedule=zero-bubble"]),
         ("unet", "data=2,pipe=2", ["--loss", "mse"]),
+        ("resnet20", "pipe=2,width=2", ["--set", "comm.backend=fivefold"]),
     ],
 )
 def test_tiles_and_stages_verify_on_the_gpu(
@@ -73,6 +92,16 @@ def test_tiles_and_stages_verify_on_the_gpu(
     command = ["verify", model, "--layout", layout, "--batch", "5", "--steps", "2", *more, "--json"]
     run(tmp_path, FIVEFOLD, *command, told)
     assert json.loads(told.read_text())["passed"]
+
+
+@pytest.mark.skipif(GPUS > 1, reason="two ranks have a GPU each")
+@pytest.mark.parametrize("backend", ["auto", "fivefold"])
+def test_ranks_that_share_a_gpu_do_not_divide_parameters(backend: str, tmp_path: Path) -> None:
+    """gloo ended with a segmentation fault."""
+    options = ["--set", "memory.shard=optimizer", "--set", f"comm.backend={backend}"]
+    command = [FIVEFOLD, "verify", "resnet20", "--layout", "data=2", "--batch", "4", *options]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("needs a GPU for every rank")) == (2, 1), done.stderr
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, for NCCL; there are {GPUS}")

@@ -28,7 +28,7 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.pipeline.schedules import PAIRED
 from fivefold.parallel.reduce import Reducer, without_effect
 from fivefold.parallel.sharded import Parts, Shards, averages, check_unchanged, held, unviewed
-from fivefold.torch_private import version_of
+from fivefold.torch_private import backend_of_device, version_of
 from fivefold.trace import Tag
 
 __all__ = ["WholeForLayers", "WholeForStep", "check_shard", "gathering_reducer", "units_of"]
@@ -49,6 +49,13 @@ def check_shard(net: nn.Module, mesh: Mesh) -> None:
             f"memory.shard = {shard!r} does not go with pipeline.schedule = {schedule!r}: schedules of two "
             f"directions ({', '.join(sorted(PAIRED))}) hold every stage on two ranks of a replica; use "
             'another schedule, or memory.shard = "none"'
+        )
+    if mesh.device.type == "cuda" and (
+        backend_of_device(mesh.group("data"), mesh.device).name() == "gloo"
+    ):
+        raise PlanError(
+            f"memory.shard = {shard!r} needs a GPU for every rank, and ranks share one here: start as many "
+            'ranks as there are GPUs, or use memory.shard = "none"'
         )
     _check_parameters(net)
 

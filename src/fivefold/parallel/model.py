@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fivefold import comm
 from fivefold.errors import UsageError
+from fivefold.launch.progress import own_progress
 from fivefold.mesh import Mesh, part_of
 from fivefold.mesh.agreement import position_of
 from fivefold.mesh.duty import help_instead
@@ -31,14 +32,14 @@ from fivefold.parallel.given import given
 from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.loss_parameters import loss_parameters
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.memory.model import StepMemory
 from fivefold.parallel.modes import evaluating
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
-from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.program.loss import TileLoss, whole_images
-from fivefold.parallel.program.memory import Predicted, predicted
+from fivefold.parallel.program.memory import Predicted
 from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
 from fivefold.parallel.program.table import table
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
@@ -127,11 +128,10 @@ class ParallelModel(Wrapped):
         """whether no step has ranks tell each other what they are going to do"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         self.placeholder = None
+        self._tiles = RecordedNet(net, mesh) if tiled and self._stages is None else None
         if self._stages is not None:
             self._tiles = self._stages.tiles
             self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device))
-        else:
-            self._tiles = RecordedNet(net, mesh) if tiled else None
         self._batches = Batches(mesh, self._tiles)
         self._tile_loss = (
             TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
@@ -141,6 +141,7 @@ class ParallelModel(Wrapped):
             if self._rows and self._loss is not None
             else None
         )
+        self._memory = StepMemory(net, mesh, self._loss, self._tiles, self._stages)
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""
@@ -195,6 +196,7 @@ class ParallelModel(Wrapped):
                 "model.evaluate(x, y, score), or model(x)"
             )
         check_scaler(scaler)
+        own_progress().stepped()
         if self._mesh.size > 1:
             check_given(inputs, targets)
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
@@ -211,9 +213,10 @@ class ParallelModel(Wrapped):
         ):
             if of_loss is not None:
                 of_loss.begin()
-            if self._stages is not None:
-                return self._step_in_stages(self._stages, inputs, targets, share, scaler)
-            loss = self._stepped(inputs, targets, share, scaler)
+            with self._memory.step(inputs, targets, share):
+                if self._stages is not None:
+                    return self._step_in_stages(self._stages, inputs, targets, share, scaler)
+                loss = self._stepped(inputs, targets, share, scaler)
             if of_loss is not None:
                 of_loss.finish(counted=share.rows > 0 or not self._loss.shares)
             return loss
@@ -221,6 +224,8 @@ class ParallelModel(Wrapped):
     def _stepped(self, inputs: Any, targets: Any, share: Share, scaler: Any) -> Tensor:
         """A step without stages, but for the hooks of parameters and what the loss trains."""
         assert self._loss is not None
+        if self._memory.recorded is not None:
+            return self._step_in_tiles(*self._memory.recorded, inputs, targets, share, scaler)
         if self._tiles is not None:
             assert self._tile_loss is not None
             return self._step_in_tiles(self._tiles, self._tile_loss, inputs, targets, share, scaler)
@@ -230,7 +235,7 @@ class ParallelModel(Wrapped):
             tiles = self._rows.tiles
             return self._step_in_tiles(tiles, self._joined_loss, inputs, targets, share, scaler)
         weight = self._loss.begin(targets)
-        with exact(self._watched, share) as mode:
+        with exact(self._watched, share) as mode, self._memory.children():
             with span(Phase.FORWARD):
                 self._reducer[0].begin()
                 with mode:
@@ -343,32 +348,10 @@ class ParallelModel(Wrapped):
         """How much memory a step on such a batch takes on this rank, told without making it.
 
         Both are the global batch's, meta tensors will do, or this rank's part, as `step` takes it. Printed,
-        the result is a table. Raises `UsageError` without a loss or on the data axis alone, and where memory
-        depends on the numbers in the batch.
+        the result is a table. Raises `UsageError` without a loss, on the data axis alone without a budget,
+        and where memory depends on the numbers in the batch.
         """
-        if self._tiles is None or self._loss is None:
-            raise UsageError(
-                "memory is predicted for steps in tiles and stages: set height, width, depth or pipe in the "
-                "layout, and give parallelize a loss"
-            )
-        if self._mesh.plan.memory.shard != "none" and self._mesh.layout.data > 1:
-            raise UsageError(
-                'memory is not predicted for replicas that divide parameters: ask with memory.shard = "none"'
-            )
-        told = (
-            predicted
-            if self._stages is None
-            else functools.partial(predicted_in_stages, cut=self._stages.cut)
-        )
-        return told(
-            self.module,
-            self._mesh.plan,
-            self._mesh.rank,
-            inputs=inputs,
-            targets=targets,
-            loss=self._loss.loss,
-            costs=self._tiles.costs,
-        )
+        return self._memory.told(inputs, targets)
 
     def shard(self, *trees: Any) -> Any:
         """This rank's part of a batch that every rank holds whole; a tuple if several trees are given.
@@ -473,6 +456,7 @@ class ParallelModel(Wrapped):
 
         Returns (sums,), float64; equal on all ranks if joined.
         """
+        own_progress().alive()
         with evaluating(self):
             outputs, counts = self._whole_outputs(inputs, targets)
         targets = self.whole(self._batches.moved(targets))

@@ -172,8 +172,11 @@ class _BatchNorm(torch.autograd.Function):
             x, dy = x.contiguous(), dy.contiguous()
         # The inference kernel gives both local sums, and w dy / sqrt(var + eps) on request.
         half = x.dtype in (torch.bfloat16, torch.float16)
+        # None would do on CPUs alone: for saved statistics, and for a weight whose gradient is asked for.
+        unsaved = mean.new_empty(0)
+        factor = mean.new_ones(x.shape[1]) if weight is None and not x.is_cpu else weight
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, var, None, None, False, ctx.eps, [half, True, True]
+            dy, x, factor, mean, var, unsaved, unsaved, False, ctx.eps, [half, True, True]
         )
         # Even where `x` needs no gradient: a net that takes another way on another rank may need one there.
         sums = torch.stack([dbias, dweight]).to(torch.float64)

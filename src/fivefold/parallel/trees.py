@@ -13,8 +13,8 @@ from fivefold.errors import UsageError
 from fivefold.torch_private import pytree
 
 __all__ = [
-    "Structure", "call_with", "flatten", "in_graph", "leaves", "map_leaves", "map_tensors", "rows_of",
-    "stand_in", "unflatten",
+    "Structure", "call_with", "flatten", "in_graph", "kinds", "leaves", "map_leaves", "map_tensors",
+    "rows_of", "stand_in", "unflatten",
 ]  # fmt: skip
 
 
@@ -96,6 +96,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 def leaves(tree: object) -> list[Tensor]:
     """The tensors of a tree, in a fixed order."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def kinds(*trees: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of every tensor of some trees: equal for batches that are alike."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for tree in trees for leaf in leaves(tree))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -37,13 +37,14 @@ def everywhere(
     like: Mapping[str, Tensor],
     source: Mapping[str, int],
     group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[str, Tensor | None]:
     """Tensors of which each rank of a pipe axis has some, on all of them. Collective over `group`.
 
     `source` tells for every name which rank's counts, and `like` shape and dtype, meta tensors will do. A
-    rank may have None, for a gradient that there is not, and that is what all of them get.
+    rank may have None, for a gradient that there is not, and that is what all of them get. All are on
+    `device`, also where a rank has none: a group sends those of another in another way.
     """
-    device = next((t.device for t in like.values() if not t.is_meta), torch.device("cpu"))
     found: dict[str, Tensor | None] = dict.fromkeys(tensors)
     for rank in range(group.size()):
         names = [name for name in tensors if source[name] == rank]

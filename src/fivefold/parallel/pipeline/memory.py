@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,33 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.batches import Batches, own_samples
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.memory.budget import Budgeted
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.cut import MEASURED, Cut
 from fivefold.parallel.pipeline.net import PipelinedNet
 from fivefold.parallel.program.costs import Costs
 from fivefold.parallel.program.loss import TileLoss
-from fivefold.parallel.program.memory import Predicted, device_of, made, storage_bytes
+from fivefold.parallel.program.memory import (
+    Predicted,
+    Rehearse,
+    device_of,
+    made,
+    run_once,
+    storage_bytes,
+    whole_for_step,
+    whole_stand_in,
+    with_parts,
+)
 from fivefold.parallel.program.net import Outputs, Prepared
+from fivefold.parallel.program.program import Program
 from fivefold.parallel.program.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Plan
-from fivefold.torch_private import FakeTensorMode, fake_of
+from fivefold.torch_private import FakeTensorMode
 
-__all__ = ["predicted_in_stages"]
+__all__ = ["predicted_in_stages", "rehearsed_in_stages"]
+
+_T = TypeVar("_T")
 
 
 def predicted_in_stages(
@@ -69,11 +83,30 @@ def predicted_in_stages(
         UsageError: the net cannot be divided so, or the memory of a step depends on numbers; or it would be
             cut by measured times, and `cut` does not say where.
     """
+    return rehearsed_in_stages(
+        net, plan, rank, run_once, inputs=inputs, targets=targets, loss=loss, costs=costs, cut=cut
+    )
+
+
+def rehearsed_in_stages(
+    net: nn.Module,
+    plan: Plan,
+    rank: int,
+    work: Callable[[Rehearse], _T],
+    *,
+    inputs: Any,
+    targets: Any,
+    loss: Callable[..., Any],
+    costs: Costs | None = None,
+    cut: Cut | None = None,
+) -> _T:
+    """As `fivefold.parallel.program.memory.rehearsed`, for a layout with a `pipe` axis."""
     if cut is None and plan.pipeline.cut == MEASURED:
         raise UsageError(
             f'pipeline.cut = "{MEASURED}" is decided when a run starts: ask its model, model.memory(x, y), '
             "or give `cut`"
         )
+    parts, plan = whole_for_step(plan)
     device = device_of(net)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mesh(plan, rank, device) as mesh:
@@ -87,7 +120,7 @@ def predicted_in_stages(
                 map_tensors(lambda leaf: step.samples(leaf, device), map_tensors(_shape, targets)),
             )
             held = [t for t in (*net.parameters(), *net.buffers()) if not t.is_meta]
-            return step.counted(held, batch)
+            return step.rehearsed(work, held, batch, parts)
 
 
 class _StageStep:
@@ -111,14 +144,41 @@ class _StageStep:
         where = device if self._stages.ends else torch.device("meta")
         return made(own_samples(leaf, self._mesh), where)
 
-    def counted(self, held: list[Tensor], batch: tuple[Any, Any]) -> Predicted:
-        """Make a step, as a second one would be made; `held` are this rank's parameters and buffers."""
+    def rehearsed(
+        self, work: Callable[[Rehearse], _T], held: list[Tensor], batch: tuple[Any, Any], parts: int
+    ) -> _T:
+        """Let `work` make steps, as second ones would be; `held` are this rank's parameters and buffers."""
         seed = self._mesh.plan.numerics.seed
         share = Batches(self._mesh, self._stages.tiles, asks=False).share(batch[0], seed, 1)
         buckets = self._prepare(batch[0], share)
         given = [leaf for leaf in leaves(batch) if not leaf.is_meta]
+
+        def rehearse(budgeted: Callable[[Program], Budgeted | None]) -> Predicted:
+            self._stages.tiles.budgeted = budgeted
+            for tensor in held:
+                tensor.grad = None
+            saved, peak = self._counted([*held, *buckets, *given], batch, share)
+            told = Predicted(
+                self._mesh.rank,
+                self._mesh.layout,
+                parameters_bytes=sum(map(storage_bytes, held)),
+                gradients_bytes=0,
+                buckets_bytes=sum(map(storage_bytes, buckets)),
+                batch_bytes=sum(map(storage_bytes, given)),
+                saved_bytes=saved,
+                peak_bytes=peak,
+                trained_bytes=sum(map(storage_bytes, (t for t in held if t.requires_grad))),
+            )
+            return with_parts(told, parts)
+
+        return work(rehearse)
+
+    def _counted(
+        self, every: list[Tensor], batch: tuple[Any, Any], share: Share
+    ) -> tuple[int, int]:
+        """Bytes that are saved for backward, and the most, of a step."""
         saved = 0
-        with counting([*held, *buckets, *given], self._mesh.device, max(share.rows, 1)) as count:
+        with counting(every, self._mesh.device, max(share.rows, 1)) as count:
             before = count.now()
 
             def at_backward(loss: Tensor) -> Tensor:
@@ -127,16 +187,7 @@ class _StageStep:
                 return loss
 
             self._run(*batch, share, at_backward)
-        return Predicted(
-            self._mesh.rank,
-            self._mesh.layout,
-            parameters_bytes=sum(map(storage_bytes, held)),
-            gradients_bytes=0,
-            buckets_bytes=sum(map(storage_bytes, buckets)),
-            batch_bytes=sum(map(storage_bytes, given)),
-            saved_bytes=saved,
-            peak_bytes=count.most() - before,
-        )
+        return saved, count.most() - before
 
     def _prepare(self, inputs: Any, share: Share) -> list[Tensor]:
         """Make what stays from step to step: plans, and buckets, which are returned."""
@@ -171,7 +222,11 @@ def _stand_in(fake: FakeTensorMode, net: nn.Module, device: torch.device) -> nn.
     """A copy of a net whose tensors have no memory."""
     made: dict[int, Any] = {}
     for tensor in (*net.parameters(), *net.buffers()):
-        bare = torch.empty_like(tensor, device=device) if tensor.is_meta else fake_of(fake, tensor)
+        bare = (
+            torch.empty_like(tensor, device=device)
+            if tensor.is_meta
+            else whole_stand_in(fake, tensor)
+        )
         whole = bare.detach()
         trained = isinstance(tensor, nn.Parameter)
         made[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if trained else whole

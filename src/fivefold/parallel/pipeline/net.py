@@ -401,7 +401,7 @@ class PipelinedNet:
             **dict(self._net.named_parameters(remove_duplicate=False)),
             **dict(self._net.named_buffers(remove_duplicate=False)),
         }
-        return everywhere(tensors, like, source, self._mesh.group("pipe"))
+        return everywhere(tensors, like, source, self._mesh.group("pipe"), self._mesh.device)
 
     def norm(self, order: float) -> Tensor:
         """The norm of all gradients, of which this rank holds some. Collective over those who hold others."""

@@ -4,15 +4,16 @@
 
 The step is the real one: plan, exchanges, norms, what is kept for backward and what is computed again, loss,
 buckets of gradients. Its tensors have no memory and its groups bring nothing, so one process can look at any
-rank of any layout. Torch's MemTracker counts the bytes of every storage, from the operation that makes it to
-its end. What an operation takes within itself (a workspace, say) and what an allocator wastes is not seen.
+rank of any layout. The bytes of every storage count from the operation that makes it to its end. What an
+operation takes within itself (a workspace, say) and what an allocator wastes is not seen.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,24 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.batches import Batches, own_samples
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.memory.budget import Budgeted
+from fivefold.parallel.memory.table import StepChoices
 from fivefold.parallel.program.costs import Costs
 from fivefold.parallel.program.loss import TileLoss
-from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.net import RecordedNet, no_budget
+from fivefold.parallel.program.program import Program
 from fivefold.parallel.program.weightless import counting, weightless
-from fivefold.parallel.reduce import Bucketed, Reducer, reducer_for
+from fivefold.parallel.reduce import Alone, Bucketed, Reducer, reducer_for
 from fivefold.parallel.trees import call_with, leaves, map_tensors
 from fivefold.plan import Layout, Plan
-from fivefold.torch_private import FakeTensorMode, fake_of
+from fivefold.torch_private import FakeTensorMode, fake_of, is_dtensor
 
-__all__ = ["Predicted", "device_of", "made", "predicted", "storage_bytes"]
+__all__ = [
+    "Predicted", "Rehearse", "device_of", "made", "predicted", "rehearsed", "run_once", "storage_bytes",
+    "whole_for_step", "whole_stand_in", "with_parts",
+]  # fmt: skip
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,11 @@ class Predicted:
     """made by the step and alive when backward begins: what autograd saved, the net's outputs, the loss"""
     peak_bytes: int
     """made by the step, the most that is alive at any time of forward and backward"""
+
+    trained_bytes: int = 0
+    """of parameters that are trained"""
+    choices: StepChoices | None = None
+    """what is kept, computed again and spilled under a budget"""
 
     @property
     def total_bytes(self) -> int:
@@ -79,6 +93,7 @@ class Predicted:
                 f"rank {self.rank} of {self.layout.size} ({self.layout}), predicted:",
                 *lines,
                 "Not counted: the optimiser's state, workspaces of kernels, torch itself.",
+                *(["", str(self.choices)] if self.choices else []),
             ]
         )
 
@@ -116,33 +131,106 @@ def predicted(
             f"memory is predicted for layouts with tile axes and without pipe, not for {plan.layout}: set "
             "height, width or depth, and leave pipe at 1; for stages, see fivefold.parallel.pipeline.memory"
         )
+    return rehearsed(
+        net, plan, rank, run_once, inputs=inputs, targets=targets, loss=loss, costs=costs
+    )
+
+
+Rehearse = Callable[[Callable[[Program], Budgeted | None]], Predicted]
+"""what programs do under a budget, see `RecordedNet.budgeted` -> what such a step needs"""
+
+
+def run_once(rehearse: Rehearse) -> Predicted:
+    """A step without a budget."""
+    return rehearse(no_budget)
+
+
+def rehearsed(
+    net: nn.Module,
+    plan: Plan,
+    rank: int,
+    work: Callable[[Rehearse], _T],
+    *,
+    inputs: Any,
+    targets: Any,
+    loss: Callable[..., Any],
+    costs: Costs | None = None,
+) -> _T:
+    """What `work` returns, which may make steps without memory as often as it likes; see `predicted`.
+
+    Layouts without tile axes are right as well.
+    """
+    parts, plan = whole_for_step(plan)
     device = device_of(net)
     with fake_mesh(plan, rank, device) as mesh:
-        step = _Step(net, mesh, loss, costs or Costs())
+        step = _Step(net, mesh, loss, costs or Costs(), parts)
         batch = step.batch(inputs, targets)
         with weightless() as fake:
             on_device = map_tensors(lambda part: made(part, device), batch)
-            return functional_call(step, _stand_ins(fake, net), on_device)
+            stand_ins = _stand_ins(fake, net, with_gradients=parts == 1)
+            return functional_call(step, stand_ins, (work, *on_device))
 
 
-def _stand_ins(fake: FakeTensorMode, net: nn.Module) -> dict[str, Tensor]:
-    """Parameters, with gradients, and buffers, by the names that `_Step` has for them."""
+def whole_for_step(plan: Plan) -> tuple[int, Plan]:
+    """Among how many replicas a plan divides parameters between steps, and a plan that does not.
+
+    Within a step they are whole; what the parts take beside is told by `with_parts`.
+    """
+    memory = plan.memory
+    parts = plan.layout.data if memory.shard != "none" else 1
+    return parts, dataclasses.replace(plan, memory=dataclasses.replace(memory, shard="none"))
+
+
+def with_parts(told: Predicted, parts: int) -> Predicted:
+    """What a step needs of which so many replicas each hold a part of all that is trained, between steps.
+
+    Gradients are whole when backward ends, and are then added to parts.
+    """
+    if parts == 1:
+        return told
+    own = -(-told.trained_bytes // parts)
+    return dataclasses.replace(
+        told,
+        parameters_bytes=told.parameters_bytes + own,
+        gradients_bytes=own,
+        trained_bytes=own,
+    )
+
+
+def _stand_ins(fake: FakeTensorMode, net: nn.Module, *, with_gradients: bool) -> dict[str, Tensor]:
+    """Parameters and buffers, by the names that `_Step` has for them."""
     found: dict[str, Tensor] = {}
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        found[f"net.{name}"] = made = fake_of(fake, tensor)
-        if made.requires_grad:
+        found[f"net.{name}"] = made = whole_stand_in(fake, tensor)
+        if made.requires_grad and with_gradients:
             made.grad = torch.zeros_like(made)
     return found
+
+
+def whole_stand_in(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor without memory for another; a whole one for a tensor of which this rank has a part."""
+    if not is_dtensor(tensor):
+        return fake_of(fake, tensor)
+    with fake:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(made, tensor.requires_grad)
 
 
 class _Step(nn.Module):
     """A training step of one rank, which counts what it makes."""
 
-    def __init__(self, net: nn.Module, mesh: Mesh, loss: Callable[..., Any], costs: Costs) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        mesh: Mesh,
+        loss: Callable[..., Any],
+        costs: Costs,
+        parts: int,
+    ) -> None:
         super().__init__()
         axes = ("data", *TILE_DIMS)
         self.net = net
-        self._mesh = mesh
+        self._mesh, self._parts = mesh, parts
         self._tiles = RecordedNet(net, mesh, costs)
         self._loss = SharedLoss(loss, mesh, net)
         self._tile_loss = TileLoss(self._loss, self._tiles)
@@ -168,14 +256,41 @@ class _Step(nn.Module):
             map_tensors(lambda leaf: cut(leaf, samples), targets),
         )
 
-    def forward(self, inputs: Any, targets: Any) -> Predicted:
-        """Make a step on this rank's part of a batch, as a second one would be made."""
-        reducer = reducer_for(self.net, self._gradients, share_buffers=not self._joint)
+    def forward(self, work: Callable[[Rehearse], _T], inputs: Any, targets: Any) -> _T:
+        """Let `work` make steps on this rank's part of a batch, as second ones would be made."""
+        reducer = Alone()
+        if self._parts == 1:
+            reducer = reducer_for(self.net, self._gradients, share_buffers=not self._joint)
         reducer.begin()
         share = Batches(self._mesh, self._tiles).share(inputs, self._mesh.plan.numerics.seed, 1)
         self._tiles.prepare(call_with, [inputs], share)
         existing = self._existing(reducer, leaves((inputs, targets)))
         every = [tensor for found in existing.values() for tensor in found]
+
+        def rehearse(budgeted: Callable[[Program], Budgeted | None]) -> Predicted:
+            self._tiles.budgeted = budgeted
+            saved, peak = self._counted(every, inputs, targets, share, reducer)
+            sizes = (sum(map(storage_bytes, found)) for found in existing.values())
+            for parameter in self.net.parameters() if self._parts > 1 else ():
+                parameter.grad = None
+            told = Predicted(
+                self._mesh.rank,
+                self._mesh.layout,
+                *sizes,
+                saved_bytes=saved,
+                peak_bytes=peak,
+                trained_bytes=sum(
+                    storage_bytes(p) for p in self.net.parameters() if p.requires_grad
+                ),
+            )
+            return with_parts(told, self._parts)
+
+        return work(rehearse)
+
+    def _counted(
+        self, every: Sequence[Tensor], inputs: Any, targets: Any, share: Share, reducer: Reducer
+    ) -> tuple[int, int]:
+        """Bytes that are saved for backward, and the most, of a step."""
         saved = 0
         with counting(every, self._mesh.device, max(share.rows, 1)) as count:
             before = count.now()
@@ -186,13 +301,7 @@ class _Step(nn.Module):
                 return loss
 
             self._run(inputs, targets, share, reducer, at_backward)
-        return Predicted(
-            self._mesh.rank,
-            self._mesh.layout,
-            **{name: sum(map(storage_bytes, found)) for name, found in existing.items()},
-            saved_bytes=saved,
-            peak_bytes=count.most() - before,
-        )
+        return saved, count.most() - before
 
     def _existing(self, reducer: Reducer, batch: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
         """What is there before a step, by the names that `Predicted` has for it."""

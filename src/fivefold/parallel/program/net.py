@@ -23,6 +23,7 @@ from fivefold.parallel.graph.numbers import known
 from fivefold.parallel.graph.refs import Constant, Ref, StateRef, Value, map_refs
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share, warn_layout
+from fivefold.parallel.memory.budget import Budgeted
 from fivefold.parallel.program.costs import Costs, Options, measured
 from fivefold.parallel.program.exchange import Exchange, Lines, Want, exchange
 from fivefold.parallel.program.program import Program, planned
@@ -36,7 +37,7 @@ from fivefold.parallel.trained import check_read
 from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
-__all__ = ["ALIKE", "GridSamples", "Outputs", "Prepared", "RecordedNet", "grid_of"]
+__all__ = ["ALIKE", "GridSamples", "Outputs", "Prepared", "RecordedNet", "grid_of", "no_budget"]
 
 ALIKE = "give all of them the same, and let the net draw the same random numbers on all"
 
@@ -130,6 +131,8 @@ class RecordedNet:
         self.here = Here(self.grid, self.lines.across.rank())
         plan = mesh.plan
         self._recompute = plan.memory.recompute
+        self.budgeted: Callable[[Program], Budgeted | None] = no_budget
+        """what a program does under a budget"""
         fuse = int(plan.tiles.fuse) if plan.tiles.fuse.isdecimal() else plan.tiles.fuse
         if costs is None:
             # Replicas and stages have to make the same plan.
@@ -301,7 +304,9 @@ class RecordedNet:
             warn_layout(program.drawn.where)
         if self._mesh.plan.memory.shard != "none" and self._mesh.layout.data > 1:
             check_divided(program.tape)
-        if self._recompute not in {0, "none"} and torch.is_grad_enabled():
+        budget = self.budgeted(program) if torch.is_grad_enabled() else None
+        again = self._recompute not in {0, "none"} and torch.is_grad_enabled()
+        if again or (budget is not None and budget.choice.again):
             _check_recomputed(program.tape)
         _check_hooked(program.tape, share.hooked)
         check_read(program.tape)
@@ -315,6 +320,8 @@ class RecordedNet:
             joint=share.group is not None,
             key=lambda scope, number: key_of(share.seed, share.step, scope, number),
             recompute=self._recompute,
+            budget=budget,
+            compiles=self._mesh.plan.parallel.compile,
             here=here,
         )
         given = (*(leaf for leaf, _ in located), *carried)
@@ -558,7 +565,7 @@ def _check_recomputed(tape: Tape) -> None:
         if _trained(cast(Tensor, tape.places[name].now())):
             raise UsageError(
                 f"the forward changes {name}, which is trained, so its activations cannot be computed again "
-                'from what it was: set memory.recompute = "none"'
+                'from what it was: set memory.recompute = "none" and no memory.budget'
             )
 
 
@@ -570,6 +577,10 @@ def _check_hooked(tape: Tape, hooked: frozenset[str]) -> None:
             "use_reentrant=True: one process calls the hooks for each of them, with a part of the gradient. "
             "Give the checkpoints use_reentrant=False"
         )
+
+
+def no_budget(_: Program) -> None:
+    """Everything is kept."""
 
 
 def _one_row(leaf: Tensor) -> Tensor:

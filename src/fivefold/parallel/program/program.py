@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.parallel.graph.fingerprint import Fingerprint
 from fivefold.parallel.graph.names import is_users
@@ -88,6 +88,8 @@ class Program:
     gathered: list[Node] = field(default_factory=list[Node])
     """nodes whose operands had to be gathered because nobody knows how to cut them"""
 
+    here: Here | None = None
+    """whose plan it is"""
     fuse: Fuse = "never"
     """how many layers share an exchange, or how that was decided"""
     mark: Fingerprint | None = None
@@ -103,6 +105,9 @@ class Program:
     )
     """into segments that are computed again: by their number, what they keep, and the steps"""
 
+    compiled: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    """steps that are compiled, see `compiled_span`"""
+
     def marked(self) -> Fingerprint:
         """Its mark, which programs that a net runs have."""
         assert self.mark is not None
@@ -113,6 +118,30 @@ class Program:
         """The first random call whose numbers follow the samples, in a step."""
         nodes = self.tape.nodes
         return next((n for n in nodes if draws_mask(n.function, n.args, n.kwargs)), None)
+
+    @functools.cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those that are one node."""
+        found = [n.function for n in self.tape.nodes if isinstance(n.function, nn.Module)]
+        return tuple(dict.fromkeys(found))
+
+    @functools.cached_property
+    def _order(self) -> dict[int, int]:
+        return {id(node): number for number, node in enumerate(self.tape.nodes)}
+
+    def number_of(self, node: Node) -> int:
+        """Which node of the tape it is."""
+        return self._order[id(node)]
+
+    @functools.cached_property
+    def node_numbers(self) -> list[int]:
+        """By step: the number of the node that it computes, or moves something for."""
+        found, following = [0] * len(self.steps), max(len(self.tape.nodes) - 1, 0)
+        for number, step in reversed([*enumerate(self.steps)]):
+            if isinstance(step, Compute):
+                following = self.number_of(step.node)
+            found[number] = following
+        return found
 
     @functools.cached_property
     def dying(self) -> list[list[int]]:
@@ -204,7 +233,9 @@ def _lowered(tape: Tape, placed: ValuePlacement, here: Here, options: Options) -
         return rule.lower(Operation(node, placed.given[node], here, tuple(made)))
 
     margins = with_margins(tape, placed.spreads, lower, here, options)
-    program = Program(tape, spreads=margins.held, gathered=placed.gathered, fuse=options.fuse)
+    program = Program(
+        tape, spreads=margins.held, gathered=placed.gathered, here=here, fuse=options.fuse
+    )
     lowering = _Lowering(program, here, margins.shared)
     for node in tape.nodes:
         lowering.add(node, lower(node, [margins.held[index] for index in node.outputs]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold import comm
 from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.memory.choice import Choice
 from fivefold.parallel.program.program import Compute, Move, Program
 
-__all__ = ["Recompute", "StepSpan", "divided", "recomputed", "segments"]
+__all__ = ["Recompute", "StepSpan", "divided", "recomputed", "segment_of", "segments", "spans_of"]
 
 
 Recompute = int | str
@@ -75,6 +77,24 @@ def divided(
         for first, stop in itertools.pairwise(bounds)
         if first < stop
     ]
+
+
+def segment_of(program: Program, wanted: set[int], span: range) -> StepSpan:
+    """Steps of a program as one segment."""
+    made = [_made(step) for step in program.steps]
+    return _segment(program, made, wanted, span.start, span.stop)
+
+
+def spans_of(program: Program, choice: Choice, span: range) -> list[tuple[range, bool]]:
+    """The steps of each span of a choice that are among `span`, and whether they are computed again."""
+    numbers = program.node_numbers
+    first, stop = numbers[span.start], numbers[span.stop - 1] + 1
+    found: list[tuple[range, bool]] = []
+    for one in choice.within(first, stop):
+        steps = range(bisect_left(numbers, one.first), bisect_left(numbers, one.stop))
+        steps = range(max(steps.start, span.start), min(steps.stop, span.stop))
+        found.append((steps, one.again))
+    return found
 
 
 def _segment(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fivefold.parallel.graph.names import plain
 from fivefold.parallel.graph.tape import Node
+from fivefold.parallel.memory.budget import Budgeted
 from fivefold.parallel.program.border import Border
 from fivefold.parallel.program.exchange import Exchange, Lines, Want
 from fivefold.parallel.program.spread import Division, Grid, Spread
@@ -126,6 +127,10 @@ class Moment:
     """from a module and the number of its random call: the key of the mask; None leaves masks to torch"""
     recompute: int | str = 0
     """which activations are computed again in backward, see `recompute.segments`"""
+    budget: Budgeted | None = None
+    """what is kept, computed again or spilled instead, under a budget"""
+    compiles: bool = False
+    """whether nodes that follow each other are compiled as one graph"""
     here: Here | None = None
     note: Callable[[Statistics], None] | None = None
     """takes what running statistics are due, which then stay as they are; None: they are updated at once"""

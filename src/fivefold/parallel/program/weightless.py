@@ -10,13 +10,14 @@ with weightless() as fake:                       tensors made here are stand-ins
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fivefold.errors import UsageError
 from fivefold.torch_private import (
@@ -25,13 +26,15 @@ from fivefold.torch_private import (
     DynamicOutputShapeException,
     FakeTensorMode,
     TorchDispatchMode,
-    memory_tracker,
+    pytree,
 )
 
-__all__ = ["Count", "counting", "weightless"]
+__all__ = ["Count", "counting", "current_count", "weightless"]
 
 _one_at_a_time = threading.Lock()
-"""what is lent to torch here, it has once per process"""
+"""torch keeps some of what stand-ins need once per process"""
+_CUDA_BLOCK = 512
+"""bytes: what torch's allocator gives on GPUs are multiples"""
 
 
 @contextmanager
@@ -53,46 +56,56 @@ def weightless(mode: FakeTensorMode | None = None) -> Generator[FakeTensorMode]:
         ) from problem
 
 
-@dataclass(frozen=True)
-class Count:
-    """Bytes of tensors on one kind of device."""
+class Count(TorchDispatchMode):
+    """Bytes of tensors on one kind of device.
 
-    tracker: Any
-    """torch's MemTracker"""
-    device: str
+    A memory counts once however many tensors view it, from the operation that makes it to its end.
+    """
+
+    def __init__(self, existing: Sequence[Tensor], device: str) -> None:
+        super().__init__()
+        self._device = device
+        self._now = self._most = self._lately = 0
+        self._known = WeakIdKeyDictionary()
+        for tensor in existing:
+            self._add(tensor)
 
     def now(self) -> int:
         """Bytes that are alive."""
-        return self._total("current")
+        return self._now
 
     def most(self) -> int:
         """The most that were alive within the block."""
-        return self._total("peak")
+        return self._most
 
-    def _total(self, when: str) -> int:
-        snapshot = self.tracker.get_tracker_snapshot(when)
-        return sum(told["Total"] for device, told in snapshot.items() if device.type == self.device)
+    def lately(self) -> int:
+        """The most that were alive since the last call."""
+        found, self._lately = self._lately, self._now
+        return found
 
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != self._device or storage in self._known:
+            return
+        self._known[storage] = held = [0]
+        weakref.finalize(storage, self._lose, held)
+        self._hold(held, storage.nbytes())
 
-@contextmanager
-def counting(existing: Sequence[Tensor], device: torch.device, rows: int) -> Generator[Count]:
-    """Within the block of `weightless`, count bytes: those of `existing`, and of what is made.
+    def _hold(self, held: list[int], size: int) -> None:
+        if self._device == "cuda":
+            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+        self._now += size - held[0]
+        held[0] = size
+        self._lately = max(self._lately, self._now)
+        self._most = max(self._most, self._now)
 
-    Who asks for numbers is answered: masks are true throughout, so that no memory is forgotten; whole numbers
-    are `rows`, as if all ranks had as many samples; others are 2.
-    """
-    tracker = memory_tracker()
-    tracker.track_external(*existing)
-    with tracker, _Answers(rows):
-        yield Count(tracker, device.type)
+    def _lose(self, held: list[int]) -> None:
+        self._now -= held[0]
 
-
-class _Answers(TorchDispatchMode):
-    """What depends on numbers; see `counting`."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self._rows = rows
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has become larger, or smaller."""
+        if (held := self._known.get(storage)) is not None:
+            self._hold(held, storage.nbytes())
 
     def __torch_dispatch__(
         self,
@@ -101,11 +114,37 @@ class _Answers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, which computes with its parts
+        result = self.result(func, args, kwargs or {})
+        for leaf in pytree.tree_iter(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+    def result(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Of an operation."""
+        return func(*args, **kwargs)
+
+
+class _Weightless(Count):
+    """Answers those who ask for numbers, too; see `counting`."""
+
+    def __init__(self, existing: Sequence[Tensor], device: str, rows: int) -> None:
+        super().__init__(existing, device)
+        self._rows = rows
+
+    def result(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See `Count`."""
         if func is torch.ops.aten.index.Tensor and _is_mask(args[1]):
             x, (mask,) = args
             return x.new_empty((mask.numel(), *x.shape[mask.dim() :]))
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except DataDependentOutputException:
             if func is not LOCAL_SCALAR:
                 raise
@@ -116,6 +155,39 @@ class _Answers(TorchDispatchMode):
             return True
         whole = not (dtype.is_floating_point or dtype.is_complex)
         return self._rows if whole else 2.0
+
+
+@contextmanager
+def counting(existing: Sequence[Tensor], device: torch.device, rows: int) -> Generator[Count]:
+    """Within the block of `weightless`, count bytes: those of `existing`, and of what is made.
+
+    Who asks for numbers is answered: masks are true throughout, so that no memory is forgotten; whole numbers
+    are `rows`, as if all ranks had as many samples; others are 2.
+    """
+    with _Weightless(existing, device.type, rows) as count, _current.of(count):
+        yield count
+
+
+class _Current(threading.local):
+    """Who counts in this thread."""
+
+    count: Count | None = None
+
+    @contextmanager
+    def of(self, count: Count) -> Generator[None]:
+        before, self.count = self.count, count
+        try:
+            yield
+        finally:
+            self.count = before
+
+
+_current = _Current()
+
+
+def current_count() -> Count | None:
+    """The one of the innermost `counting`, in this thread."""
+    return _current.count
 
 
 def _is_mask(indices: Sequence[Tensor | None]) -> bool:

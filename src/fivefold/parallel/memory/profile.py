@@ -1,0 +1,219 @@
+"""What a step of a program holds for backward, and how long its nodes take: what a choice is made from."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fivefold.parallel.graph.refs import Value
+from fivefold.parallel.memory.choice import Key
+from fivefold.parallel.program.program import Compute, Move, Program
+from fivefold.parallel.program.rule import Here
+from fivefold.parallel.program.weightless import Count, current_count
+
+__all__ = ["Held", "Item", "NodeBytes", "Profile", "profile_of"]
+
+HEAVY = (
+    "conv", "linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "bilinear",
+    "scaled_dot_product_attention", "multi_head_attention_forward",
+)  # fmt: skip
+"""names that begin so: operations that wait for the processor, and save operands before they compute"""
+
+
+@dataclass
+class Item:
+    """A memory that backward may need."""
+
+    key: Key
+    size_bytes: int
+    made: int
+    """number of the node that makes it"""
+    saved: set[int] = field(default_factory=set[int])
+    """by which nodes"""
+    read: set[int] = field(default_factory=set[int])
+    names: set[Key] = field(default_factory=set[Key])
+    """of values in it: what a span that is computed again gives is known by its value alone"""
+    passed: set[int] = field(default_factory=set[int])
+    """those of `read` that hand it on as another value: views, and changes in place"""
+    changed: int = -1
+    """the last node that changes it in place"""
+    copies: int = 1
+    """how many there are at once, of as many micro-batches"""
+
+
+@dataclass
+class NodeBytes:
+    """What one node takes beside what is held for backward."""
+
+    forward: int = 0
+    """the most while it is computed"""
+    backward: int = 0
+    """the most in its backward"""
+    gradients: int = 0
+    """as its backward begins"""
+
+
+class Held:
+    """A `Watch` of steps that keep everything: what is held, and what nodes take beside it.
+
+    forward     f1      f2      f3      loss
+    count       ├──────┤├──────┤├───────────
+    backward            b2             b3          what was held is what of `items` is alive
+    """
+
+    def __init__(self) -> None:
+        self.items: dict[Key, Item] = {}
+        self.memory_of: dict[int, Key] = {}
+        """by value: views, and what is changed in place, share one"""
+        self.nodes: dict[int, NodeBytes] = {}
+        self.computed: set[int] = set()
+        self._alive = Counter[int]()
+        """by storage: how often it is held"""
+        self._copies = Counter[Key]()
+        self._bytes = 0
+        self._slot: tuple[int, bool, int] | None = None
+        """the node that is under way, whether in backward, and what was held as it began"""
+        self._count: Count | None = None
+        self._before = 0
+        """bytes as the step began"""
+
+    def computes(self, node: int) -> None:
+        """See `Watch`."""
+        self.computed.add(node)
+        self._next((node, False))
+
+    def needs(self, node: int) -> None:
+        """See `Watch`."""
+        if self._slot is None or self._slot[:2] != (node, True):
+            self._next((node, True))
+
+    def _next(self, slot: tuple[int, bool]) -> None:
+        if self._count is None:
+            self._count = current_count()
+            assert self._count is not None
+            self._before = self._count.now()
+        self.close()
+        self._slot = (*slot, self._bytes)
+        if slot[1]:
+            found = self.nodes.setdefault(slot[0], NodeBytes())
+            found.gradients = max(found.gradients, self._count.now() - self._before - self._bytes)
+
+    def close(self) -> None:
+        """What was under way has ended."""
+        if self._count is None:
+            return
+        most = self._count.lately() - self._before
+        if self._slot is None:
+            return
+        node, backward, held = self._slot
+        found = self.nodes.setdefault(node, NodeBytes())
+        if backward:
+            found.backward = max(found.backward, most - held)
+        else:
+            found.forward = max(found.forward, most - held)
+        self._slot = None
+
+    def makes(self, index: int, key: Key) -> None:
+        """See `Watch`."""
+        self.memory_of[index] = key
+
+    def holds(self, key: Key, storage: int, size_bytes: int, node: int) -> None:
+        """See `Watch`."""
+        found = self.items.setdefault(key, Item(key, size_bytes, node))
+        found.size_bytes = max(found.size_bytes, size_bytes)
+        found.saved.add(node)
+        self._alive[storage] += 1
+        if self._alive[storage] == 1:
+            self._bytes += size_bytes
+            self._copies[key] += 1
+            found.copies = max(found.copies, self._copies[key])
+
+    def lets_go(self, key: Key, storage: int, size_bytes: int) -> None:
+        """See `Watch`."""
+        self._alive[storage] -= 1
+        if not self._alive[storage]:
+            self._bytes -= size_bytes
+            self._copies[key] -= 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of one program on one rank."""
+
+    names: tuple[str, ...]
+    """of nodes"""
+    items: tuple[Item, ...]
+    seconds: tuple[float, ...]
+    """of nodes, forward"""
+    backward_s: tuple[float, ...]
+    """of nodes"""
+    nodes: tuple[NodeBytes, ...]
+    where: tuple[str, ...] = ()
+    """of nodes: module and name"""
+
+    def timed(self, seconds: Sequence[float], backward_s: Sequence[float]) -> Profile:
+        """With measured seconds of nodes."""
+        return replace(self, seconds=tuple(seconds), backward_s=tuple(backward_s))
+
+    def heavy(self, node: int) -> bool:
+        """Whether computing it again is spared where it is the last of a span."""
+        return self.names[node].startswith(HEAVY)
+
+
+def profile_of(program: Program, here: Here, held: Held, seconds: Sequence[float]) -> Profile:
+    """From what a step that keeps everything was seen to hold; nodes of other stages take nothing."""
+    made, read, sizes = _values(program, here)
+    copies = max((item.copies for item in held.items.values()), default=1)
+    items = dict(held.items)
+    makers: dict[Key, set[int]] = {}
+    for index, node in made.items():
+        if (key := held.memory_of.get(index)) is not None:
+            item = items.setdefault(key, Item(key, sizes.get(index, 0), node, copies=copies))
+            item.read |= read.get(index, set())
+            item.names.add(("value", index, 0))
+            makers.setdefault(key, set()).add(node)
+    for key, nodes in makers.items():
+        items[key].made = min(nodes)
+        items[key].passed = nodes - {min(nodes)}
+    for number, step in enumerate(program.steps):
+        if isinstance(step, Compute) and step.in_place:
+            key = held.memory_of.get(step.node.outputs[0])
+            if key in items:
+                items[key].changed = max(items[key].changed, program.node_numbers[number])
+    nodes = program.tape.nodes
+    found = sorted((i for i in items.values() if i.saved or i.read), key=lambda i: (i.made, i.key))
+    own_s = [s if n in held.computed else 0.0 for n, s in enumerate(seconds)]
+    return Profile(
+        tuple(node.name for node in nodes),
+        tuple(found),
+        tuple(own_s),
+        tuple(2 * s for s in own_s),
+        tuple(held.nodes.get(n, NodeBytes()) for n in range(len(nodes))),
+        tuple(f"{node.scope}.{node.name}".lstrip(".") for node in nodes),
+    )
+
+
+def _values(
+    program: Program, here: Here
+) -> tuple[Mapping[int, int], Mapping[int, set[int]], Mapping[int, int]]:
+    """Of values: the node that makes each, the nodes that read it, and its bytes on this rank."""
+    numbers, made, read = program.node_numbers, dict[int, int](), dict[int, set[int]]()
+    sizes: dict[int, int] = {}
+    for index, spread in program.spreads.items():
+        each = program.tape.element_bytes(Value(index))
+        sizes[index] = each * math.prod(spread.local_shape(here.grid, here.rank))
+    for number, step in enumerate(program.steps):
+        node = numbers[number]
+        if isinstance(step, Move):
+            refs, outputs = (step.source,), (step.target,)
+            each = program.tape.element_bytes(step.source)
+            sizes[step.target] = math.prod(step.exchange.result) * each
+        else:
+            refs, outputs = step.operands, step.node.outputs
+        for ref in refs:
+            if isinstance(ref, Value):
+                read.setdefault(ref.index, set()).add(node)
+        made |= dict.fromkeys(outputs, node)
+    return made, read, sizes

@@ -1,0 +1,395 @@
+"""Training steps under choices, simulated: how long they take, and the most that they hold.
+
+Nodes are joined to units, each of which ends with an operation that waits for the processor: computing a unit
+again spares this one, since it saves its operands before it computes.
+
+    unit   norm relu conv | norm relu conv | norm add relu conv | ...
+    state  KEEP             AGAIN            JOINED with the next, so that nothing is held between them
+
+Copies out queue up behind each other in forward, those back in backward; what does not hide is waited for.
+Many states are simulated at once. Shapes have B for states, U for units, I for items.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.parallel.memory.choice import Choice, NodeSpan
+from fivefold.parallel.memory.profile import Item, Profile
+
+__all__ = ["AGAIN", "JOINED", "KEEP", "Link", "Simulated", "Simulator", "State"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+KEEP, AGAIN, JOINED = 0, 1, 2
+_MOST_UNITS = 160
+_NEVER = 1 << 40
+"""number of a unit that there is not"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast copies are while a net computes."""
+
+    out_bytes_per_s: float
+    back_bytes_per_s: float
+    drag_s_per_byte: float = 0.0
+    """how much longer computing takes for each byte that is copied meanwhile"""
+
+
+@dataclass
+class State:
+    """A choice under way: what each unit does (U,), and whether items are spilled (I,)."""
+
+    units: Ints
+    spilled: Bools
+    window_bytes: int = 0
+    """of the pool; the net waits for copies of what is larger"""
+
+    def copy(self) -> State:
+        """One that may be changed."""
+        return State(self.units.copy(), self.spilled.copy(), self.window_bytes)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What steps are told to take."""
+
+    seconds: Floats
+    """(B,)"""
+    peak_bytes: Ints
+    """(B,)"""
+    out_s: Floats
+    """(B, U): when copies of what a unit makes begin; nan where there are none"""
+    back_s: Floats
+    """(B, U): when those begin that its backward needs"""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """States, and what follows from what their units do."""
+
+    again: Bools
+    """(B, U)"""
+    group: Ints
+    """(B, U): units that are computed again together have a number"""
+    first: Ints
+    """(B, U): the first of a unit's group"""
+    last: Ints
+    """(B, U)"""
+
+    @classmethod
+    def of(cls, units: Ints) -> _Placed:
+        count = units.shape[1]
+        begins = np.ones(units.shape, bool)
+        begins[:, 1:] = (units[:, :-1] != JOINED) | (units[:, 1:] == KEEP)
+        ends = np.ones(units.shape, bool)
+        ends[:, :-1] = begins[:, 1:]
+        at = np.arange(count)
+        first = np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+        last = np.minimum.accumulate(np.where(ends, at, count)[:, ::-1], axis=1)[:, ::-1]
+        return cls(units != KEEP, np.cumsum(begins, axis=1), first, last)
+
+
+@dataclass(frozen=True)
+class _Fates:
+    """What becomes of items, (B, I)."""
+
+    low: Ints
+    """the first unit whose backward needs what is held; _NEVER if nothing is held"""
+    high: Ints
+    """the last one"""
+    kept: Bools
+    spilled: Bools
+    made_again: Ints
+    """the first unit whose backward needs it after its group was computed again; or _NEVER"""
+
+
+class Simulator:
+    """Of one profile."""
+
+    def __init__(self, profile: Profile, link: Link | None) -> None:
+        self.profile, self.link = profile, link
+        self.bounds = _units(profile)
+        """units are [bounds[i], bounds[i + 1])"""
+        spans = [range(a, b) for a, b in itertools.pairwise(self.bounds)]
+        unit_of = [unit for unit, span in enumerate(spans) for _ in span]
+        self.items = profile.items
+        self.sizes = np.array([item.size_bytes for item in self.items], np.int64)
+        self._saved = self.sizes * np.array([bool(item.saved) for item in self.items], bool)
+        """(I,): bytes, of those that are held if everything is kept"""
+        self._copies = np.array([item.copies for item in self.items], np.int64)
+        self._made = np.array([unit_of[item.made] for item in self.items], np.int64)
+        last_read = [max((*item.read, *item.saved, item.made)) for item in self.items]
+        self._last_read = np.array([unit_of[node] for node in last_read], np.int64)
+        self._savers = _pairs([item.saved for item in self.items], unit_of)
+        self._readers = _pairs([item.read for item in self.items], unit_of)
+        crossing = _crossing(profile)
+        self.crossing = [crossing[bound] for bound in self.bounds]
+        """by unit: bytes of what it and later ones read of earlier ones"""
+        self.forward_s = np.array([sum(profile.seconds[n] for n in span) for span in spans])
+        self._backward_s = np.array([sum(profile.backward_s[n] for n in span) for span in spans])
+        self._spared_s = np.array([
+            profile.seconds[span[-1]] if profile.heavy(span[-1]) else 0.0 for span in spans
+        ])  # fmt: skip
+        self._work = _Work.of(profile, spans)
+
+    @property
+    def units(self) -> int:
+        """Their number."""
+        return len(self.bounds) - 1
+
+    def start(self) -> State:
+        """Everything is kept."""
+        return State(np.zeros(self.units, np.int64), np.zeros(len(self.items), bool))
+
+    def run(self, states: Sequence[State]) -> Simulated:
+        """A step under each."""
+        units = np.stack([state.units for state in states])
+        spilled = np.stack([state.spilled for state in states])
+        window = np.array([state.window_bytes for state in states])
+        placed = _Placed.of(units)
+        fates = self._fates(placed, spilled)
+        seconds, out_s, back_s = self._seconds(placed, fates, window)
+        return Simulated(seconds, self._peak(placed, fates, window), out_s, back_s)
+
+    def _fates(self, placed: _Placed, spilled: Bools) -> _Fates:
+        again, group = placed.again, placed.group
+        (owner, unit), (reading, reader) = self._savers, self._readers
+        made = self._made
+        with_own = again[:, unit] & (group[:, unit] == group[:, made[owner]])
+        made_again = _least(np.where(with_own, unit, _NEVER), owner, len(made))
+        # What a span takes is held till it has gone through backward.
+        apart = again[:, reader] & (group[:, reader] != group[:, made[reading]])
+        low = np.minimum(
+            _least(np.where(again[:, unit], _NEVER, unit), owner, len(made)),
+            _least(np.where(apart, placed.first[:, reader], _NEVER), reading, len(made)),
+        )
+        high = -np.minimum(
+            _least(np.where(again[:, unit], _NEVER, -unit), owner, len(made)),
+            _least(np.where(apart, -placed.last[:, reader], _NEVER), reading, len(made)),
+        )
+        held = low < _NEVER
+        return _Fates(low, high, held & ~spilled, held & spilled, made_again)
+
+    def _seconds(
+        self, placed: _Placed, fates: _Fates, window: Ints
+    ) -> tuple[Floats, Floats, Floats]:
+        states, units = placed.again.shape
+        out_s, back_s = np.full((2, states, units), np.nan)
+        now = np.zeros(states)
+        link = self.link if fates.spilled.any() else None
+        waits = self.sizes > window[:, None]
+        leaving = arriving = np.zeros((2, states, units))
+        if link is not None:
+            sizes = [fates.spilled * self.sizes * some for some in (~waits, waits)]
+            leaving = np.stack([_by_unit(some, self._made, units) for some in sizes])
+            arriving = np.stack([_by_fate(some, fates.high, units) for some in sizes])
+        free = now
+        for unit in range(units):
+            now = now + self.forward_s[unit]
+            if link is not None:
+                size, at_once = leaving[:, :, unit]
+                some = size + at_once > 0
+                room = np.maximum(window - size, 0) / link.out_bytes_per_s
+                begin = np.maximum(now, free - np.where(at_once > 0, 0, room))
+                begin += (size + at_once) * link.drag_s_per_byte
+                now = np.where(some, begin + at_once / link.out_bytes_per_s, now)
+                out_s[:, unit] = np.where(some, np.maximum(begin, free), np.nan)
+                ends = np.maximum(now, free) + size / link.out_bytes_per_s
+                free = np.where(some, ends, free)
+        spared = np.where(placed.last == np.arange(units), self._spared_s, 0.0)
+        again_s = np.where(placed.again, self.forward_s - spared, 0.0)
+        free = now  # what goes out last is there still: nothing waits for it
+        for unit in reversed(range(units)):
+            if link is not None:
+                size, at_once = arriving[:, :, unit]
+                some = size + at_once > 0
+                begin = np.maximum(free, now - window / link.back_bytes_per_s)
+                back_s[:, unit] = np.where(some, begin, np.nan)
+                free = np.where(some, begin + size / link.back_bytes_per_s, free)
+                begin = np.maximum(now, free) + (size + at_once) * link.drag_s_per_byte
+                now = np.where(some, begin + at_once / link.back_bytes_per_s, now)
+                free = np.where(at_once > 0, now, free)
+            now = now + again_s[:, unit] + self._backward_s[unit]
+        return now, out_s, back_s
+
+    def _peak(self, placed: _Placed, fates: _Fates, window: Ints) -> Ints:
+        """Where it is.
+
+        forward     held of earlier units + what they made that is read still + the unit's own
+        backward    held and not let go + fetched + made again + the unit's own
+        """
+        units = self.units
+        kept, spilled = fates.kept * self.sizes, fates.spilled * self.sizes
+        held = np.cumsum(_by_unit(kept, self._made, units), axis=1)
+        passing = np.where(fates.kept, 0, self._saved)
+        passing = _between(passing, self._made + 1, self._last_read + 1, units)
+        own = np.where(placed.again, self._work.again, self._work.forward)
+        forward = held - _by_unit(kept, self._made, units) + passing + own + window[:, None]
+        # Of other micro-batches than the one whose backward it is.
+        others = (kept * (self._copies - 1)).sum(axis=1)
+        alive = np.cumsum(_by_fate(kept, fates.low, units), axis=1)
+        fetched = _between(spilled, fates.low, fates.high + 1, units)
+        found = fates.made_again
+        again = _between(
+            np.where(found < _NEVER, self.sizes, 0),
+            np.minimum(found, units),
+            np.minimum(placed.last[:, self._made] + 1, units),
+            units,
+        )
+        backward = alive + fetched + again + self._work.backward + window[:, None]
+        # As the backward of a group's last unit begins, the group is computed again, unit by unit.
+        before = alive + fetched + self._work.gradients
+        before = np.take_along_axis(before, placed.last, axis=1)
+        so_far = np.cumsum(
+            _by_unit(np.where(found < _NEVER, self.sizes, 0), self._made, units), axis=1
+        )
+        so_far -= np.take_along_axis(np.pad(so_far, ((0, 0), (1, 0)))[:, :-1], placed.first, axis=1)
+        while_again = before + so_far + self._work.temporary + window[:, None]
+        backward = np.where(placed.again, np.maximum(backward, while_again), backward)
+        return np.maximum(forward.max(axis=1), backward.max(axis=1)) + others
+
+    def held(self, state: State) -> tuple[Ints, Ints]:
+        """By unit (U,): bytes of what it makes that are kept for backward, and that are spilled."""
+        placed = _Placed.of(state.units[None])
+        fates = self._fates(placed, state.spilled[None])
+        kept, spilled = (
+            _by_unit(some * self.sizes, self._made, self.units)[0]
+            for some in (fates.kept, fates.spilled)
+        )
+        return kept, spilled
+
+    def again_s(self, state: State) -> Floats:
+        """By unit (U,): seconds of computing it again."""
+        placed = _Placed.of(state.units[None])
+        ends = placed.last[0] == np.arange(self.units)
+        spared = np.where(ends, self._spared_s, 0.0)
+        return np.where(placed.again[0], self.forward_s - spared, 0.0)
+
+    def choice(self, state: State) -> Choice:
+        """A state as what a run of the program is given."""
+        spans: list[NodeSpan] = []
+        group = _Placed.of(state.units[None]).group[0]
+        for unit, what in enumerate(state.units):
+            first, stop, again = self.bounds[unit], self.bounds[unit + 1], bool(what != KEEP)
+            joins = spans and spans[-1].again == again
+            if joins and (not again or group[unit] == group[unit - 1]):
+                spans[-1] = NodeSpan(spans[-1].first, stop, again)
+            else:
+                spans.append(NodeSpan(first, stop, again))
+        spilled = (self.items[n] for n in np.flatnonzero(state.spilled))
+        keys = (key for item in spilled for key in (item.key, *item.names))
+        return Choice(tuple(spans), frozenset(keys))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What units take beside what is held, (U,)."""
+
+    forward: Ints
+    again: Ints
+    """where nothing of it is held"""
+    backward: Ints
+    gradients: Ints
+    temporary: Ints
+    """the most that a node of it takes beside what it makes for backward"""
+
+    @classmethod
+    def of(cls, profile: Profile, spans: Sequence[range]) -> _Work:
+        nodes = profile.nodes
+        made: list[list[Item]] = [[] for _ in nodes]
+        for item in profile.items:
+            made[item.made].append(item)
+        rows: list[tuple[int, ...]] = []
+        for span in spans:
+            forward = again = temporary = held = 0
+            alive: list[Item] = []
+            for node in span:
+                own = nodes[node].forward
+                forward = max(forward, held + own)
+                alive = [one for one in alive if one.read and max(one.read) >= node]
+                again = max(again, own + sum(one.size_bytes for one in alive))
+                saved = sum(one.size_bytes for one in made[node] if one.saved)
+                temporary = max(temporary, own - saved)
+                held += saved
+                alive += [one for one in made[node] if one.saved]
+            backward = max(nodes[n].backward for n in span)
+            rows.append(
+                (forward, again, backward, max(nodes[n].gradients for n in span), temporary)
+            )
+        return cls(*np.array(rows, np.int64).T)
+
+
+def _pairs(nodes: Sequence[set[int]], unit_of: Sequence[int]) -> tuple[Ints, Ints]:
+    """(item, unit) for all, in the order of items."""
+    found = [(n, u) for n, own in enumerate(nodes) for u in sorted({unit_of[node] for node in own})]
+    items, units = np.array(found, np.int64).reshape(-1, 2).T
+    return items, units
+
+
+def _least(values: Ints, owners: Ints, items: int) -> Ints:
+    """(B, pairs) -> (B, items): the least of each item's pairs; _NEVER without any."""
+    found = np.full((len(values), items), _NEVER)
+    if owners.size:
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        found[:, owners[starts]] = np.minimum.reduceat(values, starts, axis=1)
+    return found
+
+
+def _by_unit(values: Ints, unit: Ints, units: int) -> Ints:
+    """(B, I) -> (B, U): sums of the items of each unit."""
+    found = np.zeros((units, len(values)), np.int64)
+    np.add.at(found, unit, values.T)
+    return found.T
+
+
+def _by_fate(values: Ints, unit: Ints, units: int) -> Ints:
+    """The same where units (B, I) differ from state to state; what has none is left out."""
+    states = len(values)
+    at = np.where((unit >= 0) & (unit < units), unit, units) + np.arange(states)[:, None] * (
+        units + 1
+    )
+    found = np.bincount(at.ravel(), values.ravel(), states * (units + 1))
+    return found.reshape(states, units + 1)[:, :units].astype(np.int64)
+
+
+def _between(values: Ints, first: Ints, stop: Ints, units: int) -> Ints:
+    """(B, I) -> (B, U): sums of the items whose [first, stop) has the unit."""
+    shape = values.shape
+    change = _by_fate(values, np.broadcast_to(first, shape), units)
+    change -= _by_fate(values, np.broadcast_to(stop, shape), units)
+    return np.cumsum(change, axis=1)
+
+
+def _units(profile: Profile) -> list[int]:
+    """After what waits for the processor, and where little crosses: what a block of a net gives the next."""
+    nodes = len(profile.names)
+    cuts = {n + 1 for n in range(nodes) if profile.heavy(n)}
+    crossing = _crossing(profile)
+    for item in profile.items:
+        if len(item.read - item.passed) > 1 and crossing[item.made + 1] <= item.size_bytes:
+            cuts.add(item.made + 1)
+    for item in profile.items:
+        # Apart from what made it, a change in place would need a memory of its own.
+        cuts -= set(range(item.made + 1, item.changed + 1))
+    ordered = sorted(cut for cut in cuts if 0 < cut < nodes)
+    each = -(-len(ordered) // _MOST_UNITS) or 1
+    return [0, *ordered[::each], nodes]
+
+
+def _crossing(profile: Profile) -> list[int]:
+    """By node: bytes of values that are made before it, and that it or later nodes read."""
+    change = [0] * (len(profile.names) + 2)
+    for item in profile.items:
+        if item.read:
+            change[item.made + 1] += item.size_bytes
+            change[max(item.read) + 1] -= item.size_bytes
+    return list(itertools.accumulate(change))

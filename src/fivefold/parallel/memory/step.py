@@ -1,0 +1,304 @@
+"""What the steps of a model hold under `memory.budget`: decided when a batch is new, and again when measured.
+
+    a step without memory ──► what it holds ──► choice ──► the same step under it ──► does it fit?
+    two real steps        ──► seconds of nodes, workspaces ──► choice
+
+Each rank decides for itself, since what it holds differs with its tile or stage: nothing of a choice takes
+part in communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel.memory.budget import Budgeted, NodeTimes
+from fivefold.parallel.memory.choice import Choice
+from fivefold.parallel.memory.decide import decided, least
+from fivefold.parallel.memory.file import FileStore
+from fivefold.parallel.memory.link import measured_link, seen_link
+from fivefold.parallel.memory.optimizers import OptimizerStates
+from fivefold.parallel.memory.pinned import PinnedStore
+from fivefold.parallel.memory.profile import Held, Profile, profile_of
+from fivefold.parallel.memory.simulate import Simulator, State
+from fivefold.parallel.memory.spill import Pool, Store, WeightlessStore
+from fivefold.parallel.memory.table import choices_of
+from fivefold.parallel.memory.workspace import Workspace
+from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.memory import Predicted, Rehearse
+from fivefold.parallel.program.program import Program
+from fivefold.parallel.trees import kinds
+from fivefold.plan import Memory
+from fivefold.sections import bytes_of
+
+__all__ = ["Decision", "StepBudget"]
+
+_MEASURED = 2
+"""real steps that are timed before a choice is made again"""
+_TRIES = 5
+_NEAR = 0.98
+"""of the limit: a choice that holds less is tried to be bettered"""
+_LEAST = 4
+"""ways to hold little that are tried before a budget is refused"""
+
+_T = TypeVar("_T")
+_Found = tuple[State, Predicted]
+_Look = Callable[[Rehearse], _Found]
+
+
+class Rehearsed(Protocol):
+    """Makes steps without memory on such a batch; see `rehearsed` of `program.memory`."""
+
+    def __call__(self, inputs: Any, targets: Any, work: Callable[[Rehearse], _T]) -> _T:
+        """What `work` returns."""
+        ...
+
+
+@dataclass
+class Decision:
+    """For one program and one kind of batch."""
+
+    profile: Profile
+    free: Predicted
+    """without a budget"""
+    times: NodeTimes
+    state: State
+    choice: Choice
+    predicted: Predicted
+    """under the choice"""
+    pool: Pool | None = None
+    steps: int = 0
+    due: bool = False
+    """whether more is known than when it was made"""
+    last: int = -1
+    """number of the last step that asked for it"""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a step is given."""
+
+    kind: tuple[Any, ...]
+    """equal for batches that are alike"""
+    noted: Callable[[], tuple[Any, Any]]
+    """inputs and targets without numbers"""
+    number: int = 0
+    """of the step"""
+
+
+class StepBudget:
+    """Of one model.
+
+    Args:
+        mesh: where it computes.
+        net: the plain net.
+        rehearsed: makes steps without memory.
+        costs: that nodes are told to take before any step is timed.
+
+    Raises `UsageError` where nothing can be spilled to what the plan names.
+    """
+
+    def __init__(self, mesh: Mesh, net: nn.Module, rehearsed: Rehearsed, costs: Costs) -> None:
+        memory = mesh.plan.memory
+        self.budget_bytes = bytes_of(memory.budget)
+        self.rank = mesh.rank
+        self._mesh, self._rehearsed, self._costs = mesh, rehearsed, costs
+        self._store = _store(memory, mesh.device)
+        self._link = None if self._store is None else measured_link(self._store, mesh.device)
+        self._known: dict[tuple[Any, ...], Decision] = {}
+        self._batch: _Batch | None = None
+        self._steps = 0
+        self._workspace = Workspace(mesh.device)
+        self._optimizers = OptimizerStates(net, mesh.device, self._more_known)
+
+    # ---- in a step
+
+    @contextmanager
+    def step(self, inputs: Any, targets: Any, noted: Callable[[Any], Any]) -> Generator[None]:
+        """Within the block a step is made on such a batch, of which `noted` makes trees without numbers."""
+        self._batch = _Batch(
+            kinds(inputs, targets), lambda: (noted(inputs), noted(targets)), self._steps
+        )
+        self._steps += 1
+        try:
+            yield
+        finally:
+            asked = [one for one in self._known.values() if one.last == self._batch.number]
+            self._batch = None
+            if any(one.steps == _MEASURED for one in asked):
+                self._workspace.ended(max(one.predicted.peak_bytes for one in asked))
+
+    def budgeted(self, program: Program) -> Budgeted | None:
+        """What the runs of a program do in the step that is made.
+
+        Raises `UsageError` where no choice fits.
+        """
+        batch = self._batch
+        if batch is None:
+            return None
+        key = (batch.kind, *(node.name for node in program.tape.nodes))
+        decision = self._known.get(key)
+        if decision is None:
+            decision = self._known[key] = self._decided(batch)
+        if decision.last != batch.number:
+            decision.last = batch.number
+            if decision.steps == _MEASURED and (seconds := decision.times.seconds()) is not None:
+                decision.profile = decision.profile.timed(*seconds)
+                decision.due = True
+            if decision.due:
+                self.choose(
+                    decision,
+                    lambda look: self._rehearsed(*batch.noted(), look),
+                )
+            decision.steps += 1
+            if decision.steps == _MEASURED:
+                self._workspace.began()
+        times = decision.times if decision.steps <= _MEASURED else None
+        return Budgeted(decision.choice, decision.pool, times=times)
+
+    def told(self, inputs: Any, targets: Any) -> Predicted:
+        """What a step on such a batch needs, decided as for a step, with a table of it."""
+        batch = _Batch(kinds(inputs, targets), lambda: (inputs, targets))
+        known = (one for key, one in self._known.items() if key[0] == batch.kind)
+        decision = max(known, key=lambda one: one.last, default=None)
+        if decision is None:
+            decision = self._decided(batch)
+        simulator = Simulator(decision.profile, self._link)
+        standing = self._standing(decision.free)
+        told = choices_of(
+            simulator, decision.state, standing, self._workspace.bytes, self.budget_bytes
+        )
+        return replace(decision.predicted, choices=told)
+
+    def pool(self, window_bytes: int) -> Pool:
+        """To spill to."""
+        assert self._store is not None
+        return Pool(self._store, window_bytes)
+
+    # ---- deciding
+
+    def _decided(self, batch: _Batch) -> Decision:
+        """From a look at a step that keeps everything."""
+
+        def work(rehearse: Rehearse) -> Decision:
+            held, found = Held(), list[Program]()
+
+            def keep_all(program: Program) -> Budgeted:
+                found.append(program)
+                return Budgeted(Choice.keep_all(len(program.tape.nodes)), watch=held)
+
+            free = rehearse(keep_all)
+            held.close()
+            program, here = found[0], found[0].here
+            assert here is not None, "plans are made for ranks"
+            nodes = program.tape.nodes
+            seconds = [self._costs.forward_s(node) / here.grid.size for node in nodes]
+            profile = profile_of(program, here, held, seconds)
+            times, choice = NodeTimes(len(nodes), self._mesh.device), Choice.keep_all(len(nodes))
+            state = Simulator(profile, None).start()
+            decision = Decision(profile, free, times, state, choice, free)
+            self.choose(decision, lambda work: work(rehearse))
+            return decision
+
+        return self._rehearsed(*batch.noted(), work)
+
+    def choose(self, decision: Decision, rehearsed: Callable[[_Look], _Found]) -> None:
+        """Find a choice that fits, of those the fastest, and put it into the decision.
+
+        Raises `UsageError` if there is none.
+        """
+        free, limit = decision.free, self._limit(decision.free)
+        if self._store is not None and self._link is not None:
+            self._link = seen_link(self._link, self._store.rates)
+        simulator = Simulator(decision.profile, self._link)
+
+        def look(rehearse: Rehearse) -> _Found:
+            def under(state: State) -> Predicted:
+                choice, pool = simulator.choice(state), Pool(WeightlessStore(), state.window_bytes)
+                return rehearse(lambda _: Budgeted(choice, pool))
+
+            found = _fastest(simulator, limit, free.peak_bytes, under)
+            if found is None:
+                # The simulation is roughly right: what it finds too much may fit, and is looked at as well.
+                tried = [(state, under(state)) for state in least(simulator)[:_LEAST]]
+                found = min(tried, key=lambda one: one[1].peak_bytes)
+            return found
+
+        fits = free.peak_bytes <= limit
+        found = None if fits else rehearsed(look)
+        decision.due = False
+        decision.state, decision.predicted = found or (simulator.start(), free)
+        if decision.predicted.peak_bytes > limit:
+            self._refuse(free, decision.predicted)
+        decision.choice = simulator.choice(decision.state)
+        spills = bool(decision.state.spilled.any())
+        decision.pool = self.pool(decision.state.window_bytes) if spills else None
+
+    def _refuse(self, free: Predicted, told: Predicted) -> None:
+        standing = self._standing(free)
+        raise UsageError(
+            f"memory.budget = {self._mesh.plan.memory.budget} is too little: a step holds at least "
+            f"{_mib(standing + self._workspace.bytes + told.peak_bytes)}, of which {_mib(standing)} are "
+            "parameters, gradients, the optimiser's state and the batch; allow so much, take smaller "
+            "batches, or divide more"
+        )
+
+    def _limit(self, free: Predicted) -> int:
+        """The most that a step may make."""
+        return self.budget_bytes - self._standing(free) - self._workspace.bytes
+
+    def _standing(self, free: Predicted) -> int:
+        """Bytes before a step; of the optimiser's state, until it is seen, twice those that are trained."""
+        state = self._optimizers.bytes_of(2 * free.trained_bytes)
+        return free.total_bytes - free.peak_bytes + state
+
+    def _more_known(self) -> None:
+        for decision in self._known.values():
+            decision.due = True
+
+
+def _fastest(
+    simulator: Simulator, limit: int, free_peak: int, under: Callable[[State], Predicted]
+) -> _Found | None:
+    """A choice that fits in truth; what is simulated is held to less, or more, until both are near."""
+    start = simulator.run([simulator.start()])
+    target = limit + int(start.peak_bytes[0]) - free_peak
+    best: tuple[float, State, Predicted] | None = None
+    near: State | None = None
+    tried: Sequence[int] = ()
+    for _ in range(_TRIES):
+        state = decided(simulator, target, near)
+        if state is None or target in tried:
+            break
+        tried = (*tried, target)
+        told, seconds = under(state), float(simulator.run([state]).seconds[0])
+        if told.peak_bytes <= limit and (best is None or seconds < best[0]):
+            best = seconds, state, told
+        if _NEAR * limit <= told.peak_bytes <= limit:
+            break
+        target += limit - told.peak_bytes
+        near = state
+    return None if best is None else best[1:]
+
+
+def _store(memory: Memory, device: torch.device) -> Store | None:
+    limit = bytes_of(memory.host) if memory.host else None
+    if device.type == "cuda":
+        if memory.disk:
+            raise UsageError(
+                "memory.disk is what CPUs spill to; GPUs spill to pinned memory of the host: leave it out"
+            )
+        return PinnedStore(device, limit)
+    return FileStore(Path(memory.disk), limit) if memory.disk else None
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"
