@@ -1,0 +1,331 @@
+"""Nodes that follow each other as one graph each, compiled by `torch.compile`: `parallel.compile`.
+
+    first step     every node runs as it is, and is watched
+    second step    nodes become graphs, which are compiled, and compared with what they are made of
+    from then on   halo ─ [conv norm relu conv] ─ sum of statistics ─ [norm relu add] ─ halo ─ ...
+
+What talks to other ranks, draws random numbers or has a backward in Python stands between graphs, and runs as
+it is. So does a graph that does not compile, or computes something else then; a warning names it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from fivefold.errors import warn
+from fivefold.parallel.graph.refs import Ref, Value
+from fivefold.parallel.program.gradient_paths import around
+from fivefold.parallel.program.program import Compute, Program
+from fivefold.parallel.program.rule import Moment
+from fivefold.parallel.program.watched import FromCall, Given, Trace, watched
+from fivefold.torch_private import pytree
+
+__all__ = ["CompiledSpan", "Graph", "compiled_span"]
+
+_LEAST_CALLS = 2
+"""of a graph: there is nothing to fuse in one"""
+_LOOSE, _LOOSEST = 4e5, 0.5
+"""times the precision of a dtype: how far a compiled graph may be from what it is made of. Many layers
+amplify what rounding does, to 2 % of the gradients of ResNet-50 in float32; what a wrong kernel does is larger."""
+_SMALL = 1e-3
+"""of the largest norm: what is smaller may be nothing but rounding"""
+_NAMED = 3
+"""graphs, or operations, that a warning names"""
+
+
+def compiled_span(  # noqa: PLR0917 - what `carry_out` was given
+    program: Program,
+    span: range,
+    keep: set[int],
+    state: Mapping[str, Tensor],
+    moment: Moment,
+    device: str,
+) -> CompiledSpan:
+    """Steps of a program, as they are to be run at a moment: anew where something that they read differs."""
+    key = (
+        span, frozenset(keep), moment.rows, moment.total, moment.pieces, moment.joint, moment.updates,
+        moment.note is None, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+        tuple(tensor.requires_grad for tensor in state.values()),
+        tuple(_settings(module) for module in program.modules),
+    )  # fmt: skip
+    if key not in program.compiled:
+        program.compiled[key] = CompiledSpan(program, span, frozenset(keep))
+    return program.compiled[key]
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Numbers and switches of a module that is one node."""
+    plain = (bool, int, float, str, tuple, types.NoneType)
+    return tuple((k, v) for k, v in vars(module).items() if isinstance(v, plain))
+
+
+class CompiledSpan:
+    """Steps of a program, of which some are computed as graphs once they have been watched."""
+
+    def __init__(self, program: Program, span: range, keep: frozenset[int]) -> None:
+        self.graphs: dict[int, Graph] | None = None
+        """by their first step; None until the steps have been watched"""
+        self._program, self._span, self._keep = program, span, keep
+        self._traces: dict[int, Trace] = {}
+        self._failed = Counter[str]()
+
+    def watch(self, number: int, moment: Moment, operands: Sequence[Tensor]) -> Any:
+        """Compute a step as it is, and note what it calls."""
+        step = self._program.steps[number]
+        assert isinstance(step, Compute)
+        result, self._traces[number] = watched(step, moment, operands)
+        return result
+
+    def finish(self) -> None:
+        """The steps have been watched."""
+        if self.graphs is None:
+            self.graphs = {steps.start: self._graph(steps) for steps in self._runs()}
+            self._tell()
+
+    def _runs(self) -> Iterator[range]:
+        """Steps that follow each other and may be one graph."""
+
+        def kind(number: int) -> tuple[bool, Any]:
+            trace = self._traces.get(number)
+            fits = trace is not None and not trace.why
+            return (True, self._node(number).autocast) if fits else (False, number)
+
+        for (fits, _), group in itertools.groupby(self._span, kind):
+            numbers = [*group]
+            if fits and sum(len(self._traces[n].calls) for n in numbers) >= _LEAST_CALLS:
+                yield range(numbers[0], numbers[-1] + 1)
+
+    def _graph(self, steps: range) -> Graph:
+        last = self._program.last_use
+        parts = [(cast(Compute, self._program.steps[n]), self._traces[n]) for n in steps]
+        made = (index for step, _ in parts for index in step.node.outputs)
+        gives = tuple(i for i in made if i in self._keep or last.get(i, -1) >= steps.stop)
+        return Graph(steps, parts, gives, self._warn)
+
+    def _node(self, number: int) -> Any:
+        return cast(Compute, self._program.steps[number]).node
+
+    def _tell(self) -> None:
+        found = {
+            f"{self._node(n).where} {trace.why}": 0
+            for n, trace in self._traces.items()
+            if trace.told
+        }
+        if found:
+            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            warn(f"parallel.compile leaves as it is: {'; '.join([*found][:_NAMED])}{more}")
+
+    def _warn(self, steps: range, why: str) -> None:
+        """A graph is not used."""
+        self._failed[why] += 1
+        if self._failed[why] <= _NAMED:
+            last = " (others are not named)" if self._failed[why] == _NAMED else ""
+            warn(
+                f"parallel.compile: from {self._node(steps[0]).where} to {self._node(steps[-1]).where} all "
+                f"runs as it is{last}: {why}"
+            )
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A parameter or buffer of a module that is one node."""
+
+    module: nn.Module
+    name: str
+
+    def now(self) -> Tensor:
+        """As it is now."""
+        path, _, name = self.name.rpartition(".")
+        return getattr(self.module.get_submodule(path), name)
+
+
+class Graph:
+    """Steps of a program that are computed at once."""
+
+    def __init__(
+        self,
+        steps: range,
+        parts: Sequence[tuple[Compute, Trace]],
+        gives: tuple[int, ...],
+        failed: Callable[[range, str], None],
+    ) -> None:
+        self.stop = steps.stop
+        self._steps, self._gives, self._failed = steps, gives, failed
+        self._run: Callable[..., Sequence[Tensor]] | None = None
+        self._tried = False
+        writer = _Writer()
+        for step, trace in parts:
+            writer.add(step, trace)
+        self._sources = tuple(writer.sources)
+        self._module = writer.finish(gives)
+
+    @property
+    def reads(self) -> list[Ref]:
+        """What it is given of the program."""
+        return [source for source in self._sources if not isinstance(source, _Own)]
+
+    def usable(self, given: Sequence[Tensor]) -> bool:
+        """Whether it may be run. At first it is compiled, and compared with its nodes, on what is `given`."""
+        if not self._tried:
+            self._tried = True
+            try:
+                why = self._try(self._inputs(given))
+            except Exception as problem:  # noqa: BLE001 - whatever a compiler may raise
+                self._run = None
+                why = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
+            if why:
+                self._failed(self._steps, why)
+        return self._run is not None
+
+    def __call__(self, given: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The values that it makes and others read."""
+        assert self._run is not None
+        return dict(zip(self._gives, self._run(*self._inputs(given)), strict=True))
+
+    def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(given)
+        return [one.now() if isinstance(one, _Own) else next(rest) for one in self._sources]
+
+    def _try(self, inputs: Sequence[Tensor]) -> str:
+        """Compile it; why it cannot be used, or nothing."""
+        compiled = torch.compile(self._module, fullgraph=True, dynamic=False)
+        right, reached = _outcome(self._module, inputs, apart=True)
+        found, _ = _outcome(compiled, inputs, apart=False)
+        bound = min(_LOOSE * _precision([*inputs, *right["outputs"]]), _LOOSEST)
+        for what, tensors in right.items():
+            if (error := _error(tensors, found[what])) > bound:
+                return f"compiled, its {what} differ by {error:.1g}"
+        whole = all(itertools.chain.from_iterable(reached))
+        self._run = compiled if whole else around(compiled, reached)
+        return ""
+
+
+class _Writer:
+    """Writes the calls of steps into one graph; what they read of others is given to it."""
+
+    def __init__(self) -> None:
+        self.sources: dict[Ref | _Own, fx.Node] = {}
+        self._graph = fx.Graph()
+        self._values: dict[int, fx.Node] = {}
+
+    def add(self, step: Compute, trace: Trace) -> None:
+        """Add a step."""
+        made: list[fx.Node] = []
+
+        def known(leaf: Any) -> Any:
+            if isinstance(leaf, FromCall):
+                node = made[leaf.call]
+                return (
+                    node
+                    if leaf.leaf is None
+                    else self._graph.call_function(_leaf, (node, leaf.leaf))
+                )
+            if not isinstance(leaf, Given):
+                return leaf
+            if leaf.name:
+                return self._source(_Own(cast(nn.Module, step.node.function), leaf.name))
+            ref = step.operands[leaf.number]
+            own = self._values.get(ref.index) if isinstance(ref, Value) else None
+            return self._source(ref) if own is None else own
+
+        for function, arguments in trace.calls:
+            args, kwargs = pytree.tree_map(known, arguments)
+            made.append(self._call(function, args, kwargs))
+        self._values.update(zip(step.node.outputs, map(known, trace.results), strict=True))
+
+    def _source(self, source: Ref | _Own) -> fx.Node:
+        if source not in self.sources:
+            last = next(reversed(self.sources.values()), self._graph._root)  # noqa: SLF001
+            with self._graph.inserting_after(last):
+                self.sources[source] = self._graph.placeholder(f"given_{len(self.sources)}")
+        return self.sources[source]
+
+    def _call(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
+        if getattr(function, "__name__", "") == "__get__":  # as in `x.mT`
+            return self._graph.call_function(getattr, (args[0], function.__self__.__name__))
+        if isinstance(function, types.MethodDescriptorType | types.WrapperDescriptorType):
+            return self._graph.call_method(function.__name__, args, kwargs)
+        return self._graph.call_function(function, args, kwargs)
+
+    def finish(self, gives: Sequence[int]) -> fx.GraphModule:
+        """The graph, which returns these values."""
+        self._graph.output(tuple(self._values[index] for index in gives))
+        return fx.GraphModule(nn.Module(), self._graph)
+
+
+def _leaf(made: Any, number: int) -> Any:
+    """A tensor of what a call returns."""
+    return pytree.tree_leaves(made)[number]
+
+
+_Outcome = dict[str, list[Tensor | None]]
+
+
+def _outcome(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], *, apart: bool
+) -> tuple[_Outcome, list[list[bool]]]:
+    """What a graph makes of copies of its inputs, gradients included; and, with `apart`, which inputs each
+    output depends on, of those that have gradients.
+    """
+    given = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    made = run(*given)
+    trained = [tensor for tensor in given if tensor.requires_grad]
+    roots = [tensor for tensor in made if tensor.requires_grad]
+    seeds = [_pattern(tensor) for tensor in roots]
+    if not trained or not roots:
+        found: list[list[Tensor | None]] = []
+    elif apart:
+        found = [
+            [*torch.autograd.grad(root, trained, seed, retain_graph=True, allow_unused=True)]
+            for root, seed in zip(roots, seeds, strict=True)
+        ]
+    else:
+        found = [[*torch.autograd.grad(roots, trained, seeds, allow_unused=True)]]
+    sums = [_sum(column) for column in zip(*found, strict=True)]
+    changed = [tensor.detach() for tensor in given if not tensor.requires_grad]
+    outcome: _Outcome = {
+        "outputs": [t.detach() for t in made],
+        "gradients": sums,
+        "buffers": [*changed],
+    }
+    return outcome, [[one is not None for one in row] for row in found]
+
+
+def _pattern(tensor: Tensor) -> Tensor:
+    """Numbers of either sign, without drawing any."""
+    numbers = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.float64)
+    return (numbers * 0.7).sin().to(tensor.dtype).reshape(tensor.shape)
+
+
+def _sum(column: Sequence[Tensor | None]) -> Tensor | None:
+    found = [one for one in column if one is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def _error(right: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
+    """The largest relative one."""
+    pairs = [
+        (float((a - b).norm()), float(a.norm()))
+        for a, b in zip(right, found, strict=True)
+        if a is not None and b is not None and a.is_floating_point()
+    ]
+    least = _SMALL * max((norm for _, norm in pairs), default=0.0)
+    errors = [error / max(norm, least, 1e-300) for error, norm in pairs]
+    return max((math.inf if math.isnan(e) else e for e in errors), default=0.0)
+
+
+def _precision(tensors: Sequence[Tensor | None]) -> float:
+    """Of the least precise numbers that are computed with."""
+    dtypes = {t.dtype for t in tensors if t is not None and t.is_floating_point()}
+    kinds = {tensor.device.type for tensor in tensors if tensor is not None}
+    dtypes |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
