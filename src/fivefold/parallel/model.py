@@ -43,7 +43,14 @@ from fivefold.parallel.program.memory import Predicted
 from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
 from fivefold.parallel.program.table import table
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
-from fivefold.parallel.refuse import check_loss, check_net, check_scaler, refuse_joint
+from fivefold.parallel.refuse import (
+    check_compiled,
+    check_loss,
+    check_net,
+    check_scaler,
+    refuse_joint,
+    uncompiled,
+)
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.trained import check_given, check_trained
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
@@ -70,7 +77,8 @@ def parallelize(
     stays as it is, under `.module`, and so do the keys of its state_dict.
 
     Args:
-        net: any `nn.Module` in eager mode.
+        net: any `nn.Module`. One that `torch.compile` was given as a whole is taken as it was before, and
+            compiled as with `parallel.compile`.
         mesh: what `fivefold.start` returned.
         example: inputs with the shapes of the global batch, meta tensors will do. With tile axes the plan
             for this shape is made at once, so that what cannot be computed in tiles is told before training.
@@ -79,15 +87,18 @@ def parallelize(
 
     Raises:
         PlanError: the plan's schedule, micro-batches or stages do not go together, or not with the net.
-        UsageError: the net is compiled, scripted, already wrapped, or not yet initialised; there is no
-            example for a layout with a `pipe` axis; or ranks were given different things.
+        UsageError: the net is scripted, already wrapped, not yet initialised, or compiled in part; there is
+            no example for a layout with a `pipe` axis; or ranks were given different things.
     """
+    check_compiled(mesh.plan)
+    net, compiled = uncompiled(net, mesh.plan.memory)
     check_net(net, mesh.layout.data)
     check_loss(loss)
     check_shard(net, mesh)
     if mesh.size > 1:
         mesh.agreement.check(given(net, mesh, example, loss), "the arguments of parallelize")
-    model = ParallelModel(net.to(mesh.device), mesh, loss, example)
+    compiles = compiled or mesh.plan.parallel.compile
+    model = ParallelModel(net.to(mesh.device), mesh, loss, example, compiles=compiles)
     if example is not None and mesh.layout.tiles > 1:
         model.tile_plan(example)
     return model
@@ -102,6 +113,8 @@ class ParallelModel(Wrapped):
         mesh: Mesh,
         loss: Callable[..., Any] | None,
         example: object = None,
+        *,
+        compiles: bool = False,
     ) -> None:
         super().__init__()
         self.module = net
@@ -141,7 +154,9 @@ class ParallelModel(Wrapped):
             if self._rows and self._loss is not None
             else None
         )
-        self._memory = StepMemory(net, mesh, self._loss, self._tiles, self._stages)
+        self._memory = StepMemory(
+            net, mesh, self._loss, self._tiles, self._stages, compiles=compiles
+        )
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""

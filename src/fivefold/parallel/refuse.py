@@ -12,7 +12,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fivefold.errors import UsageError
+from fivefold.errors import PlanError, UsageError, warn
+from fivefold.plan import Memory, Plan
 from fivefold.torch_private import is_dtensor, watch_total_norm
 
 __all__ = ["check_net", "held", "refuse_joint"]
@@ -27,6 +28,33 @@ def check_net(net: nn.Module, replicas: int = 1) -> None:
         if reason:
             where = f"the module {name!r}" if name else "the net"
             raise UsageError(f"{where} {reason}")
+
+
+def uncompiled(net: nn.Module, memory: Memory) -> tuple[nn.Module, bool]:
+    """The plain net of one that is compiled as a whole, and whether Fivefold has to compile it."""
+    plain = getattr(net, "_orig_mod", None) if type(net).__name__ == "OptimizedModule" else net
+    if not isinstance(plain, nn.Module):
+        return net, False
+    if plain is net and getattr(net, "_compiled_call_impl", None) is None:
+        return net, False
+    plain._compiled_call_impl = None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if memory.budget or memory.recompute not in {0, "none"}:
+        warn(f"the net is compiled: Fivefold runs the plain net, since {_KEEPS}")
+        return plain, False
+    warn(
+        "the net is compiled: Fivefold takes the plain net, and compiles what ranks compute between "
+        "messages, as with parallel.compile = true; options of torch.compile are not used"
+    )
+    return plain, True
+
+
+_KEEPS = "memory.budget and memory.recompute decide what is kept for backward, and so do compilers"
+
+
+def check_compiled(plan: Plan) -> None:
+    """Refuse to compile what is told to be computed again."""
+    if plan.parallel.compile and (plan.memory.budget or plan.memory.recompute not in {0, "none"}):
+        raise PlanError(f"parallel.compile cannot be used here, since {_KEEPS}: set one of them")
 
 
 def check_loss(loss: object) -> None:
@@ -127,7 +155,10 @@ def refuse_joint(net: nn.Module, before: Mapping[str, Tensor], *, staged: bool) 
 
 def _reason(module: nn.Module) -> str | None:
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None):
-        return "is compiled: give the plain net to parallelize, without torch.compile"
+        return (
+            "is compiled: give parallelize the plain net, and set parallel.compile = true; or compile the "
+            "whole net, not a part"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted: give the plain eager net to parallelize"
     if isinstance(module, (DistributedDataParallel, DataParallel)):

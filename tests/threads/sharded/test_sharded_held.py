@@ -249,14 +249,16 @@ def test_layers_that_hooks_do_not_see_are_told_what_to_do(monkeypatch: pytest.Mo
     run_ranks(2, check, InPlace, "inplace=False", plan=plan)
 
 
-def test_memory_is_not_predicted_but_refused() -> None:
-    def check(mesh: Mesh) -> None:
+def test_memory_is_told_for_what_a_rank_holds() -> None:
+    def check(mesh: Mesh) -> int:
         model = parallelize(Dropped(), mesh, loss=nn.CrossEntropyLoss())
-        with pytest.raises(UsageError, match="memory is not predicted"):
-            model.memory(torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
+        told = model.memory(torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
+        return told.total_bytes - told.peak_bytes
 
     layout = Layout(data=2, height=2)
-    run_ranks(layout, check, plan=plan_of("optimizer", layout))
+    divided = run_ranks(layout, check, plan=plan_of("optimizer", layout))
+    whole = run_ranks(layout, check, plan=plan_of("none", layout))
+    assert all(part < all_of_it for part, all_of_it in zip(divided, whole, strict=True))
 
 
 def test_a_net_is_made_parallel_once() -> None:

@@ -33,8 +33,8 @@ _LAYERS = 'memory.shard = "parameters" gathers parameters as modules are called'
 class StepMemory:
     """Of one model.
 
-    With a budget, or where they are compiled, nets are recorded on the data axis and in one process as well:
-    `recorded` computes them then, as one tile. A net that cannot be recorded runs by itself, see `PlainBudget`.
+    With a budget, or compiled, nets are recorded on the data axis and in one process as well: `recorded`
+    computes them then, as one tile. A net that cannot be recorded runs by itself, see `PlainBudget`.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class StepMemory:
         loss: SharedLoss | None,
         tiles: RecordedNet | None,
         stages: PipelinedNet | None,
+        *,
+        compiles: bool = False,
     ) -> None:
         self._net, self._mesh, self._loss = net, mesh, loss
         self._tiles, self._stages = tiles, stages
@@ -51,7 +53,7 @@ class StepMemory:
         """computes steps in place of the net"""
         self._budget: StepBudget | PlainBudget | None = None
         self._steps = 0
-        memory, compiles = mesh.plan.memory, mesh.plan.parallel.compile
+        memory, self._compiles = mesh.plan.memory, compiles
         if not (memory.budget or compiles) or loss is None:
             return
         if memory.shard == "parameters" and mesh.layout.data > 1:
@@ -61,6 +63,7 @@ class StepMemory:
             self._tiles = RecordedNet(net, mesh)
             self.recorded = self._tiles, TileLoss(loss, self._tiles)
         assert self._tiles is not None
+        self._tiles.compiles = compiles
         if memory.budget:
             self._budget = StepBudget(mesh, net, self._rehearsed, self._tiles.costs)
             self._tiles.budgeted = self._budget.budgeted
@@ -107,6 +110,11 @@ class StepMemory:
         """What a step on such a batch needs. Raises `UsageError` where nobody can tell."""
         if self._budget is not None:
             return self._budget.told(inputs, targets)
+        if self._compiles:
+            raise UsageError(
+                "memory is not predicted for compiled steps, whose compiler decides what they keep: set "
+                "parallel.compile = false to see what they take without it"
+            )
         if self._tiles is None or self._loss is None:
             raise UsageError(
                 "memory is predicted for steps in tiles and stages, and under a budget: set height, width, "

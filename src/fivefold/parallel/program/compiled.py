@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,12 @@ from fivefold.torch_private import pytree
 
 __all__ = ["CompiledSpan", "Graph", "compiled_span"]
 
+_BACKEND = "inductor"
 _LEAST_CALLS = 2
 """of a graph: there is nothing to fuse in one"""
 _LOOSE, _LOOSEST = 4e5, 0.5
 """times the precision of a dtype: how far a compiled graph may be from what it is made of. Many layers
-amplify what rounding does, to 2 % of the gradients of ResNet-50 in float32; what a wrong kernel does is larger."""
+amplify what rounding does, to 2 % of the gradients of ResNet-50 in float32; a wrong kernel does more."""
 _SMALL = 1e-3
 """of the largest norm: what is smaller may be nothing but rounding"""
 _NAMED = 3
@@ -165,8 +167,8 @@ class Graph:
         writer = _Writer()
         for step, trace in parts:
             writer.add(step, trace)
-        self._sources = tuple(writer.sources)
         self._module = writer.finish(gives)
+        self._sources = writer.in_order()
 
     @property
     def reads(self) -> list[Ref]:
@@ -178,7 +180,11 @@ class Graph:
         if not self._tried:
             self._tried = True
             try:
-                why = self._try(self._inputs(given))
+                with warnings.catch_warnings():
+                    warnings.simplefilter(
+                        "ignore"
+                    )  # a compiler's, of what is no concern of the user's
+                    why = self._try(self._inputs(given))
             except Exception as problem:  # noqa: BLE001 - whatever a compiler may raise
                 self._run = None
                 why = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
@@ -197,7 +203,7 @@ class Graph:
 
     def _try(self, inputs: Sequence[Tensor]) -> str:
         """Compile it; why it cannot be used, or nothing."""
-        compiled = torch.compile(self._module, fullgraph=True, dynamic=False)
+        compiled = torch.compile(self._module, fullgraph=True, dynamic=False, backend=_BACKEND)
         right, reached = _outcome(self._module, inputs, apart=True)
         found, _ = _outcome(compiled, inputs, apart=False)
         bound = min(_LOOSE * _precision([*inputs, *right["outputs"]]), _LOOSEST)
@@ -213,7 +219,7 @@ class _Writer:
     """Writes the calls of steps into one graph; what they read of others is given to it."""
 
     def __init__(self) -> None:
-        self.sources: dict[Ref | _Own, fx.Node] = {}
+        self._sources: dict[Ref | _Own, fx.Node] = {}
         self._graph = fx.Graph()
         self._values: dict[int, fx.Node] = {}
 
@@ -243,11 +249,10 @@ class _Writer:
         self._values.update(zip(step.node.outputs, map(known, trace.results), strict=True))
 
     def _source(self, source: Ref | _Own) -> fx.Node:
-        if source not in self.sources:
-            last = next(reversed(self.sources.values()), self._graph._root)  # noqa: SLF001
-            with self._graph.inserting_after(last):
-                self.sources[source] = self._graph.placeholder(f"given_{len(self.sources)}")
-        return self.sources[source]
+        if source not in self._sources:
+            with self._graph.inserting_before():  # what is given comes first
+                self._sources[source] = self._graph.placeholder(f"given_{len(self._sources)}")
+        return self._sources[source]
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
         if getattr(function, "__name__", "") == "__get__":  # as in `x.mT`
@@ -260,6 +265,11 @@ class _Writer:
         """The graph, which returns these values."""
         self._graph.output(tuple(self._values[index] for index in gives))
         return fx.GraphModule(nn.Module(), self._graph)
+
+    def in_order(self) -> list[Ref | _Own]:
+        """What the graph is given."""
+        places = {node: place for place, node in enumerate(self._graph.nodes)}
+        return sorted(self._sources, key=lambda source: places[self._sources[source]])
 
 
 def _leaf(made: Any, number: int) -> Any:
@@ -276,7 +286,7 @@ def _outcome(
     """What a graph makes of copies of its inputs, gradients included; and, with `apart`, which inputs each
     output depends on, of those that have gradients.
     """
-    given = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    given = [_copy(tensor) for tensor in inputs]
     made = run(*given)
     trained = [tensor for tensor in given if tensor.requires_grad]
     roots = [tensor for tensor in made if tensor.requires_grad]
@@ -298,6 +308,14 @@ def _outcome(
         "buffers": [*changed],
     }
     return outcome, [[one is not None for one in row] for row in found]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """One for which a graph need not be compiled anew: of the same type, and a leaf if it is one."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return made if tensor.is_leaf else made.view_as(made)
 
 
 def _pattern(tensor: Tensor) -> Tensor:

@@ -133,6 +133,8 @@ class RecordedNet:
         self._recompute = plan.memory.recompute
         self.budgeted: Callable[[Program], Budgeted | None] = no_budget
         """what a program does under a budget"""
+        self.compiles = False
+        """whether nodes that follow each other are compiled as one graph, in training steps"""
         fuse = int(plan.tiles.fuse) if plan.tiles.fuse.isdecimal() else plan.tiles.fuse
         if costs is None:
             # Replicas and stages have to make the same plan.
@@ -321,7 +323,7 @@ class RecordedNet:
             key=lambda scope, number: key_of(share.seed, share.step, scope, number),
             recompute=self._recompute,
             budget=budget,
-            compiles=self._mesh.plan.parallel.compile,
+            compiles=self.compiles,
             here=here,
         )
         given = (*(leaf for leaf, _ in located), *carried)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fivefold.parallel.graph.names import is_users
 from fivefold.parallel.program.program import Compute
 from fivefold.parallel.program.rule import Moment
-from fivefold.torch_private import has_python_backward, pytree
+from fivefold.torch_private import TorchDispatchMode, has_python_backward, pytree
 
 __all__ = ["FromCall", "Given", "Trace", "watched"]
 
@@ -78,15 +78,16 @@ def watched(step: Compute, moment: Moment, operands: Sequence[Tensor]) -> tuple[
     """What a node computes, and what it calls for that."""
     node, watching, seen = step.node, _Watching(step, operands), _SeenMoment(moment)
     device = operands[0].device if operands else torch.device("cpu")
-    before = _random_state(device)
-    with watching:
+    before, seeded = _random_state(device), _Seeded()
+    with watching, seeded:
         result = step.local.run(cast(Moment, seen), operands)
     tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     if step.local.collective or seen.others:
-        watching.refuse("has a part in what other ranks do, or in the step", told=False)
+        watching.trace = Trace(why="has a part in what other ranks do, or in the step")
     if not node.grad:
         watching.refuse("runs without gradients", told=False)
-    if not torch.equal(before, _random_state(device)):
+    # Attention counts as seeded without dropout too; and what draws elsewhere may be another thread.
+    if seeded.seen and not torch.equal(before, _random_state(device)):
         watching.refuse("draws random numbers", told=False)
     if is_users(node.function):
         watching.refuse("is a function of the user's")
@@ -98,6 +99,23 @@ def watched(step: Compute, moment: Moment, operands: Sequence[Tensor]) -> tuple[
 
 def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class _Seeded(TorchDispatchMode):
+    """Notes whether something was computed that may draw random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _SeenMoment:
