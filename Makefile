@@ -52,7 +52,7 @@ smoke: $(VENV)/.run  ## a minute: a small model under each kind of layout, again
 fuzz: $(VENV)/.develop  ## random nets under random layouts against one process: 2,000 cases, an hour or so
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 2000 $(FUZZ_FLAGS)
 
-soak: $(VENV)/.develop  ## the slow tests: all cases of costly ones, nodes lost at random, for an hour or so
+soak: $(VENV)/.develop  ## the slow tests: all cases of costly ones, nodes lost at random: an hour and more
 	$(INSTALL) -e '.[wandb,mlflow]'
 	$(BIN)/python -m pytest -m "not slow" tests/processes/test_logging.py
 	$(BIN)/python -m pytest -m slow tests $(PYTEST_FLAGS)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from contender import BenchmarkError
 from figures import environment, table
 from publishing import conditions
 from ways import Way, awaited, fivefold, ft_launcher, running, torchrun
@@ -25,6 +26,7 @@ from login_site import Site
 __all__ = [
     "KINDS",
     "Loss",
+    "NotRecovered",
     "goodputs",
     "recovered",
     "section_of_goodput",
@@ -93,10 +95,14 @@ def way_of_nvidia(kind: Loss, installed: Path) -> Way:
     return Way(name, False, torchrun("--max-restarts=3", spares=spares, words_before=before))
 
 
+class NotRecovered(BenchmarkError):
+    """No new step within the limit."""
+
+
 def recovered(kind: Loss, way: Way, site: Site) -> tuple[float, ...]:
     """Seconds from a loss to the end of the first step that is new, by `PARTS` if it is ours.
 
-    Raises `BenchmarkError` if nobody gets there.
+    Raises `NotRecovered`; `BenchmarkError` if the run did not come to a loss.
     """
     with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as name:
         folder = Path(name)
@@ -113,7 +119,10 @@ def recovered(kind: Loss, way: Way, site: Site) -> tuple[float, ...]:
                 def new() -> list[float]:
                     return [w for s, w, who in _steps(folder) if s > reached and who != victim]
 
-                awaited(lambda: bool(new()), folder, kind.limit_s)
+                try:
+                    awaited(lambda: bool(new()), folder, kind.limit_s)
+                except BenchmarkError as problem:
+                    raise NotRecovered(str(problem)) from None
                 times = [killed, *_parts(folder), new()[0]] if way.ours else [killed, new()[0]]
                 _end(folder)
         finally:

@@ -25,10 +25,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 # Whoever installs Fivefold has its modules compiled, as torch's are; those of a checkout are if Python may.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from contender import BenchmarkError, leave_properly
+from contender import leave_properly
 from figures import environment, middle_half, ratio, table
 from losses import (
     KINDS,
+    NotRecovered,
     goodputs,
     recovered,
     section_of_goodput,
@@ -174,7 +175,8 @@ def _timed(part: str, rounds: int, ways: tuple[Way, ...]) -> dict[str, Any]:
                 return start_s(way, site, *CASES[case])
             try:
                 took = recovered(KINDS[part], way, site)
-            except BenchmarkError:
+            except NotRecovered as problem:
+                print(f"{way.name}: {problem}", flush=True)
                 failed[way.name] = failed.get(way.name, 0) + 1
                 return KINDS[part].limit_s
             if way.ours:

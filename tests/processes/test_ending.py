@@ -15,7 +15,7 @@ import pytest
 
 import mpis
 import slurm_cluster
-from commands import CLEAN, starting
+from commands import CLEAN, fivefold, starting
 from slurm_cluster import SlurmCluster
 from waiting import awaited
 
@@ -332,6 +332,17 @@ def test_nothing_starts_again_that_was_to_end(start: Start, tmp_path: Path) -> N
     (tmp_path / "logs" / "halt").touch()
     code, err = finish(process)
     assert code == 4 and "restart 1" not in err
+
+
+@pytest.mark.long
+def test_a_recipe_saves_and_ends_in_time(tmp_path: Path) -> None:
+    words = ("--epochs", 1000, "--checkpoint", "saved", "--time-limit", "50s")
+    done = fivefold("train", "digits", "-n", 2, *words, cwd=tmp_path, FIVEFOLD_END_S="20")
+    assert done.returncode == 75, done.stderr
+    assert "s are left; the ranks are asked to save and end\n" in done.stderr
+    assert "because its time was up; the same command goes on from there" in done.stderr
+    done = fivefold("train", "digits", "--requeue", cwd=tmp_path)
+    assert done.returncode == 2 and "error: --requeue is for jobs of Slurm" in done.stderr
 
 
 def test_mistakes_are_told(start: Start) -> None:

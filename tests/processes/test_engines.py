@@ -245,3 +245,32 @@ print("error: there is no such folder", file=sys.stderr)
 sys.exit(2)
 """)
     assert finish(process) == (2, "", "error: there is no such folder\n")
+
+
+@pytest.mark.long
+def test_ranks_start_again_and_mpirun_is_called_again_for_that(
+    start: Start, engine: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    process = start(
+        """
+import psutil, re
+restart = int(os.environ.get("FIVEFOLD_RESTART", 0))
+above = [one for one in psutil.Process().parents() if re.search("(mpi|prte)run", str(one.cmdline()[:2]))]
+(here / f"{rank}-{restart}.above").write_text(json.dumps([one.pid for one in above]))
+ready()
+all_ready()
+sys.exit(not restart)
+""",
+        "--restarts",
+        "1",
+    )
+    code, _, err = finish(process)
+    assert code == 0 and "\nrestart 1 of 1 now\n" in err, err
+    above = [
+        [set(json.loads(path.read_text())) for path in tmp_path.glob(f"*-{restart}.above")]
+        for restart in (0, 1)
+    ]
+    assert [len(ranks) for ranks in above] == [2, 2]
+    calls = [set.intersection(*ranks) for ranks in above]
+    assert [bool(call) for call in calls] == [engine[0] == "mpirun"] * 2
+    assert not calls[0] & calls[1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from login_site import Site
 from nodes import refusal
@@ -38,6 +40,17 @@ def run(site: Site, tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
+_KEEPS = """
+    torch.save([*net.parameters()], here / f"weights-{mesh.rank}.pt")
+"""
+"""the end of a script"""
+
+
+def weights(folder: Path, rank: int) -> list[torch.Tensor]:
+    """What a run that has ended left on a rank."""
+    return torch.load(folder / f"weights-{rank}.pt")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", [(), ("--layout", "data=3")])
@@ -46,13 +59,22 @@ def test_without_spares_a_run_goes_on_with_fewer_replicas(
 ) -> None:
     """On nodes with local storage of their own; what the lost one had is rebuilt."""
     options = ("-H", "node0:1,node1:1,node2:1", "--min-nodes", "2", "--restarts", "2", *layout)
-    script = TRAINS.replace("print(", "print(mesh.size, ")
+    script = TRAINS.replace("print(", "print(mesh.size, ") + _KEEPS
+    code, _, err = finish(run(script, *options, arguments=["0"]))
+    assert code == 0, err
+    undisturbed = weights(tmp_path, 0)
+    for path in tmp_path.glob("step-*"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "run")
+    options += ("--log-dir", str(tmp_path / "again"))
     process = run(script, *options, arguments=["0.3"])
     awaited((tmp_path / "step-7").exists, "step 7", TIMEOUT_S)
     site.nodes.kill(1)
     code, out, err = finish(process)
     assert (code, out.count("] 2 weights")) == (0, 2), out + err
     assert "the run goes on with 2 ranks on 2 nodes\n" in err
+    for rank in (0, 1):  # of other sums: as many samples, by fewer replicas
+        torch.testing.assert_close(weights(tmp_path, rank), undisturbed, rtol=1e-10, atol=0.0)
     emptied(site)
 
 
@@ -102,8 +124,7 @@ def test_fewer_nodes_than_allowed_are_the_end(site: Site, run: Run, tmp_path: Pa
     site.nodes.kill(1)
     code, _, err = finish(process)
     assert (
-        code != 0
-        and "1 ranks on 1 of the nodes are left, 1 would work, fewer than --min-nodes\n" in err
+        code != 0 and "left: 1 rank on 1 node; 1 node would work, fewer than --min-nodes\n" in err
     ), err
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import resource
 import signal
@@ -75,19 +74,38 @@ def test_a_cable_that_is_cut_is_noticed_on_both_ends(site: Site, run: Run, tmp_p
     emptied(site, SILENT_S + 3 * PROMISED_S)
 
 
+def agent(site: Site, node: int) -> psutil.Process:
+    """The agent of a node."""
+    running = map(psutil.Process, site.nodes.processes(node))
+    (found,) = [one for one in running if "fivefold.launch.agent" in one.cmdline()]
+    return found
+
+
 def test_an_agent_that_is_killed_takes_its_ranks_along(
     site: Site, run: Run, tmp_path: Path
 ) -> None:
     process = run(WAITS, "-H", "node0:1,node1:1")
     ready(tmp_path, 2)
-    (agent,) = [
-        pid
-        for pid in site.nodes.processes(1)
-        if "fivefold.launch.agent" in psutil.Process(pid).cmdline()
-    ]
-    os.kill(agent, signal.SIGKILL)
+    agent(site, 1).kill()
     code, _, err = finish(process)
     assert code == 1 and "error: node node1 with rank 1 of 2 was lost: " in err
+    emptied(site)
+
+
+@pytest.mark.long
+def test_an_agent_that_is_stopped_is_not_asked_for_ever_where_ranks_meet(
+    site: Site, run: Run
+) -> None:
+    fails_twice = "import os, sys\nsys.exit(os.environ.get('FIVEFOLD_RESTART', '0') < '2')"
+    options = ("-H", "node0:1,node1:1,node2:1", "--spares", "1", "--restarts", "3")
+    process = run(fails_twice, *options)
+    assert process.stderr is not None
+    assert any("restart 2 of 3 in 1 s" in line for line in process.stderr)
+    agent(site, 0).suspend()
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "node node0 with rank 0 of 2 was lost: its agent named no port for rank 0 in 10 s" in err
+    assert "note: node node2 takes the place of node0\n" in err
     emptied(site)
 
 

@@ -89,6 +89,21 @@ def test_a_stall_ends_a_job_without_restarts(options: tuple[str, ...], tmp_path:
     assert "error: no sign of life for 15 s, and the ranks were stopped: rank 1" in done.stderr
 
 
+@pytest.mark.long
+def test_a_stall_of_a_traced_run_names_whom_the_hang_watch_found(tmp_path: Path) -> None:
+    """All have begun as many steps: these name nobody."""
+    trouble = "model.module.register_forward_pre_hook(lambda *_: time.sleep(60))"
+    (tmp_path / "steps.py").write_text(STEPS.format(trouble=trouble))
+    words = ("run", "-n", "2", "--trace", "--stall", "8s", "steps.py")
+    done = fivefold(*words, cwd=tmp_path, FIVEFOLD_HANG_S="2")
+    assert done.returncode == 1
+    assert re.search(
+        r"error: no sign of life for 8 s, and the ranks were stopped: all are in step 4 of this start\n"
+        r"  fivefold: hang: rank 0 has waited .* for rank 1\n",
+        done.stderr,
+    ), done.stderr
+
+
 def test_a_script_that_tells_nothing_is_let_alone(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(1.5)\nprint('ended')\n")
     done = fivefold("run", "-n", "2", "--stall", "0.3s", "sleeps.py", cwd=tmp_path)

@@ -172,6 +172,13 @@ def test_rooms_of_the_login_node_do_without_torch(room: str) -> None:
     assert "torch" not in imported_by("\n".join(f"import {name}" for name in modules))
 
 
+def test_the_agent_of_a_node_needs_the_standard_library_alone() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import fivefold.launch.agent"
+    words = [sys.executable, "-I", "-S", "-c", code]  # without what is installed
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_resolves() -> None:
     missing = "[n for n in fivefold.__all__ if not hasattr(fivefold, n)]"
     code = f"import fivefold; missing = {missing}; assert not missing, missing"

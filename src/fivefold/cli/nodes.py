@@ -10,8 +10,10 @@ engine.run(job)
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ import tyro
 from fivefold.errors import UsageError
 from fivefold.launch.allocation import allocated
 from fivefold.launch.duration import seconds_of
+from fivefold.launch.ending import JOBS, Ending
 from fivefold.launch.engine import Engine, choose
 from fivefold.launch.environment import locate
 from fivefold.launch.helpers import Helpers
@@ -34,7 +37,8 @@ from fivefold.launch.hosts import (
     read_hostfile,
     spread,
 )
-from fivefold.launch.job import Job, NodeRanks
+from fivefold.launch.job import Job, NodeRanks, Resumable
+from fivefold.launch.slurm import requeue
 from fivefold.launch.template import forkable
 
 __all__ = ["IN_LINE", "NodeOptions", "RestartOptions", "chosen_hosts", "nodes_of"]
@@ -190,6 +194,12 @@ class RestartOptions(NodeOptions):
     """how often all processes start again after one has failed; default: never"""
     stall: Annotated[str, _option("TIME")] = "0"
     """no step, and no other sign of life, for so long is a failure, such as 10min; default: never"""
+    time_limit: Annotated[str, _option("TIME")] = ""
+    """time after which the run has to have saved and ended, such as 90m; default: what the scheduler says"""
+    requeue: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
+        False
+    )
+    """have Slurm queue the job again when the run has saved and ended because its time was up"""
 
     def standing_by(self) -> int:
         """See `NodeOptions`."""
@@ -198,6 +208,43 @@ class RestartOptions(NodeOptions):
     def lasting(self, job: Job) -> Job:
         """See `NodeOptions`: it starts again, and what stands still has failed."""
         return replace(job, restarts=self.restarts, stall_s=seconds_of("--stall", self.stall))
+
+    def ending(self, log_dir: Path) -> Ending:
+        """When the run has to end, by these options, by the scheduler, or by the file `halt` in `log_dir`."""
+        if self.requeue and not os.environ.get("SLURM_JOB_ID"):
+            raise UsageError(
+                "--requeue is for jobs of Slurm, and this is none; elsewhere the batch script submits the "
+                "job again after exit code 75"
+            )
+        if not self.time_limit and not any(map(os.environ.get, JOBS)):
+            return Ending(log_dir)
+        from fivefold.launch.time_left import TimeLeft, duration_s, schedulers
+
+        limit_s = duration_s("--time-limit", self.time_limit) if self.time_limit else math.inf
+        return Ending(log_dir, limit_s, TimeLeft(schedulers()))
+
+    def carry_out(self, engine: Engine, job: Job, ending: Ending) -> int:
+        """Run the job; 0, or 75 where Slurm has been asked to queue it again. Raises as `Engine.run`."""
+        with ending:
+            try:
+                engine.run(replace(job, ending=ending))
+            except Resumable as saved:
+                if not self.requeue or not ending.why or ending.halted or ending.halts():
+                    raise
+                sys.stderr.write(f"note: {saved}\n")  # before Slurm ends this job
+                _requeue()
+                return saved.exit_code
+        return 0
+
+
+def _requeue() -> None:
+    if problem := requeue():
+        sys.stderr.write(
+            f"warning: Slurm does not queue the job again: {problem}; it does so with batch jobs that may be "
+            "requeued (sbatch --requeue); submit this one again, and it goes on\n"
+        )
+        return
+    sys.stderr.write("note: Slurm queues the job again\n")
 
 
 def chosen_hosts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -18,12 +17,11 @@ from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
 from fivefold.cli.nodes import IN_LINE, RestartOptions
 from fivefold.errors import PlanError, UsageError, suggest
-from fivefold.launch.ending import JOBS, Ending
+from fivefold.launch.ending import Ending
 from fivefold.launch.engine import Engine
 from fivefold.launch.environment import launched, locate
-from fivefold.launch.job import Job, Resumable, default_log_dir
+from fivefold.launch.job import Job, default_log_dir
 from fivefold.launch.shrinking import Shrinking, fitted
-from fivefold.launch.slurm import requeue
 
 if TYPE_CHECKING:
     from fivefold.plan import Plan
@@ -56,12 +54,6 @@ class Run:
         tyro.conf.arg(metavar="FILE", help_behavior_hint="(repeatable)"),
     ] = ()
     """plan for fewer processes, whose layout is used where so many are left; with --min-nodes"""
-    time_limit: Annotated[str, tyro.conf.arg(metavar="TIME", help_behavior_hint="")] = ""
-    """time after which the run has to have saved and ended, such as 90m; default: what the scheduler says"""
-    requeue: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
-        False
-    )
-    """have Slurm queue the job again when the run has saved and ended because its time was up"""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """plan that fivefold.start() uses in every process"""
     layout: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...", help_behavior_hint="")] = None
@@ -119,8 +111,8 @@ class Run:
         hosts = self.nodes.hosts_told()
         processes = self._processes(plan, self.nodes.room(hosts))
         log_dir = self.log_dir or default_log_dir()
-        ending = self._ending(log_dir)
-        if self.requeue and any(log_dir.glob("rank-*.log")):  # of the start before
+        ending = self.nodes.ending(log_dir)
+        if self.nodes.requeue and any(log_dir.glob("rank-*.log")):  # of the start before
             log_dir = log_dir / f"requeued-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
         changed_plan = plan if self._changes_plan() else None
         if changed_plan is not None:
@@ -136,9 +128,7 @@ class Run:
             hosts, command, processes, log_dir, environment,
             output="prefix", port=self.port, helpers=helpers,
         )  # fmt: skip
-        job = replace(
-            job, shrinking=self._shrinking(plan, job), ending=ending, explains=self.explain
-        )
+        job = replace(job, shrinking=self._shrinking(plan, job), explains=self.explain)
         if self.dry_run:
             from fivefold.cli.dry_run import show
 
@@ -147,36 +137,14 @@ class Run:
             if changed_plan is not None:
                 job.make_log_dir()
                 changed_plan.save(log_dir / "plan.toml")
-            with ending:
-                return self._start(engine, job, ending)
+            return self._start(engine, job, ending)
         return 0
 
     def _start(self, engine: Engine, job: Job, ending: Ending) -> int:
-        """Start the processes and wait for them; have the job queued again where that is asked for."""
-        try:
-            engine.run(job)
-        except Resumable as saved:
-            if not self.requeue or not ending.why or ending.halted or ending.halts():
-                raise
-            sys.stderr.write(f"note: {saved}\n")  # before Slurm ends this job
-            _requeue()
-            return saved.exit_code
-        if self.trace:
+        code = self.nodes.carry_out(engine, job, ending)
+        if self.trace and not code:
             sys.stderr.write(f"recorded: fivefold report {job.log_dir}\n")
-        return 0
-
-    def _ending(self, log_dir: Path) -> Ending:
-        if self.requeue and not os.environ.get("SLURM_JOB_ID"):
-            raise UsageError(
-                "--requeue is for jobs of Slurm, and this is none; elsewhere the batch script submits the "
-                "job again after exit code 75"
-            )
-        if not self.time_limit and not any(map(os.environ.get, JOBS)):
-            return Ending(log_dir)
-        from fivefold.launch.time_left import TimeLeft, duration_s, schedulers
-
-        limit_s = duration_s("--time-limit", self.time_limit) if self.time_limit else math.inf
-        return Ending(log_dir, limit_s, TimeLeft(schedulers()))
+        return code
 
     def _told_plan(self, environment: dict[str, str]) -> Plan | None:
         """The plan of `--plan`, or else of FIVEFOLD_PLAN, with the changes of `--layout` and `--set`."""
@@ -250,16 +218,6 @@ class Run:
                 "a job of its own; start the script itself that way, or call fivefold run only once "
                 "(if several jobs are what you want: --engine local)"
             )
-
-
-def _requeue() -> None:
-    if problem := requeue():
-        sys.stderr.write(
-            f"warning: Slurm does not queue the job again: {problem}; it does so with batch jobs that may be "
-            "requeued (sbatch --requeue); submit this one again, and it goes on\n"
-        )
-        return
-    sys.stderr.write("note: Slurm queues the job again\n")
 
 
 _FLAGS = ("-h", "--help", "--explain", "--dry-run", "--trace", "--fork", "--stage", "--requeue")

@@ -98,8 +98,7 @@ class Train:
         plan = resolve(self, recipe, os.environ)
         recipe.check_model(plan.train.model)
         if not launched():
-            self._launch(plan, recipe)
-            return 0
+            return self._launch(plan, recipe)
         self._refuse_helpers()
         self.nodes.refuse_when_launched()
         from fivefold.recipes.train import train
@@ -112,7 +111,7 @@ class Train:
         )  # fmt: skip
         return 0
 
-    def _launch(self, plan: Plan, recipe: recipes.Recipe) -> None:
+    def _launch(self, plan: Plan, recipe: recipes.Recipe) -> int:
         """Start this command in ranks; their logs end up in the directory of the run, if it is here."""
         hosts, processes = self.nodes.hosts_told(), plan.layout.size
         if self.processes is None and plan.layout == Layout():
@@ -123,13 +122,15 @@ class Train:
                 why = Provenance("user", "room on the hosts")
                 plan = plan.replace({f"layout.{recipe.axis}": processes}, why)
         logs = default_log_dir()
+        ending = self.nodes.ending(logs)
         command = [sys.executable, "-m", "fivefold", "train", *self.words]
         job, engine = self.nodes.job(
             hosts, command, processes, logs, {"FIVEFOLD_LOG_DIR": str(logs.resolve())},
             helpers=chosen_helpers(self.helpers, hosts, plan, command),
         )  # fmt: skip
         try:
-            engine.run(job)
+            if code := self.nodes.carry_out(engine, job, ending):
+                return code
         except UsageError:
             _remove(logs)  # the message says it all
             raise
@@ -141,7 +142,7 @@ class Train:
             sys.stdout.write(
                 f"logs           {logs}; the run's directory is on the node of rank 0\n"
             )
-            return
+            return 0
         home = run.resolve()
         run.unlink()
         again = len([*logs.glob("restart-*")])
@@ -151,6 +152,7 @@ class Train:
             shutil.rmtree(traces)
         shutil.move(logs, home / "logs")
         _remove(logs)
+        return 0
 
     def _refuse_helpers(self) -> None:
         if self.helpers and not os.environ.get("FIVEFOLD_ENGINE") and not is_helper():

@@ -61,6 +61,8 @@ _CALL_AGAIN_S = 15.0
 """between calls to a node that was lost"""
 _CLEARED_S = 10.0
 _GOODBYE_S = 3.0
+_PORT_S = 10.0
+"""that an agent may take to find a port: it has nothing else to do then"""
 _TRACES_S = 10.0
 """that the end of a job waits for traces which have not come"""
 _TICK_S = 0.5
@@ -404,6 +406,8 @@ class AgentWatch(Watch):
         self._port = 0
         first = self._nodes.working()[0]
         self._send(first, Kind.LISTEN, {"port": self.job.port or 0})
+        late = f"its agent named no port for rank 0 in {_PORT_S:g} s"
+        self.later(_PORT_S, lambda: self._port or self._lost(first, late))
         self._await(lambda: self._port or self._refused)
         if self._refused:
             raise UsageError(self._refused)
@@ -444,7 +448,7 @@ class AgentWatch(Watch):
             "first": ranks[0],
             "count": len(ranks),
             "world": job.processes,
-            "address": self._meeting_address(),
+            "address": self._nodes.meeting_address(),
             "port": self._port,
             "threads": not chosen,
             "cores": list(node.cores),
@@ -469,13 +473,6 @@ class AgentWatch(Watch):
         if node.python and command[0] == sys.executable:
             command[0] = node.python
         return command
-
-    def _meeting_address(self) -> str:
-        """Where the other nodes reach that of rank 0: as they reach the launcher, where it is the same."""
-        used = self._nodes.working()
-        if not used[0].peer.startswith("127."):
-            return used[0].peer
-        return next((node.own for node in used if not node.own.startswith("127.")), "127.0.0.1")
 
     def _await(self, done: Callable[[], object]) -> None:
         while not done() and not self._stopping:

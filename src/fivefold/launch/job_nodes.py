@@ -92,6 +92,13 @@ class JobNodes:
         """Those with ranks, in the order of these."""
         return sorted((node for node in self._all if node.ranks), key=lambda one: one.ranks[0])
 
+    def meeting_address(self) -> str:
+        """Where the other nodes reach that of rank 0: as they reach the launcher, where it is the same."""
+        used = self.working()
+        if not used[0].peer.startswith("127."):
+            return used[0].peer
+        return next((node.own for node in used if not node.own.startswith("127.")), "127.0.0.1")
+
     def spares(self) -> list[JobNode]:
         """Those that stand by, those first on which the fewest failures began."""
         found = [node for node in self._all if not node.slots and not node.lost]
@@ -164,14 +171,20 @@ class JobNodes:
         used = sum(1 for n in range(len(kept)) if sum(one.slots for one in kept[:n]) < world)
         if used < shrinking.nodes or not world:
             few = (
-                f"{used} would work, fewer than --min-nodes"
+                f"{_many(used, 'node')} would work, fewer than --min-nodes"
                 if world
                 else f"a replica needs {shrinking.replica}"
                 + ", and no --smaller-plan is for so few" * bool(shrinking.smaller)
             )
-            raise FinalFailure(f"{why}; {room} ranks on {len(kept)} of the nodes are left, {few}")
+            left = f"{_many(room, 'rank')} on {_many(len(kept), 'node')}"
+            raise FinalFailure(f"{why}; left: {left}; {few}")
         first = 0
         for node in kept:
             node.ranks = range(first, min(first + node.slots, world))
             first = node.ranks.stop
-        note(f"note: {why}; the run goes on with {world} ranks on {len(self.working())} nodes")
+        on = f"{_many(world, 'rank')} on {_many(len(self.working()), 'node')}"
+        note(f"note: {why}; the run goes on with {on}")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -50,7 +50,7 @@ def test_a_node_that_was_lost_while_it_had_no_ranks_gets_none() -> None:
     found.replace_lost(print, pairs)
     assert ranks(found) == [(0, [0]), (1, [1])]
     lose(found, 2, 1)
-    with pytest.raises(FinalFailure, match="1 ranks on 1 of the nodes are left, a replica needs 2"):
+    with pytest.raises(FinalFailure, match="left: 1 rank on 1 node; a replica needs 2"):
         found.replace_lost(print, pairs)
 
 
@@ -84,7 +84,7 @@ def test_nodes_without_ranks_do_not_count() -> None:
     lose(found, 1)
     with pytest.raises(
         FinalFailure,
-        match="3 ranks on 2 of the nodes are left, 1 would work, fewer than --min-nodes",
+        match="left: 3 ranks on 2 nodes; 1 node would work, fewer than --min-nodes",
     ):
         found.replace_lost(print, shrinking(2, data=2, height=2))
 
