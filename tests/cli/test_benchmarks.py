@@ -35,14 +35,14 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 
 def measured(
-    folder: Path, *options: str, script: Path = HERE / "run.py"
+    folder: Path, *options: str, script: Path = HERE / "run.py", timeout_s: float = 110
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [python(), str(script), "--results", str(folder), *options],
         check=False,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout_s,
     )
 
 
@@ -58,6 +58,33 @@ def test_two_contenders_take_turns_and_end(tmp_path: Path) -> None:
     }
     assert result["threads"] == {"ddp": 1, "exact": 1}
     assert "fivefold run, exact" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_compiled_steps_take_turns_with_others(tmp_path: Path) -> None:
+    script = BENCHMARKS / "compile" / "run.py"
+    small = ["--nets=tiny", "--layouts=data=2", "--rounds=7"]
+    done = measured(tmp_path, *small, script=script, timeout_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "tiny.json").read_text())["found"]["data=2"]
+    assert {name: len(own) for name, own in found["seconds"].items()} == {
+        "as it is": 7, "compiled": 7, "torch alone, compiled": 7,
+    }  # fmt: skip
+    assert "### tiny, (4, 3, 32, 32), compiled" in done.stdout
+
+
+@pytest.mark.long
+def test_the_script_of_memory_on_gpus_runs(tmp_path: Path) -> None:
+    words = ["--device=cpu", "--minutes=0.5", "--rounds=1", "--left=1"]
+    script = str(BENCHMARKS / "memory" / "gpu.py")
+    done = subprocess.run(
+        [python(), script, *words], check=False, capture_output=True, text=True, timeout=110, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a CPU, which tells nothing" in done.stdout
+    assert "### ResNet-50, one image, 1 GiB left" in done.stdout
+    assert "memory.budget" in done.stdout
 
 
 def test_a_contender_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -54,14 +54,17 @@ def compiled_span(  # noqa: PLR0917 - what `carry_out` was given
 ) -> CompiledSpan:
     """Steps of a program, as they are to be run at a moment: anew where something that they read differs."""
     key = (
-        span, frozenset(keep), moment.rows, moment.total, moment.pieces, moment.joint, moment.updates,
-        moment.note is None, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+        span, frozenset(keep), moment.note is None,
+        torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
         tuple(tensor.requires_grad for tensor in state.values()),
         tuple(_settings(module) for module in program.modules),
     )  # fmt: skip
-    if key not in program.compiled:
-        program.compiled[key] = CompiledSpan(program, span, frozenset(keep))
-    return program.compiled[key]
+    known = program.compiled.setdefault(key, [])
+    found = next((one for one in known if one.fits(moment)), None)
+    if found is None:
+        found = CompiledSpan(program, span, frozenset(keep))
+        known.append(found)
+    return found
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
@@ -79,12 +82,18 @@ class CompiledSpan:
         self._program, self._span, self._keep = program, span, keep
         self._traces: dict[int, Trace] = {}
         self._failed = Counter[str]()
+        self._facts: dict[str, Any] = {}
+
+    def fits(self, moment: Moment) -> bool:
+        """Whether what its graphs were made by holds."""
+        return all(getattr(moment, name) == value for name, value in self._facts.items())
 
     def watch(self, number: int, moment: Moment, operands: Sequence[Tensor]) -> Any:
         """Compute a step as it is, and note what it calls."""
         step = self._program.steps[number]
         assert isinstance(step, Compute)
         result, self._traces[number] = watched(step, moment, operands)
+        self._facts |= self._traces[number].facts
         return result
 
     def finish(self) -> None:
@@ -205,13 +214,14 @@ class Graph:
         """Compile it; why it cannot be used, or nothing."""
         compiled = torch.compile(self._module, fullgraph=True, dynamic=False, backend=_BACKEND)
         right, reached = _outcome(self._module, inputs, apart=True)
-        found, _ = _outcome(compiled, inputs, apart=False)
+        whole = all(itertools.chain.from_iterable(reached))
+        run = compiled if whole else around(compiled, reached)
+        found, _ = _outcome(run, inputs, apart=False)
         bound = min(_LOOSE * _precision([*inputs, *right["outputs"]]), _LOOSEST)
         for what, tensors in right.items():
             if (error := _error(tensors, found[what])) > bound:
                 return f"compiled, its {what} differ by {error:.1g}"
-        whole = all(itertools.chain.from_iterable(reached))
-        self._run = compiled if whole else around(compiled, reached)
+        self._run = run
         return ""
 
 
@@ -286,7 +296,10 @@ def _outcome(
     """What a graph makes of copies of its inputs, gradients included; and, with `apart`, which inputs each
     output depends on, of those that have gradients.
     """
-    given = [_copy(tensor) for tensor in inputs]
+    copies = {
+        id(tensor): _copy(tensor) for tensor in inputs
+    }  # what is given twice stays one tensor
+    given = [copies[id(tensor)] for tensor in inputs]
     made = run(*given)
     trained = [tensor for tensor in given if tensor.requires_grad]
     roots = [tensor for tensor in made if tensor.requires_grad]

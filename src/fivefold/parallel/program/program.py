@@ -105,7 +105,7 @@ class Program:
     )
     """into segments that are computed again: by their number, what they keep, and the steps"""
 
-    compiled: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    compiled: dict[Any, list[Any]] = field(default_factory=dict[Any, list[Any]])
     """steps that are compiled, see `compiled_span`"""
 
     def marked(self) -> Fingerprint:

@@ -54,6 +54,8 @@ class Trace:
     """it is no list of calls that is the same in every step; empty if it is"""
     told: bool = False
     """whether a user can do something about that"""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """of the moment: what it was computed by"""
 
 
 _METADATA = frozenset({
@@ -72,6 +74,8 @@ _REFUSED = frozenset({
 })  # fmt: skip
 _OTHERS = frozenset({"budget", "groups", "key", "lines"})
 """of a `Moment`: what other ranks, or the number of the step, have a part in"""
+_FACTS = frozenset({"joint", "pieces", "rows", "total", "updates"})
+"""of a `Moment`: what may differ from batch to batch of one shape"""
 
 
 def watched(step: Compute, moment: Moment, operands: Sequence[Tensor]) -> tuple[Any, Trace]:
@@ -94,6 +98,7 @@ def watched(step: Compute, moment: Moment, operands: Sequence[Tensor]) -> tuple[
     if has_python_backward(tensors, operands):
         watching.refuse("has a backward in Python")
     watching.finish(tensors)
+    watching.trace.facts = seen.facts
     return result, watching.trace
 
 
@@ -119,14 +124,18 @@ class _Seeded(TorchDispatchMode):
 
 
 class _SeenMoment:
-    """A moment that notes whether something of `_OTHERS` was used."""
+    """A moment that notes what was used: whether something of `_OTHERS`, and which `_FACTS`."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment, self.others = moment, False
+        self.facts: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
+        found = getattr(self._moment, name)
         self.others |= name in _OTHERS
-        return getattr(self._moment, name)
+        if name in _FACTS:
+            self.facts[name] = found
+        return found
 
     @property
     def note(self) -> Callable[[Any], None] | None:
