@@ -43,6 +43,8 @@ _FLAG, _LOOKS = "deterministic", 3
 _PAIRED = ("gems", "gems-overlap", "chimera")
 _BUDGETS = 0.35
 """part of the cases that are computed under a memory budget, whatever the layout"""
+_COMPILED = 0.2
+"""of the others, that are compiled"""
 _SCHEDULES = (
     "layer",
     "gpipe",
@@ -118,10 +120,12 @@ def _plan(rng: random.Random, layout: dict[str, int]) -> dict[str, Any]:
 
 
 def _budgeted(rng: random.Random, plan: dict[str, Any]) -> dict[str, Any]:
-    """Some plans under a memory budget; see `choices`."""
+    """Some plans under a memory budget, see `choices`; and of the others some that are compiled."""
     own = random.Random(str(rng.getstate()[1][:4]))  # what else a seed draws stays as it was
     if "memory.recompute" not in plan and own.random() < _BUDGETS:
         plan["memory.budget"], plan["memory.disk"] = "1TiB", "."
+    elif "memory.recompute" not in plan and own.random() < _COMPILED:
+        plan["parallel.compile"] = True
     return plan
 
 

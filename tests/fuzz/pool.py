@@ -133,7 +133,8 @@ class Ranks:
         for line in self._lines[:size]:
             with contextlib.suppress(BrokenPipeError):  # one that has died is seen when it is asked
                 line.send((case, fault, size, str(path)))
-        found = self._collected(size)
+        compiles = case["plan"].get("parallel.compile", False)
+        found = self._collected(size, self.limit_s * (4 if compiles else 1))
         if any(isinstance(told, Ended) or told["ended"] == "raised" for told in found):
             self.stop()  # nobody knows what an exception has left behind
         if case["plan"].get("memory.shard", "none") != "none":
@@ -141,9 +142,9 @@ class Ranks:
         path.unlink(missing_ok=True)
         return found
 
-    def _collected(self, size: int) -> list[dict[str, Any] | Ended]:
+    def _collected(self, size: int, limit_s: float) -> list[dict[str, Any] | Ended]:
         found: list[Any] = [None] * size
-        until, gone = time.monotonic() + self.limit_s, float("inf")
+        until, gone = time.monotonic() + limit_s, float("inf")
         open_lines = {self._lines[rank]: rank for rank in range(size)}
         while open_lines and (now := time.monotonic()) < until:
             for line in wait(list(open_lines), min(until - now, 1.0)):
@@ -151,7 +152,7 @@ class Ranks:
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], Ended) or found[rank]["ended"] != "done":
                     # The others follow, or wait for it; some may only just have been started.
-                    until = min(until, time.monotonic() + max(GRACE_S, self.limit_s / 2))
+                    until = min(until, time.monotonic() + max(GRACE_S, limit_s / 2))
                     gone = min(gone, time.monotonic() + GONE_S)
             if open_lines and time.monotonic() > gone:
                 self._end(rank for rank in range(size) if found[rank] is not None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
+import torch._dynamo
+import torch._functorch.aot_autograd
+import torch._inductor.compile_fx
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.checkpoint
