@@ -58,14 +58,32 @@ def trained(
     return found
 
 
-@pytest.mark.long(every=28)
+def cases(*, all_layouts: bool) -> list[tuple[str, Layout]]:
+    """Every model under all layouts, or each under one of them."""
+    found: list[tuple[str, Layout]] = []
+    for number, name in enumerate(SMALL):
+        mine = layouts(name)
+        found += [(name, one) for one in (mine if all_layouts else [mine[number % len(mine)]])]
+    return found
+
+
+@pytest.mark.long(every=12)
 @pytest.mark.timeout(400)  # with others on these cores, a net with many nodes takes its time
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name in SMALL for layout in layouts(name)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "layout"), cases(all_layouts=False), ids=str)
 def test_bits_stay(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits_stay(name, layout, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "layout"), cases(all_layouts=True), ids=str)
+def test_bits_stay_under_all_layouts(
+    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits_stay(name, layout, monkeypatch)
+
+
+def bits_stay(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "LEAST_BYTES", 1)
     monkeypatch.setattr(step.StepBudget, "choose", choose)
     net, made = net_of(name), list[list[list[Tensor]]]()
