@@ -64,6 +64,23 @@ def test_a_plan_for_devices_that_are_not_here(tmp_path: Path) -> None:
     assert resolved.train.batch_size == 16 and resolved.origin("layout.data").kind == "tuned"
 
 
+def test_a_plan_within_a_budget(tmp_path: Path) -> None:
+    (tmp_path / "boxes.toml").write_text(CLUSTER)
+    words = "resnet20 --input 3x64x64 --batch 16 --cluster boxes.toml --devices 1"
+    done = plan(tmp_path, f"{words} --memory 70MiB --out plan.toml")
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, row, why, counts, _ = done.stdout.splitlines()[3:]
+    assert heading.split() == ["layout", "schedule", "micro-batches", "recompute", "step", "memory"]
+    assert row.split()[-5:-3] == ["by", "budget"] and row.endswith("70MiB")
+    assert why.startswith("data=1, within budget: computing ") and "computing again" in why
+    assert counts.startswith("2 candidates: 0 impossible, 1 larger than 70MiB, 1 simulated")
+    chosen = Plan.load(tmp_path / "plan.toml")
+    assert (chosen.memory.budget, chosen.memory.recompute) == ("70MiB", 0)
+    assert str(chosen.origin("memory.budget")).startswith("tuned: predicted ")
+    options = Train("cifar10", plan=tmp_path / "plan.toml")
+    assert resolve(options, recipes.get("cifar10"), {}).memory == chosen.memory
+
+
 @pytest.mark.long
 def test_a_plan_for_this_machine_with_operations_timed(tmp_path: Path) -> None:
     done = plan(tmp_path, "resnet20 --input 3x32x32 --batch 2 --devices 1 --measure")

@@ -208,6 +208,7 @@ def batches(sizes: list[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
     return made
 
 
+SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in (Layout(), Layout(width=2))]
 SIZES = [(6, 9, 11), (6, 9, 11), (6, 9, 11), (5, 8, 7), (5, 8, 7), (6, 9, 11), (5, 8, 7)]
 
 
@@ -253,7 +254,7 @@ def test_changes_between_steps_are_seen(layout: Layout) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:parallel.compile leaves as it is. BatchNorm2d .*__float__")
-@pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(width=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(data=2), *SLOW], ids=str)
 def test_machine_code_stays_exact(kernels: None, layout: Layout) -> None:
     torch.manual_seed(0)
     net, loss = Net().double(), nn.CrossEntropyLoss()

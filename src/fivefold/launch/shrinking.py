@@ -61,7 +61,7 @@ class Shrinking:
 
 
 def fitted(plan: Plan, files: Sequence[Path]) -> tuple[Plan, ...]:
-    """The plan with what each of the files decides for fewer ranks: layout, pipeline and what is recomputed.
+    """The plan with what each of the files decides for fewer ranks: layout, pipeline and memory.
 
     All else stays, so that the run computes the same. Raises `PlanError` for a file that does not go with it.
     """
@@ -88,13 +88,12 @@ def fitted(plan: Plan, files: Sequence[Path]) -> tuple[Plan, ...]:
                 f"--smaller-plan {path} is for batches of {batch} samples, the job's are of "
                 f"{plan.train.batch_size}, and stay so; make a plan for them"
             )
-        sections = {"layout": one.layout, "pipeline": one.pipeline}
+        sections = {"layout": one.layout, "pipeline": one.pipeline, "memory": one.memory}
         values: dict[str, object] = {
             f"{name}.{key.name}": getattr(section, key.name)
             for name, section in sections.items()
             for key in fields(section)
         }
-        values["memory.recompute"] = one.memory.recompute
         found[size] = plan.replace(values, Provenance("user", f"--smaller-plan {path}"))
     return tuple(found.values())
 

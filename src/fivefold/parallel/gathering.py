@@ -31,7 +31,10 @@ from fivefold.parallel.sharded import Parts, Shards, averages, check_unchanged, 
 from fivefold.torch_private import backend_of_device, version_of
 from fivefold.trace import Tag
 
-__all__ = ["WholeForLayers", "WholeForStep", "check_shard", "gathering_reducer", "units_of"]
+__all__ = [
+    "PARTS", "WholeForLayers", "WholeForStep", "check_divisible", "check_shard", "gathering_reducer",
+    "units_of",
+]  # fmt: skip
 
 
 def check_shard(net: nn.Module, mesh: Mesh) -> None:
@@ -57,10 +60,11 @@ def check_shard(net: nn.Module, mesh: Mesh) -> None:
             f"memory.shard = {shard!r} needs a GPU for every rank, and ranks share one here: start as many "
             'ranks as there are GPUs, or use memory.shard = "none"'
         )
-    _check_parameters(net)
+    check_divisible(net)
 
 
-def _check_parameters(net: nn.Module) -> None:
+def check_divisible(net: nn.Module) -> None:
+    """Raise `UsageError` for parameters that replicas cannot divide among them."""
     for name, module in net.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UsageError(
@@ -292,6 +296,7 @@ def _unviewed(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
 #               └── head 8                        unit
 
 PARTS = 8
+"""What holds more than such a part of all parameters is taken apart"""
 LEAST_BYTES = 1 << 16
 """What is smaller is not worth a message of its own"""
 

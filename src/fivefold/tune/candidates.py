@@ -3,19 +3,20 @@
 devices = data x pipe x tiles          every divisor of each, tiles in strips along one axis or nearly square
 pipe > 1: schedule, micro-batches      those that fit the samples of a replica
 tiles or pipe: recompute               none, or some
+where that is too large: see `smaller`
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.parallel.pipeline.schedule import Schedule
 from fivefold.parallel.pipeline.schedules import PAIRED, SCHEDULES, make
 from fivefold.plan import TILE_AXES, Layout
 
-__all__ = ["Candidate", "candidates", "grids"]
+__all__ = ["Candidate", "candidates", "grids", "smaller"]
 
 _LEAST_PIXELS = 16
 """a tile has at least as many along an axis that is divided"""
@@ -35,6 +36,10 @@ class Candidate:
     """of a replica"""
     stages_per_rank: int = 1
     recompute: int = 0
+    shard: str = "none"
+    """as `memory.shard` of a plan"""
+    budget: str = ""
+    """as `memory.budget` of a plan"""
 
     @property
     def stages(self) -> int:
@@ -51,6 +56,11 @@ class Candidate:
         """How many ranks sum the gradients of a parameter."""
         return self.layout.data * self.layout.tiles * self.chains
 
+    @property
+    def parts(self) -> int:
+        """Among how many replicas parameters and the optimiser's numbers are divided."""
+        return 1 if self.shard == "none" else self.layout.data
+
     def make(self) -> Schedule:
         """The schedule of a replica; without stages, the whole batch on one rank."""
         name = self.schedule or "layer"
@@ -64,7 +74,14 @@ class Candidate:
             found["pipeline.schedule"] = self.schedule
             found["pipeline.micro_batches"] = self.micro_batches
             found["pipeline.stages_per_rank"] = self.stages_per_rank
-        return {**found, "memory.recompute": self.recompute}
+        found["memory.recompute"] = self.recompute
+        if self.shard != "none":
+            found["memory.shard"] = self.shard
+        if self.budget:
+            found["memory.budget"] = self.budget
+            if self.layout.tiles > 1:  # margins of layers that share an exchange take room
+                found["tiles.fuse"] = "never"
+        return found
 
     def __str__(self) -> str:
         words = [str(self.layout)]
@@ -72,6 +89,10 @@ class Candidate:
             words.append(f"{self.schedule} x {self.micro_batches}")
         if self.recompute:
             words.append(f"recompute {self.recompute}")
+        if self.shard != "none":
+            words.append(f"shard {self.shard}")
+        if self.budget:
+            words.append("within budget")
         return ", ".join(words)
 
 
@@ -89,6 +110,25 @@ def candidates(
             yield Candidate(layout)
             if layout.tiles > 1:
                 yield Candidate(layout, recompute=_SEGMENTS)
+
+
+def smaller(candidate: Candidate, memory_bytes: int) -> Iterator[Candidate]:
+    """What holds less than a candidate that does not fit into so many bytes, but takes longer.
+
+    Where a candidate fits, these gain next to nothing: they gather parameters, or compute activations again.
+    So they are looked at only where it does not, which keeps their number small. A budget decides better what
+    is computed again than a number of segments, so nothing is added to the latter. With `shard =
+    "parameters"` there is no budget: it could only keep all or nothing, see `fivefold.parallel.memory.plain`.
+    """
+    layout = candidate.layout
+    if candidate.recompute or candidate.budget:
+        return
+    if candidate.shard != "parameters":
+        yield replace(candidate, budget=_text(memory_bytes))
+    if candidate.shard == "none" and layout.data > 1 and candidate.chains == 1:
+        yield replace(candidate, shard="optimizer")
+        if layout.size == layout.data:
+            yield replace(candidate, shard="parameters")
 
 
 def grids(tiles: int, pixels: Sequence[int]) -> list[tuple[int, ...]]:
@@ -137,6 +177,18 @@ def _sensible(schedule: str, micro_batches: int) -> bool:
         return micro_batches == 1
     least = {"gems": 2, "gems-overlap": 2, "chimera": 4}.get(schedule, 2)
     return micro_batches >= least and (schedule not in PAIRED or micro_batches % 2 == 0)
+
+
+def _text(size_bytes: int) -> str:
+    """Bytes as a plan has them; less than a thousandth is left out.
+
+    >>> _text(17179869184), _text(16492674416), _text(1000)
+    ('16GiB', '15728MiB', '1000B')
+    """
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes % scale == 0 or size_bytes >= 1024 * scale:
+            return f"{size_bytes // scale}{unit}"
+    return f"{size_bytes}B"
 
 
 def _doubling(most: int) -> list[int]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from fivefold.cluster.description import Cluster, LinkCost
 from fivefold.parallel.buckets import OTHER_BYTES
+from fivefold.parallel.gathering import PARTS as UNITS
+from fivefold.parallel.gathering import check_divisible
 from fivefold.parallel.pipeline.schedule import Action, Op, Schedule, needs
 from fivefold.parallel.pipeline.simulate import (
     ScheduleTimes,
@@ -21,7 +23,9 @@ from fivefold.parallel.pipeline.simulate import (
     place_sums,
     simulate,
 )
+from fivefold.parallel.sharded import CHUNK_BYTES
 from fivefold.plan import Layout
+from fivefold.sections import bytes_of
 from fivefold.tune.candidates import Candidate
 from fivefold.tune.need import OPTIMIZERS, Need
 from fivefold.tune.subject import Staged, Subject
@@ -44,12 +48,15 @@ class StepTime:
     gradients_s: float
     """summing gradients, as far as nothing hides it"""
     update_s: float
+    again_s: float = 0.0
+    """computing again what a budget has no room for"""
+    gather_s: float = 0.0
+    """gathering parameters that replicas divide, as far as nothing hides it"""
 
     @property
     def step_s(self) -> float:
         """All of it."""
-        waits = self.exchange_s + self.statistics_s + self.idle_s + self.gradients_s
-        return self.compute_s + waits + self.update_s
+        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,28 @@ class Case:
     @functools.cached_property
     def need(self) -> Need:
         """Its memory. Raises `UsageError` where the net cannot be divided so."""
-        return Need(self.candidate, self._staged, self._samples, self._rows, self._copies)
+        units = (0, 0)
+        if self.candidate.parts > 1:
+            check_divisible(self._subject.net)
+            units = self._subject.units_bytes if self._layered else units
+        return Need(self.candidate, self._staged, self._samples, self._rows, self._copies, units)
 
     def memory_bytes(self) -> int:
-        """Of the rank that needs most."""
-        return self.need.most_bytes(self._make(self.candidate))
+        """Of the rank that needs most: all of a budget that is enough, else the least that would be."""
+        return self._within[0]
+
+    @functools.cached_property
+    def _within(self) -> tuple[int, Sequence[float]]:
+        """Memory, and seconds of computing again for a budget, by stage."""
+        schedule, budget = self._make(self.candidate), self.candidate.budget
+        if not budget:
+            return self.need.most_bytes(schedule), [0.0] * schedule.stages
+        return self.need.within(schedule, bytes_of(budget))
+
+    @property
+    def _layered(self) -> bool:
+        """Whether parameters are gathered layer by layer, while others compute."""
+        return self.candidate.shard == "parameters"
 
     def bound_s(self) -> float:
         """No step is faster, told without dividing the net into tiles: as if they had no borders.
@@ -143,8 +167,11 @@ class Case:
     def predict(self) -> Prediction:
         """Simulate a step."""
         schedule = self._make(self.candidate)
+        memory_bytes, again_s = self._within
         costs = self._costs(self._staged, self._rows)
-        sums = [self._sum_s(schedule, size) for size in self._staged.trained_bytes]
+        costs = [_later(cost, more) for cost, more in zip(costs, again_s, strict=True)]
+        divides = self.candidate.parts > 1
+        sums = [0.0 if divides else self._sum_s(schedule, n) for n in self._staged.trained_bytes]
         times = StageTimes(
             tuple(c.forward_s for c in costs),
             tuple(c.backward_s for c in costs),
@@ -154,21 +181,28 @@ class Case:
         )
         timeline = self._timeline(schedule, times)
         computed = max(end for a, (_, end) in timeline.spans.items() if a.op is not Op.REDUCE)
-        gradients = self._exposed_s(timeline, computed, sums, costs)
+        gather_s, gradients_s = (
+            self._divided_s(schedule, costs)
+            if divides
+            else (0.0, self._exposed_s(timeline, computed, sums, costs))
+        )
         busiest = max(range(schedule.ranks), key=lambda rank: timeline.busy_s[rank])
-        counts = [(len(schedule.micros_of(chain)), costs[s]) for chain, s in schedule.held(busiest)]
-        exchange = sum(n * c.exchange_s for n, c in counts)
-        statistics = sum(n * c.statistics_s for n, c in counts)
+        counts = [(len(schedule.micros_of(chain)), s) for chain, s in schedule.held(busiest)]
+        exchange = sum(n * costs[s].exchange_s for n, s in counts)
+        statistics = sum(n * costs[s].statistics_s for n, s in counts)
+        again = sum(n * again_s[s] for n, s in counts)
         parts = StepTime(
-            timeline.busy_s[busiest] - exchange - statistics,
+            timeline.busy_s[busiest] - exchange - statistics - again,
             exchange,
             statistics,
             computed - timeline.busy_s[busiest],
-            gradients,
+            gradients_s,
             max(self._update_s(schedule, rank) for rank in range(schedule.ranks))
             / self._cluster.speed(self._on_a_node(schedule.ranks)),
+            again,
+            gather_s,
         )
-        return Prediction(self.candidate, parts, self.memory_bytes())
+        return Prediction(self.candidate, parts, memory_bytes)
 
     def _timeline(self, schedule: Schedule, times: StageTimes) -> ScheduleTimes:
         """When everything happens, on devices that may share cores."""
@@ -190,7 +224,7 @@ class Case:
     def _costs(self, staged: Staged, rows: float) -> list[StageCost]:
         costs = [staged.work.cost(span, rows, self._links) for span in staged.spans]
         if self.candidate.recompute:
-            costs = [_again(cost) for cost in costs]
+            costs = [_later(cost, cost.again_s) for cost in costs]
         measured = self._subject.measured
         if self.candidate.schedule and measured is not None:
             costs = [_with_actions(cost, measured.action_s) for cost in costs]
@@ -213,6 +247,27 @@ class Case:
         last = self._sum_s(timeline.schedule, min(self._staged.trained_bytes[0], OTHER_BYTES) / 25)
         return max(sums[0] - costs[0].backward_s, last)
 
+    def _divided_s(self, schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, float]:
+        """Seconds of gathering parameters that replicas divide, and of summing gradients, each its part.
+
+        For a whole step at once nothing hides them; layer by layer, what layers compute does, but for the
+        first ones and the last.
+        """
+        sizes = [
+            sum(self._staged.trained_bytes[stage] for stage in schedule.stages_of(rank))
+            for rank in range(schedule.ranks)
+        ]
+        parts, tiles = self.candidate.parts, self.candidate.layout.tiles
+        link = self._cluster.link(parts, self.candidate.layout.pipe * tiles)
+        messages = max(sizes) // CHUNK_BYTES + (UNITS if self._layered else 1)
+        each = link.all_gather_s(max(sizes) / parts, parts) + (messages - 1) * link.latency_s
+        if self._layered:
+            hidden = sum(map(_both, costs)) if self._cluster.device.overlaps else 0.0
+            exposed = max(3 * each - hidden, 2 * each / UNITS)
+            return exposed * 2 / 3, exposed / 3
+        among = self._links.tiles.all_reduce_s(max(sizes) / parts, tiles) if tiles > 1 else 0.0
+        return each, each + among
+
     def _sum_s(self, schedule: Schedule, size_bytes: float) -> float:
         """To sum the gradients of a stage, in buckets."""
         if self.candidate.reducers == 1:
@@ -230,11 +285,12 @@ class Case:
         """Read and write parameters and the optimiser's numbers; and pack and unpack gradients."""
         every = self._staged.trained_bytes
         trained = sum(every[stage] for stage in schedule.stages_of(rank))
-        packed = 4 * (self.candidate.reducers > 1)
+        packed = 4 * trained * (self.candidate.reducers > 1)
+        own = trained / self.candidate.parts
         if self._subject.measured is not None and trained:
-            packed_s = packed * trained / self._cluster.device.bytes_per_s
-            return packed_s + self._subject.measured.update_s * trained / sum(every)
-        return (3 + 2 * self._copies + packed) * trained / self._cluster.device.bytes_per_s
+            packed_s = packed / self._cluster.device.bytes_per_s
+            return packed_s + self._subject.measured.update_s * own / sum(every)
+        return ((3 + 2 * self._copies) * own + packed) / self._cluster.device.bytes_per_s
 
     def _travel_s(self, schedule: Schedule) -> Callable[[int, int], float]:
         layout = self.candidate.layout
@@ -259,15 +315,9 @@ def _link_of(cluster: Cluster, layout: Layout, places: tuple[int, int]) -> LinkC
     return cluster.within
 
 
-def _again(cost: StageCost) -> StageCost:
-    return StageCost(
-        cost.forward_s,
-        cost.backward_s + cost.again_s,
-        cost.weight_s,
-        cost.again_s,
-        cost.exchange_s,
-        cost.statistics_s,
-    )
+def _later(cost: StageCost, more_s: float) -> StageCost:
+    """With a backward that takes longer."""
+    return replace(cost, backward_s=cost.backward_s + more_s)
 
 
 def _with_actions(cost: StageCost, action_s: float) -> StageCost:

@@ -10,7 +10,7 @@ from fivefold.errors import UsageError
 from fivefold.parallel.pipeline.cut import MEASURED
 from fivefold.plan import Plan, Provenance
 from fivefold.tune.predict import Prediction
-from fivefold.tune.search import SearchResult
+from fivefold.tune.search import ALIKE, SearchResult
 
 __all__ = ["Question", "nothing_fits", "plan_of", "reasons", "rows"]
 
@@ -21,6 +21,8 @@ _WORDS = {
     "idle_s": "waiting for other stages",
     "gradients_s": "summing gradients",
     "update_s": "updating weights",
+    "again_s": "computing again",
+    "gather_s": "gathering parameters",
 }
 
 
@@ -57,9 +59,11 @@ def rows(found: SearchResult) -> list[tuple[str, ...]]:
     for number, told in enumerate(found.best, 1):
         c = told.candidate
         micro = str(c.micro_batches) if c.schedule else "-"
+        where = str(c.layout) if c.shard == "none" else f"{c.layout}, shard {c.shard}"
+        again = "by budget" if c.budget else str(c.recompute or "-")
         table.append(
             (
-                str(number), str(c.layout), c.schedule or "-", micro, str(c.recompute or "-"),
+                str(number), where, c.schedule or "-", micro, again,
                 seconds(told.step_s), size(told.memory_bytes),
             )
         )  # fmt: skip
@@ -174,7 +178,7 @@ def _behind(first: Prediction, second: Prediction) -> str:
     }
     worst = max(more, key=lambda name: more[name])
     slower = second.step_s / first.step_s - 1
-    if slower < 0.005:
+    if slower < ALIKE:
         return f"{second.candidate} is as fast within half a per cent."
     return (
         f"{second.candidate} is {slower:.1%} slower: it spends {seconds(more[worst])} more "

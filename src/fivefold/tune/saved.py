@@ -37,6 +37,8 @@ _NOTHING = {
     "pixel_unshuffle", "channel_shuffle",
 }  # fmt: skip
 _RESULT = {"relu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "softplus"}
+_COPY = {"hardtanh", "relu6", "hardswish", "hardsigmoid", "silu", "mish", "threshold"}
+"""operations that save a copy of what they change in place"""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,9 @@ def _kept(node: Node, read: Sequence[int]) -> Sequence[int]:
 
 
 def _beside(node: Node, sizes: dict[int, int]) -> float:
-    """Indices of maxima, masks."""
+    """Indices of maxima, masks, copies."""
+    if node.name in _COPY and changed_in_place(node):
+        return sizes[node.outputs[0]]
     if node.name.startswith(("max_pool", "adaptive_max_pool")):
         return 8 * sizes[node.outputs[0]] / node.output_bytes
     return sizes[node.outputs[0]] / node.output_bytes if node.name.startswith("dropout") else 0.0

@@ -2,7 +2,7 @@
 
 Candidates are looked at in the order of a bound that no schedule beats. First the bound is told without
 dividing the net into tiles, then with; once enough are found that are faster than the next one's bound, the
-rest need neither plans nor simulations.
+rest need neither plans nor simulations. Of what does not fit, what holds less takes its place, see `smaller`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from fivefold.errors import UsageError
 from fivefold.parallel.pipeline.schedule import Schedule
 from fivefold.parallel.pipeline.schedules import make
 from fivefold.plan import Layout
-from fivefold.tune.candidates import Candidate
+from fivefold.tune.candidates import Candidate, smaller
 from fivefold.tune.predict import Case, Prediction
 from fivefold.tune.subject import Subject
 
-__all__ = ["SearchResult", "search"]
+__all__ = ["ALIKE", "SearchResult", "search"]
+
+ALIKE = 0.005
+"""Part of a step by which predictions may differ without telling anything"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class SearchResult:
     """What a search came to."""
 
     best: tuple[Prediction, ...]
-    """the fastest first"""
+    """the fastest first; of two that are alike, the one whose replicas hold whole parameters"""
     closest: tuple[Candidate, int] | None
     """of those that do not fit, the one that needs least, and its bytes"""
     candidates: int
@@ -67,10 +70,14 @@ def search(
     while waiting and waiting[0][0] <= found.slowest_s:
         _, number, exact, case = heapq.heappop(waiting)
         with found.possible():
-            if exact:
-                found.look_at(case)
-            else:
+            if not exact:
                 heapq.heappush(waiting, (case.least_s(), number, True, case))
+            elif not found.look_at(case):
+                bound = case.least_s()  # they do the same, and more
+                for other in smaller(case.candidate, memory_bytes):
+                    found.count += 1
+                    case = Case(subject, other, batch, optimizer, _made)
+                    heapq.heappush(waiting, (bound, found.count, True, case))
         progress(found.count - len(waiting), found.count)
     norms = bool(subject.staged(Layout(), 1, 1).work.channels.any())
     return found.result(norms)
@@ -100,24 +107,30 @@ class _Finding:
     @property
     def slowest_s(self) -> float:
         """What a candidate has to beat."""
-        return self.best[-1].step_s if len(self.best) == self.wanted else math.inf
+        return _weighed_s(self.best[-1]) if len(self.best) == self.wanted else math.inf
 
-    def look_at(self, case: Case) -> None:
-        """Reject what does not fit, and simulate what does."""
+    def look_at(self, case: Case) -> bool:
+        """Reject what does not fit, and simulate what does; whether it does."""
         need = case.memory_bytes()
         if need <= self.memory_bytes:
             self.simulated += 1
             found = [*self.best, case.predict()]
-            self.best = sorted(found, key=lambda told: told.step_s)[: self.wanted]
-            return
+            self.best = sorted(found, key=_weighed_s)[: self.wanted]
+            return True
         self.too_large += 1
         if self.closest is None or need < self.closest[1]:
             self.closest = case.candidate, need
+        return False
 
     def result(self, norms: bool) -> SearchResult:
         """What came of it."""
         counts = self.count, self.impossible, self.too_large, self.simulated
         return SearchResult(tuple(self.best), self.closest, *counts, norms)
+
+
+def _weighed_s(told: Prediction) -> float:
+    """Seconds; replicas that divide parameters have to gain something, since scripts see the parts."""
+    return told.step_s * (1 + ALIKE if told.candidate.parts > 1 else 1.0)
 
 
 def _made(candidate: Candidate) -> Schedule:

@@ -8,6 +8,7 @@ tape (samples) ──► cut (stages)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import warnings
@@ -23,6 +24,7 @@ from fivefold.cluster.description import Cluster
 from fivefold.errors import UsageError
 from fivefold.mesh import owned
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.gathering import units_of
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.pipeline.cut import Cut, balanced, states_of
@@ -122,6 +124,13 @@ class Subject:
     def most_stages(self) -> int:
         """Into how many stages the net is cut at most."""
         return min(_MOST_STAGES, len(self.tape(1).nodes))
+
+    @functools.cached_property
+    def units_bytes(self) -> tuple[int, int]:
+        """Of parameters: the most of layers that gather together, and what belongs to none of these."""
+        every = sum(parameter.nbytes for parameter in self.net.parameters())
+        sizes = [sum(p.nbytes for p in unit.parameters()) for unit in units_of(self.net)]
+        return max(sizes, default=0), every - sum(sizes)
 
     @property
     def programs(self) -> int:

@@ -55,7 +55,8 @@ def test_a_node_that_was_lost_while_it_had_no_ranks_gets_none() -> None:
 
 
 def test_a_plan_for_fewer_ranks_is_used_where_it_uses_more_of_them(tmp_path: Path) -> None:
-    Plan(layout=Layout(height=3), memory=Memory(recompute=8)).save(tmp_path / "3.toml")
+    memory = Memory(recompute=8, shard="optimizer")
+    Plan(layout=Layout(height=3), memory=memory).save(tmp_path / "3.toml")
     (tmp_path / "1.toml").write_text("[numerics]\nseed = 5\n")
     whole = Plan(layout=Layout(data=2, height=2), numerics=Numerics(seed=7))
     smaller = fitted(whole, [tmp_path / "3.toml", tmp_path / "1.toml"])
@@ -72,6 +73,7 @@ def test_a_plan_for_fewer_ranks_is_used_where_it_uses_more_of_them(tmp_path: Pat
         plan = Plan.load(told["FIVEFOLD_PLAN"])
         assert sum(len(node.ranks) for node in found.working()) == plan.layout.size
         assert (plan.layout, plan.memory.recompute, plan.numerics.seed) == (layout, recompute, 7)
+        assert plan.memory == (memory if layout.height == 3 else Memory())
     lose(found, 0)
     with pytest.raises(
         FinalFailure, match="a replica needs 2, and no --smaller-plan is for so few"

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.parallel.pipeline.check import check
 from fivefold.plan import Layout, Plan, Provenance
-from fivefold.tune.candidates import Candidate, candidates, grids
+from fivefold.tune.candidates import Candidate, candidates, grids, smaller
 
 
 def test_grids_are_strips_or_nearly_square() -> None:
@@ -59,3 +59,31 @@ def test_values_are_keys_of_a_plan() -> None:
     assert (plan.pipeline.schedule, plan.pipeline.micro_batches) == ("interleaved", 4)
     assert (plan.pipeline.stages_per_rank, plan.memory.recompute) == (2, 8)
     assert str(candidate) == "pipe=2,width=2, interleaved x 4, recompute 8"
+
+
+def test_what_does_not_fit_is_tried_within_a_budget_and_with_parts() -> None:
+    def tried(candidate: Candidate) -> list[tuple[str, str]]:
+        return [(one.shard, one.budget) for one in smaller(candidate, 5 << 20)]
+
+    budget = ("none", "5MiB")
+    assert tried(Candidate(Layout())) == tried(Candidate(Layout(width=2))) == [budget]
+    assert tried(Candidate(Layout(data=2))) == [budget, ("optimizer", ""), ("parameters", "")]
+    assert tried(Candidate(Layout(data=2, width=2))) == [budget, ("optimizer", "")]
+    assert tried(Candidate(Layout(data=2, pipe=2), "1f1b", 2)) == [budget, ("optimizer", "")]
+    assert tried(Candidate(Layout(data=2, pipe=2), "gems", 2)) == [
+        budget
+    ]  # held twice, not in parts
+    assert tried(Candidate(Layout(data=2), shard="optimizer")) == [("optimizer", "5MiB")]
+    for last in ({"recompute": 8}, {"budget": "5MiB"}, {"shard": "parameters"}):
+        assert not tried(Candidate(Layout(data=2), **last))  # type: ignore[arg-type]
+
+
+def test_parts_and_budgets_are_keys_of_a_plan() -> None:
+    (candidate,) = smaller(Candidate(Layout(data=2), shard="optimizer"), 16 << 30)
+    plan = Plan().replace(candidate.values(), Provenance("tuned", "test"))
+    assert (plan.memory.shard, plan.memory.budget) == ("optimizer", "16GiB")
+    assert str(candidate) == "data=2, shard optimizer, within budget"
+    # Layers that share an exchange hold more than was predicted.
+    values = Candidate(Layout(width=2), budget="16GiB").values()
+    assert values["tiles.fuse"] == "never" and "memory.shard" not in values
+    assert not {"tiles.fuse", "memory.budget"} & Candidate(Layout(width=2)).values().keys()

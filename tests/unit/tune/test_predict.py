@@ -24,7 +24,7 @@ from fivefold.tune import (
     reasons,
     search,
 )
-from fivefold.tune.candidates import Candidate
+from fivefold.tune.candidates import Candidate, smaller
 
 PIXELS, CHANNELS = 32, 64
 IMAGE_BYTES = 4 * CHANNELS * PIXELS * PIXELS
@@ -162,15 +162,19 @@ def question(memory_bytes: int) -> Question:
 def test_the_fastest_that_fits_is_found() -> None:
     net = subject(LinkCost(1e-3 * LAYER_S, 1e9))
     every = list(candidates(2, net.pixels, 4, 4))
-    cases = [Case(net, c, 4, "sgd") for c in every]
-    needs = {case.candidate: case.memory_bytes() for case in cases}
-    steps = {case.candidate: case.predict().step_s for case in cases}
-    for budget in (max(needs.values()), sorted(needs.values())[len(needs) // 3]):
-        found = search(net, every, 4, budget)
-        fit = sorted(steps[c] for c in every if needs[c] <= budget)
-        assert [told.step_s for told in found.best] == fit[:5]
-        assert all(told.memory_bytes <= budget for told in found.best)
-        assert found.candidates == len(every) and not found.impossible
+    needs = sorted(Case(net, c, 4, "sgd").memory_bytes() for c in every)
+    for memory in (needs[-1], needs[len(needs) // 3]):
+        cases, fit = [Case(net, c, 4, "sgd") for c in every], list[float]()
+        for case in cases:
+            if case.memory_bytes() <= memory:
+                fit.append(case.predict().step_s)
+            else:
+                cases += [Case(net, c, 4, "sgd") for c in smaller(case.candidate, memory)]
+        found = search(net, every, 4, memory)
+        assert [told.step_s for told in found.best] == sorted(fit)[:5]
+        assert all(told.memory_bytes <= memory for told in found.best)
+        assert len(every) <= found.candidates <= len(cases) and not found.impossible
+        assert memory < needs[-1] or found.candidates == len(every)
 
 
 def test_nothing_fits() -> None:

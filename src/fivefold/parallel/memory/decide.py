@@ -14,7 +14,7 @@ import numpy as np
 
 from fivefold.parallel.memory.simulate import AGAIN, JOINED, KEEP, Simulator, State
 
-__all__ = ["decided", "least"]
+__all__ = ["decided", "least", "starts"]
 
 Change = Callable[[State], None]
 _ROUNDS = 24
@@ -44,22 +44,23 @@ def decided(simulator: Simulator, limit_bytes: int, near: State | None = None) -
     if near is not None:
         found = search.freed(near)
         return None if found is None else search.bettered(found)
-    starts = _starts(simulator)
+    begun = starts(simulator)
     followed = [
-        *search.fastest([search.freed(start) for start in starts], _KEPT),
-        *search.fastest([_all_spilled(simulator, start) for start in starts], 1),
+        *search.fastest([search.freed(start) for start in begun], _KEPT),
+        *search.fastest([_all_spilled(simulator, start) for start in begun], 1),
     ]
     return next(iter(search.fastest([search.bettered(state) for state in followed], 1)), None)
 
 
 def least(simulator: Simulator) -> list[State]:
     """What holds the least, of the ways that are tried; the best first."""
-    tried = [_all_spilled(simulator, start) for start in _starts(simulator)]
+    tried = [_all_spilled(simulator, start) for start in starts(simulator)]
     order = np.argsort(simulator.run(tried).peak_bytes, kind="stable")
     return [tried[n] for n in order]
 
 
-def _starts(simulator: Simulator) -> list[State]:
+def starts(simulator: Simulator) -> list[State]:
+    """To begin a search with: all is kept, or computed again, by units or in a few larger spans."""
     units, largest = simulator.units, int(simulator.sizes.max(initial=0))
     windows = (0,) if simulator.link is None else (0, largest, largest // _SMALLER)
     made: list[State] = []
