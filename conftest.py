@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +30,7 @@ collect_ignore = [
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest's own looks at the markers afterwards
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep some cases of a long test in the default suite, and of the pages README's blocks only."""
     seen: Counter[str] = Counter()
     for item in items:
@@ -39,3 +41,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[test] % mark.kwargs["every"] == 0:
                 item.own_markers.remove(mark)
             seen[test] += 1
+    _leave_parts_out(config, items)
+
+
+def _leave_parts_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With LONG_PART=1/2 in the environment, only the second of two halves of the long tests is left."""
+    number, _, parts = os.environ.get("LONG_PART", "0/1").partition("/")
+    out = [
+        item
+        for item in items
+        if item.get_closest_marker("long")
+        and zlib.crc32(item.nodeid.encode()) % int(parts) != int(number)
+    ]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in set(out)]

@@ -70,7 +70,8 @@ def compiled_span(  # noqa: PLR0917 - what `carry_out` was given
 def _settings(module: nn.Module) -> tuple[Any, ...]:
     """Numbers and switches of a module that is one node."""
     plain = (bool, int, float, str, tuple, types.NoneType)
-    return tuple((k, v) for k, v in vars(module).items() if isinstance(v, plain))
+    held = (pair for one in module.modules() for pair in vars(one).items())
+    return tuple((name, value) for name, value in held if isinstance(value, plain))
 
 
 class CompiledSpan:
