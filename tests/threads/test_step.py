@@ -309,7 +309,6 @@ def test_mistakes_are_told_with_their_remedy() -> None:
         (lambda: nn.Sequential(nn.SyncBatchNorm(3)), "module '0' is SyncBatchNorm: use plain"),
         (lambda: nn.LazyLinear(3), "run one batch"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "is scripted"),
-        (lambda: torch.compile(nn.Linear(2, 2)), "is compiled"),
         (lambda: "resnet", "needs an nn.Module"),
     ],
 )

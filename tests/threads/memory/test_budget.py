@@ -222,10 +222,14 @@ def measured(layout: Layout, budget: str, steps: int = 4) -> list[tuple[Any, ...
             optim.step()
         return told, peaks, model.memory(*batch)
 
-    return run_ranks(layout, check, plan=budget_of(layout, budget, Path.cwd()))
+    plan = budget_of(layout, budget, Path.cwd())
+    return run_ranks(
+        layout, check, plan=plan, timeout_s=110
+    )  # ranks that are threads decide in turn
 
 
-@pytest.mark.parametrize("part", [0.7, 0.45])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", [0.7, pytest.param(0.45, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(width=2), Layout(data=2), Layout(pipe=2)], ids=str
 )
