@@ -47,12 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _leave_parts_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With LONG_PART=1/2 in the environment, only the second of two halves of the long tests is left."""
     number, _, parts = os.environ.get("LONG_PART", "0/1").partition("/")
-    out = [
-        item
-        for item in items
-        if item.get_closest_marker("long")
-        and zlib.crc32(item.nodeid.encode()) % int(parts) != int(number)
-    ]
+
+    def part(item: pytest.Item) -> int:
+        # The blocks of a page go on from each other.
+        page, _, _ = item.nodeid.partition("::")
+        name = page if page.endswith(".md") else item.nodeid
+        return zlib.crc32(name.encode()) % int(parts)
+
+    out = [item for item in items if item.get_closest_marker("long") and part(item) != int(number)]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in set(out)]
