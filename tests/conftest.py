@@ -48,7 +48,7 @@ KEPT_HELPERS = (
 )
 
 # Written by pytest itself, and by libraries as they are imported.
-FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "PYTHONHASHSEED")
+FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "_TORCHINDUCTOR", "PYTHONHASHSEED")
 
 
 # What is looked for: who it is, and how to name it to people.

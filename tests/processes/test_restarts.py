@@ -84,9 +84,9 @@ def test_ranks_that_stand_still_are_started_again(options: tuple[str, ...], tmp_
 def test_a_stall_ends_a_job_without_restarts(options: tuple[str, ...], tmp_path: Path) -> None:
     trouble = "os.kill(os.getpid(), signal.SIGSTOP)"
     (tmp_path / "steps.py").write_text(STEPS.format(trouble=trouble))
-    done = fivefold("run", "-n", "2", "--stall", "15s", *options, "steps.py", cwd=tmp_path)
+    done = fivefold("run", "-n", "2", "--stall", "30s", *options, "steps.py", cwd=tmp_path)
     assert done.returncode == 1
-    assert "error: no sign of life for 15 s, and the ranks were stopped: rank 1" in done.stderr
+    assert "error: no sign of life for 30 s, and the ranks were stopped: rank 1" in done.stderr
 
 
 @pytest.mark.long

@@ -38,8 +38,11 @@ def traced_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def kernels() -> None:
-    """Graphs become machine code."""
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs become machine code, in this process: the compiler's helpers would stay until it ends."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "compile_threads", 1)
 
 
 def nothing(_net: nn.Module, _step: int) -> None:
@@ -234,21 +237,7 @@ def changed(net: nn.Module, step: int) -> None:
 @pytest.mark.filterwarnings("ignore:parallel.compile leaves as it is. BatchNorm2d .*__float__")
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(width=2)], ids=str)
 def test_changes_between_steps_are_seen(layout: Layout) -> None:
-    torch.manual_seed(0)
-    net, loss = Net().double(), nn.CrossEntropyLoss()
-    right = one_process(net, loss, batches(SIZES), changed)
-    made = run_ranks(
-        layout,
-        compiled_steps,
-        net,
-        loss,
-        batches(SIZES),
-        changed,
-        plan=compiling(layout),
-        timeout_s=300,
-    )
-    for own in made:
-        check_equal(own, right)
+    follow_changes(layout, SIZES)
 
 
 @pytest.mark.long
@@ -256,21 +245,14 @@ def test_changes_between_steps_are_seen(layout: Layout) -> None:
 @pytest.mark.filterwarnings("ignore:parallel.compile leaves as it is. BatchNorm2d .*__float__")
 @pytest.mark.parametrize("layout", [Layout(data=2), *SLOW], ids=str)
 def test_machine_code_stays_exact(kernels: None, layout: Layout) -> None:
+    follow_changes(layout, SIZES[:4])
+
+
+def follow_changes(layout: Layout, sizes: list[tuple[int, int, int]]) -> None:
     torch.manual_seed(0)
-    net, loss = Net().double(), nn.CrossEntropyLoss()
-    sizes = SIZES[:4]
-    right = one_process(net, loss, batches(sizes), changed)
-    made = run_ranks(
-        layout,
-        compiled_steps,
-        net,
-        loss,
-        batches(sizes),
-        changed,
-        plan=compiling(layout),
-        timeout_s=300,
-    )
-    for own in made:
+    case = Net().double(), nn.CrossEntropyLoss(), batches(sizes), changed
+    right = one_process(*case)
+    for own in run_ranks(layout, compiled_steps, *case, plan=compiling(layout), timeout_s=300):
         check_equal(own, right)
 
 
