@@ -65,7 +65,7 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def until(met: Callable[[], bool], limit_s: float = 30.0) -> None:
+def until(met: Callable[[], bool], limit_s: float = 90.0) -> None:
     end = time.monotonic() + limit_s
     while not met():
         assert time.monotonic() < end, f"not within {limit_s:g} s"
