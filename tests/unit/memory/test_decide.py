@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,17 @@ def test_too_little_is_told_and_the_least_is_less_than_that() -> None:
     assert decided(simulator, SIZE) is None
     found = [told(simulator, state)[1] for state in least(simulator)]
     assert SIZE < found[0] < told(simulator, simulator.start())[1] / 2 and found == sorted(found)
+
+
+def test_whatever_fits_the_least_is_no_more() -> None:
+    sizes = np.random.default_rng(0).integers(20, 400, 3 * BLOCKS)
+    items = [replace(item, size_bytes=int(sizes[n])) for n, item in enumerate(profile().items)]
+    simulator = Simulator(replace(profile(), items=tuple(items)), None)
+    free = told(simulator, simulator.start())[1]
+    found = [decided(simulator, int(free * part)) for part in np.arange(0.2, 1.0, 0.05)]
+    fitting = [told(simulator, state)[1] for state in found if state is not None]
+    assert len(fitting) < len(found), "a budget that is too little was wanted too"
+    assert told(simulator, least(simulator)[0])[1] <= min(fitting)
 
 
 def test_units_end_with_what_waits_for_the_processor() -> None:

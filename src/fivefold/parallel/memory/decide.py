@@ -30,6 +30,8 @@ _SEGMENTS = (4, 8, 16)
 """spans that are computed again as a whole, to begin with"""
 _KEPT = 3
 """of the ways of beginning, those that are followed to the end"""
+_LESS = 0.1
+"""part by which the least is to be bettered, at first"""
 _SWAPS = 6
 _BEST = 24
 """changes that are tried instead of another"""
@@ -54,9 +56,21 @@ def decided(simulator: Simulator, limit_bytes: int, near: State | None = None) -
 
 def least(simulator: Simulator) -> list[State]:
     """What holds the least, of the ways that are tried; the best first."""
-    tried = [_all_spilled(simulator, start) for start in starts(simulator)]
-    order = np.argsort(simulator.run(tried).peak_bytes, kind="stable")
-    return [tried[n] for n in order]
+    begun, less = starts(simulator), _LESS
+    tried = _leanest(simulator, [_all_spilled(simulator, start) for start in begun])
+    while less > _LESS / 8:
+        search = _Search(simulator, int((1 - less) * simulator.run(tried[:1]).peak_bytes[0]))
+        if found := [state for start in begun if (state := search.freed(start)) is not None]:
+            tried = _leanest(simulator, [*found, *tried])
+        else:
+            less /= 2
+    return tried
+
+
+def _leanest(simulator: Simulator, states: Sequence[State]) -> list[State]:
+    """The same, what holds the least first."""
+    order = np.argsort(simulator.run(states).peak_bytes, kind="stable")
+    return [states[n] for n in order]
 
 
 def starts(simulator: Simulator) -> list[State]:
