@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from fivefold.recipes.models.edsr import edsr
 from fivefold.recipes.models.resnet import resnet50
 from fivefold.recipes.models.unet import unet
 from fivefold.recipes.models.vgg import vgg16_bn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tiles"))
+
+from live import Live
 
 Step = Callable[[], Tensor]
 
@@ -50,7 +55,7 @@ class Case:
 
 CASES = {
     "resnet50": Case(resnet50, (8, 3, 224, 224), (8,), ("_Bottleneck",)),
-    "unet": Case(lambda: unet(width=32), (4, 3, 128, 128), (4, 128, 128), ("Sequential", "_TransposedUp")),
+    "unet": Case(lambda: unet(width=32), (8, 3, 128, 128), (8, 128, 128), ("Sequential", "_TransposedUp")),
     "edsr": Case(lambda: edsr(classes=3), (4, 3, 64, 64), (4, 3, 128, 128), ("_Block",)),
     "vgg16": Case(lambda: vgg16_bn(hidden=512), (4, 3, 224, 224), (4,), ("Sequential",)),
 }  # fmt: skip
@@ -110,14 +115,14 @@ def on_disk(net: nn.Module, case: Case, folder: Path) -> Step:
 
 
 class Budgeted:
-    """`memory.budget` for a part of what a step holds without one, beside what is there before it."""
+    """`memory.budget` for so much, beside what is there before a step."""
 
-    def __init__(self, net: nn.Module, case: Case, part: float, disk: Path | None) -> None:
+    def __init__(self, net: nn.Module, case: Case, most_bytes: int, disk: Path | None) -> None:
         """Raises `ValueError` where that is too little, with the least that works."""
         x, y, loss = case.batch()
         told = recorded(net, loss, "1TiB", None).memory(x, y)
         standing = told.total_bytes - told.peak_bytes + 2 * told.trained_bytes
-        budget = f"{standing + int(part * told.peak_bytes)}B"
+        budget = f"{standing + most_bytes}B"
         self.model = recorded(net, loss, budget, disk)
         self._batch = (x, y)
 
@@ -160,8 +165,10 @@ def steps(name: str, part: float, folder: Path) -> tuple[dict[str, Step], dict[s
     case = CASES[name]
     torch.manual_seed(0)
     net = case.make()
+    free = plain(copy.deepcopy(net), case)
+    most_bytes = int(part * peak_bytes(free))
     ways: dict[str, Step] = {
-        "no budget": plain(copy.deepcopy(net), case),
+        "no budget": free,
         "checkpoint per block": checkpointed(copy.deepcopy(net), case),
         'recompute = "auto"': in_segments(net, case),
         "everything to disk by hooks": on_disk(copy.deepcopy(net), case, folder),
@@ -169,7 +176,7 @@ def steps(name: str, part: float, folder: Path) -> tuple[dict[str, Step], dict[s
     refused: dict[str, str] = {}
     for way, disk in (("memory.budget", None), ("memory.budget, with a disk", folder)):
         try:
-            ways[way] = Budgeted(net, case, part, disk)
+            ways[way] = Budgeted(net, case, most_bytes, disk)
             ways[way]()
         except ValueError as problem:
             ways.pop(way, None)
@@ -180,8 +187,8 @@ def steps(name: str, part: float, folder: Path) -> tuple[dict[str, Step], dict[s
 class _Other(Budgeted):
     """Another choice that fits: what would be best if times were other ones."""
 
-    def __init__(self, net: nn.Module, case: Case, part: float, disk: Path, seed: int) -> None:
-        super().__init__(net, case, part, disk)
+    def __init__(self, net: nn.Module, case: Case, most_bytes: int, disk: Path, seed: int) -> None:
+        super().__init__(net, case, most_bytes, disk)
         budget = vars(_within(self.model))["_budget"]
         choose, rng = budget.choose, random.Random(seed)
 
@@ -200,10 +207,20 @@ def alternatives(name: str, part: float, folder: Path, others: int) -> dict[str,
     case = CASES[name]
     torch.manual_seed(0)
     net = case.make()
-    made: dict[str, Step] = {"memory.budget, with a disk": Budgeted(net, case, part, folder)}
+    most_bytes = int(part * peak_bytes(plain(copy.deepcopy(net), case)))
+    made: dict[str, Step] = {"memory.budget, with a disk": Budgeted(net, case, most_bytes, folder)}
     for seed in range(others):
-        made[f"other {seed}"] = _Other(net, case, part, folder, seed)
+        made[f"other {seed}"] = _Other(net, case, most_bytes, folder, seed)
     return made
+
+
+def peak_bytes(step: Step) -> int:
+    """The most that is alive in a step, of what it makes."""
+    for _ in range(4):  # decided, recorded, timed
+        step()
+    with Live() as live:
+        step()
+    return live.peak_bytes
 
 
 def decided_s(size: int) -> float:
