@@ -11,7 +11,7 @@ from typing import Any, Self
 
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 """of the first version's controller, and of the second version"""
-SPARE_BYTES = 48 << 20
+SPARE_BYTES = 128 << 20
 """for pages of files"""
 
 
