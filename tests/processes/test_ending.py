@@ -165,7 +165,7 @@ def test_ranks_of_every_engine_save_before_the_limit(
 def test_training_goes_on_where_its_time_was_up(start: Start, tmp_path: Path) -> None:
     told = ""
     for _ in range(2):
-        code, err = finish(start(TRAINS, "--time-limit", "20s", FIVEFOLD_END_S="10"))
+        code, err = finish(start(TRAINS, "--time-limit", "45s", FIVEFOLD_END_S="20"))
         assert code == 75, err
         told += err
         for log in (tmp_path / "logs").iterdir():
