@@ -205,7 +205,20 @@ class Graph:
     def __call__(self, given: Sequence[Tensor]) -> dict[int, Tensor]:
         """The values that it makes and others read."""
         assert self._run is not None
-        return dict(zip(self._gives, self._run(*self._inputs(given)), strict=True))
+        inputs = self._inputs(given)
+        # Compiled graphs save buffers for backward, which the next micro-batch changes.
+        apart = {
+            n: inputs[n].clone()
+            for n, one in enumerate(self._sources)
+            if isinstance(one, _Own) and not inputs[n].requires_grad
+        }
+        made = self._run(*(apart.get(n, tensor) for n, tensor in enumerate(inputs)))
+        for n, copy in apart.items():
+            if copy._version:  # noqa: SLF001 - torch has no other name for it
+                inputs[n].data.copy_(
+                    copy
+                )  # nor those that a step saved which was computed as it is
+        return dict(zip(self._gives, made, strict=True))
 
     def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
         rest = iter(given)
