@@ -181,7 +181,15 @@ def stay_exact(name: str, layout: Layout) -> None:
     words: dict[str, Any] = {"tiles.fuse": "2"}
     if layout.pipe > 1:
         words |= {"pipeline.micro_batches": 2, "pipeline.schedule": "1f1b"}
-    case = net, loss, batches
+    as_without_compiling((net, loss, batches), layout, words)
+
+
+def as_without_compiling(
+    case: tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]],
+    layout: Layout,
+    words: dict[str, Any],
+) -> None:
+    """Under stages, which normalise each micro-batch, one process is another yardstick."""
     made = run_ranks(layout, compiled_steps, *case, plan=compiling(layout, **words), timeout_s=100)
     plan = Plan(layout=layout).replace(words, Provenance())
     plain = run_ranks(layout, compiled_steps, *case, plan=plan, timeout_s=100)
@@ -238,6 +246,17 @@ def changed(net: nn.Module, step: int) -> None:
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(width=2)], ids=str)
 def test_changes_between_steps_are_seen(layout: Layout) -> None:
     follow_changes(layout, SIZES)
+
+
+def test_statistics_change_before_the_backward_of_a_micro_batch() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3)
+    ).double()
+    net = nn.Sequential(net, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    case = net, nn.CrossEntropyLoss(), batches([(8, 9, 11)] * 3)
+    words = {"pipeline.micro_batches": 4, "pipeline.schedule": "1f1b"}
+    as_without_compiling(case, Layout(pipe=2), words)
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ from fivefold.parallel.program.gradient_paths import around
 from fivefold.parallel.program.program import Compute, Program
 from fivefold.parallel.program.rule import Moment
 from fivefold.parallel.program.watched import FromCall, Given, Trace, watched
-from fivefold.torch_private import pytree
+from fivefold.torch_private import pytree, version_of
 
 __all__ = ["CompiledSpan", "Graph", "compiled_span"]
 
@@ -173,6 +173,8 @@ class Graph:
         self.stop = steps.stop
         self._steps, self._gives, self._failed = steps, gives, failed
         self._run: Callable[..., Sequence[Tensor]] | None = None
+        self._changes: list[int] = []
+        """numbers of the inputs that are buffers, and statistics that the graph changes"""
         self._tried = False
         writer = _Writer()
         for step, trace in parts:
@@ -206,18 +208,11 @@ class Graph:
         """The values that it makes and others read."""
         assert self._run is not None
         inputs = self._inputs(given)
-        # Compiled graphs save buffers for backward, which the next micro-batch changes.
-        apart = {
-            n: inputs[n].clone()
-            for n, one in enumerate(self._sources)
-            if isinstance(one, _Own) and not inputs[n].requires_grad
-        }
-        made = self._run(*(apart.get(n, tensor) for n, tensor in enumerate(inputs)))
-        for n, copy in apart.items():
-            if copy._version:  # noqa: SLF001 - torch has no other name for it
-                inputs[n].data.copy_(
-                    copy
-                )  # nor those that a step saved which was computed as it is
+        # What an earlier micro-batch saved of them, compiled or not, is told by versions to have changed.
+        copies = {n: inputs[n].clone() for n in self._changes}
+        made = self._run(*(copies.get(n, tensor) for n, tensor in enumerate(inputs)))
+        for n, changed in copies.items():
+            inputs[n].data.copy_(changed)
         return dict(zip(self._gives, made, strict=True))
 
     def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
@@ -227,14 +222,20 @@ class Graph:
     def _try(self, inputs: Sequence[Tensor]) -> str:
         """Compile it; why it cannot be used, or nothing."""
         compiled = torch.compile(self._module, fullgraph=True, dynamic=False, backend=_BACKEND)
-        right, reached = _outcome(self._module, inputs, apart=True)
+        right, reached = _outcome(self._module, _copies(inputs), apart=True)
         whole = all(itertools.chain.from_iterable(reached))
         run = compiled if whole else around(compiled, reached)
-        found, _ = _outcome(run, inputs, apart=False)
+        given = _copies(inputs)
+        found, _ = _outcome(run, given, apart=False)
         bound = min(_LOOSE * _precision([*inputs, *right["outputs"]]), _LOOSEST)
         for what, tensors in right.items():
             if (error := _error(tensors, found[what])) > bound:
                 return f"compiled, its {what} differ by {error:.1g}"
+        self._changes = [
+            n
+            for n, one in enumerate(self._sources)
+            if isinstance(one, _Own) and version_of(given[n])
+        ]
         self._run = run
         return ""
 
@@ -305,15 +306,11 @@ _Outcome = dict[str, list[Tensor | None]]
 
 
 def _outcome(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], *, apart: bool
+    run: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], *, apart: bool
 ) -> tuple[_Outcome, list[list[bool]]]:
-    """What a graph makes of copies of its inputs, gradients included; and, with `apart`, which inputs each
+    """What a graph makes of its inputs, gradients included; and, with `apart`, which inputs each
     output depends on, of those that have gradients.
     """
-    copies = {
-        id(tensor): _copy(tensor) for tensor in inputs
-    }  # what is given twice stays one tensor
-    given = [copies[id(tensor)] for tensor in inputs]
     made = run(*given)
     trained = [tensor for tensor in given if tensor.requires_grad]
     roots = [tensor for tensor in made if tensor.requires_grad]
@@ -335,6 +332,12 @@ def _outcome(
         "buffers": [*changed],
     }
     return outcome, [[one is not None for one in row] for row in found]
+
+
+def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """One of each; what is given twice stays one tensor."""
+    copies = {id(tensor): _copy(tensor) for tensor in inputs}
+    return [copies[id(tensor)] for tensor in inputs]
 
 
 def _copy(tensor: Tensor) -> Tensor:
