@@ -4,74 +4,70 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 """of the first version's controller, and of the second version"""
-SPARE_BYTES = 128 << 20
-"""for pages of files"""
 
 
+@dataclass(frozen=True)
 class MemoryGroup:
-    """A context manager: what this process takes from then on can be limited.
+    """What this process takes since it has been there can be limited."""
 
-    It takes root; without, `told` says that there is no limit.
-    """
-
-    def __init__(self) -> None:
-        self._root = next((root for root in ROOTS if (root / "cgroup.procs").exists()), None)
-        if os.geteuid():
-            self._root = None
-        self._group = self._before = Path()
-        self._not_counted = 0
-        self.told = "no limit on memory: the page cache stands in for the disk"
-
-    def __enter__(self) -> Self:
-        if self._root is not None:
-            self._before = self._root / _own(self._root)
-            self._group = self._root / f"fivefold-benchmark-{os.getpid()}"
-            self._group.mkdir()
-            (self._group / "cgroup.procs").write_text(str(os.getpid()))
-            self._not_counted = _status("RssAnon")  # what is there already does not come along
-            self.told = f"{SPARE_BYTES >> 20} MiB of page cache for the hooks"
-        return self
+    limit_file: Path | None
+    """None without root: then there is no limit"""
+    not_counted_bytes: int
 
     def needed(self, step: Callable[[], Any]) -> int:
         """Bytes of memory of its own that the process takes at most, while `step` is called."""
         for _ in range(3):
             step()
-        free_unused()
+        _free_unused()
         before = _status("RssAnon")
         Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
         for _ in range(3):
             step()
         return _status("VmHWM") - _status("RssFile") - before
 
-    def limit(self, needed_bytes: int) -> None:
-        """Leave so much more than there is now and a little more, or, for 0, no limit."""
-        if self._root is None:
+    @contextmanager
+    def limited(self, needed_bytes: int, cache_bytes: int) -> Generator[None]:
+        """Within the block there is so much more than now, and so much for pages of files."""
+        if self.limit_file is None:
+            yield
             return
-        name = "memory.limit_in_bytes" if self._root == ROOTS[0] else "memory.max"
-        free = "-1" if self._root == ROOTS[0] else "max"
-        free_unused()
-        most = _status("RssAnon") - self._not_counted + needed_bytes + SPARE_BYTES
-        (self._group / name).write_text(str(most) if needed_bytes else free)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._root is not None:
-            (self._before / "cgroup.procs").write_text(str(os.getpid()))
-            self._group.rmdir()
+        before = self.limit_file.read_text()
+        _free_unused()
+        own = _status("RssAnon") - self.not_counted_bytes
+        self.limit_file.write_text(str(own + needed_bytes + cache_bytes))
+        try:
+            yield
+        finally:
+            self.limit_file.write_text(before)
 
 
-def free_unused() -> None:
+@contextmanager
+def memory_group() -> Generator[MemoryGroup]:
+    """Within the block this process is in one."""
+    root = next((root for root in ROOTS if (root / "cgroup.procs").exists()), None)
+    if root is None or os.geteuid():
+        yield MemoryGroup(None, 0)
+        return
+    before, group = root / _own(root), root / f"fivefold-benchmark-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        name = "memory.limit_in_bytes" if root == ROOTS[0] else "memory.max"
+        yield MemoryGroup(group / name, _status("RssAnon"))  # which does not come along
+    finally:
+        (before / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def _free_unused() -> None:
     """Give back to the system what the allocator keeps."""
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -3,9 +3,9 @@
     PYTHONPATH=tests python benchmarks/memory/run.py [--parts resnet50,unet] [--rounds 7]
 
 All ways take turns in one process. Its control group leaves next to no page cache to the one that writes
-through it. Memory is counted from outside, see
-`benchmarks/tiles/live.py`: the most that a step makes, for each way alike. The parts
-NET-alternatives measure 20 other choices that fit; `decided`, how long it takes to decide.
+through it. Memory is counted from outside, see `benchmarks/tiles/live.py`: the most that a step makes, for
+each way alike. The parts NET-alternatives measure 20 other choices that fit; `decided`, how long it takes
+to decide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 from contender import leave_properly
 from figures import Median, environment, middle_half, ratio, table
-from group import MemoryGroup
+from group import MemoryGroup, memory_group
 from publishing import Page, conditions
 from rounds import undisturbed
 from ways import CASES, Budgeted, Step, alternatives, decided_s, peak_bytes, steps
@@ -67,7 +67,7 @@ def _compared(
     """All ways, at a part of the memory that a step takes."""
     with tempfile.TemporaryDirectory(prefix="fivefold-bench-", dir=Path.cwd()) as folder:
         ways, refused = steps(net, share, Path(folder))
-        found, others = _in_turn(ways, rounds, f"{net} {share}", group)
+        found, others = _in_turn(ways, rounds, net, f"{net} {share}", group)
         return {**found, "refused": refused}, others
 
 
@@ -76,38 +76,44 @@ def _alternatives(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="fivefold-bench-", dir=Path.cwd()) as folder:
         ways = alternatives(net, AT, Path(folder), OTHERS)
-        found, others = _in_turn(ways, rounds, f"{net}, others", group)
+        found, others = _in_turn(ways, rounds, net, f"{net}, others", group)
         return {"seconds": found["seconds"]}, others
 
 
 def _in_turn(
-    ways: Mapping[str, Step], rounds: int, what: str, group: MemoryGroup
+    ways: Mapping[str, Step], rounds: int, net: str, what: str, group: MemoryGroup
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     own = psutil.Process()
     peaks = {name: peak_bytes(step) for name, step in ways.items()}
 
-    def seconds(name: str) -> float:
-        nonlocal trimmed
-        if name == CACHED:
-            group.limit(needed_bytes)
-        if name == CACHED or trimmed:
-            ways[name]()  # takes anew what the allocator had kept
-        trimmed = name == CACHED
-        began = time.perf_counter()
-        ways[name]()
-        seconds = time.perf_counter() - began
-        group.limit(0)
-        return seconds
+    cached = ways.get(CACHED)
+    needed_bytes = 0 if cached is None else group.needed(cached)
 
-    trimmed = False
-    needed_bytes = group.needed(ways[CACHED]) if CACHED in ways else 0
+    def seconds(step: Step) -> float:
+        if step is not cached:
+            return _seconds(step)
+        with group.limited(needed_bytes, CASES[net].cache_bytes):
+            step()  # takes anew what the allocator had kept
+            taken = _seconds(step)
+        ways[FREE]()  # so does this one, for those that follow
+        return taken
+
     answers, bystanders = undisturbed(
-        {name: name for name in ways}, rounds, seconds, lambda done, _: f"{what} {done}/{rounds}",
+        ways, rounds, seconds, lambda done, _: f"{what} {done}/{rounds}",
         lambda: sum(own.cpu_times()[:2]),
     )  # fmt: skip
     told = {name: way.told() for name, way in ways.items() if isinstance(way, Budgeted)}
-    found = {"seconds": answers, "peak_bytes": peaks, "told": told, "limit": group.told}
+    limit = f"{CASES[net].cache_bytes >> 20} MiB of page cache for the hooks"
+    if group.limit_file is None:
+        limit = "no limit on memory: the page cache stands in for the disk"
+    found = {"seconds": answers, "peak_bytes": peaks, "told": told, "limit": limit}
     return found, bystanders.told()
+
+
+def _seconds(step: Step) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
 
 
 def section(result: dict[str, Any]) -> str:
@@ -193,7 +199,7 @@ def main() -> int:
     parts = asked.parts.split(",")
     if strange := [part for part in parts if part not in PAGE.order]:
         parser.error(f"there is no part {strange[0]}; valid: {', '.join(PAGE.order)}")
-    with leave_properly(), MemoryGroup() as group:
+    with leave_properly(), memory_group() as group:
         return PAGE.publish(parts, lambda part: measured(part, asked.rounds, group), asked.results)
 
 

@@ -44,6 +44,8 @@ class Case:
     """of classes, or of pixels that are compared"""
     blocks: tuple[str, ...]
     """classes of modules that a competent user checkpoints"""
+    cache_bytes: int
+    """of page cache for a way that writes through it"""
 
     def batch(self) -> tuple[Tensor, Tensor, nn.Module]:
         """Inputs, targets and the loss."""
@@ -54,10 +56,12 @@ class Case:
 
 
 CASES = {
-    "resnet50": Case(resnet50, (8, 3, 224, 224), (8,), ("_Bottleneck",)),
-    "unet": Case(lambda: unet(width=32), (8, 3, 128, 128), (8, 128, 128), ("Sequential", "_TransposedUp")),
-    "edsr": Case(lambda: edsr(classes=3), (4, 3, 64, 64), (4, 3, 128, 128), ("_Block",)),
-    "vgg16": Case(lambda: vgg16_bn(hidden=512), (4, 3, 224, 224), (4,), ("Sequential",)),
+    "resnet50": Case(resnet50, (8, 3, 224, 224), (8,), ("_Bottleneck",), 128 << 20),
+    "unet": Case(
+        lambda: unet(width=32), (8, 3, 128, 128), (8, 128, 128), ("Sequential", "_TransposedUp"), 48 << 20
+    ),
+    "edsr": Case(lambda: edsr(classes=3), (4, 3, 64, 64), (4, 3, 128, 128), ("_Block",), 48 << 20),
+    "vgg16": Case(lambda: vgg16_bn(hidden=512), (4, 3, 224, 224), (4,), ("Sequential",), 128 << 20),
 }  # fmt: skip
 
 

@@ -224,9 +224,7 @@ def measured(layout: Layout, budget: str, steps: int = 4) -> list[tuple[Any, ...
         return told, peaks, model.memory(*batch)
 
     plan = budget_of(layout, budget, Path.cwd())
-    return run_ranks(
-        layout, check, plan=plan, timeout_s=110
-    )  # ranks that are threads decide in turn
+    return run_ranks(layout, check, plan=plan, timeout_s=110)  # threads decide in turn
 
 
 @pytest.mark.timeout(300)
@@ -317,9 +315,8 @@ def divided(net: nn.Module) -> Callable[[Mesh], tuple[list[dict[str, Tensor]], A
         batch, found = model.shard(x.double(), y.double()), list[dict[str, Tensor]]()
         peak = 0
         for number in range(4):
-            with (
-                Live() if number == 3 else nullcontext() as live
-            ):  # before, the net is recorded anew
+            counting = Live() if number == 3 else nullcontext()  # before, the net is recorded anew
+            with counting as live:
                 model.step(*batch)
             peak = live.peak_bytes if live else 0
             optim.step()
