@@ -284,6 +284,7 @@ def test_a_run_whose_restarts_are_used_up_says_so_by_its_code(
     assert ("given up: restart 1 of 1 failed too" in err) == bool(options)
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("options", [(), ("--fork",)])
 def test_a_signal_in_a_pause_ends_it(start: Start, options: Sequence[str]) -> None:
     process = start("raise SystemExit(3)", "--restarts", "9", *options)

@@ -66,6 +66,7 @@ def went_on(told: str) -> list[str]:
     return re.findall(r"^\[0\] fivefold: .* goes on after step (\d+)", told, re.MULTILINE)
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("options", [(), ("--fork",)])
 def test_ranks_that_stand_still_are_started_again(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "light.py").write_text(LIGHT)
@@ -147,6 +148,8 @@ sys.exit(75 if "FIVEFOLD_RESTART" in os.environ else 3)
 """after step 5, by each job; its time is up then"""
 
 
+@pytest.mark.long(every=3)
+@pytest.mark.timeout(300)  # forked ranks: torch is imported ten times
 @pytest.mark.parametrize("options", [(), ("--log-dir", "logs"), ("--fork",)])
 def test_losses_of_jobs_before_count(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "lost.py").write_text(LOST_ONCE)

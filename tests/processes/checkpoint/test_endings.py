@@ -33,15 +33,16 @@ with ff.start() as mesh:
 """
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize(
     ("ends", "code", "told"),
     [
+        ("raise ValueError('not so')", 1, "exited with code 1"),
         ("sys.exit(0)", 0, ""),
         ("sys.exit(75)", 75, "note: the run ended with code 75"),
         ("raise UsageError('not so')", 2, "error: not so (script.py:20)\n"),
-        ("raise ValueError('not so')", 1, "exited with code 1"),
     ],
-    ids=["well", "again", "mistake", "error"],
+    ids=["error", "well", "again", "mistake"],
 )
 def test_a_save_under_way_costs_no_exit_code(
     ends: str, code: int, told: str, tmp_path: Path

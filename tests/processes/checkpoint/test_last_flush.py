@@ -95,6 +95,7 @@ def test_saves_of_a_start_that_another_has_followed_are_left_alone(tmp_path: Pat
             assert bool(far.generations()) == copied
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("ends", [KILLED, "raise ValueError('not so')"], ids=["killed", "error"])
 def test_ranks_that_die_for_good_leave_a_copy(ends: str, tmp_path: Path) -> None:
     done = run(tmp_path, ends=ends)

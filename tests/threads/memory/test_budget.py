@@ -111,7 +111,8 @@ def budget_of(layout: Layout, budget: str, disk: Path, shard: str = "none") -> P
     return Plan(layout=layout).replace(words, Provenance())
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_no_choice_changes_a_number(
     layout: Layout, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +229,8 @@ def measured(layout: Layout, budget: str, steps: int = 4) -> list[tuple[Any, ...
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", [0.7, pytest.param(0.45, marks=pytest.mark.long)])
+@pytest.mark.long(every=8)
+@pytest.mark.parametrize("part", [0.7, 0.45])
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(width=2), Layout(data=2), Layout(pipe=2)], ids=str
 )
@@ -281,7 +283,8 @@ def test_what_a_net_does_besides_computing_is_done_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:memory.budget =")
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("shard", ["parameters", "optimizer"])
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(data=2, width=2)], ids=str)
 def test_replicas_that_divide_parameters(layout: Layout, shard: str) -> None:
     if shard == "parameters" and layout.tiles > 1:

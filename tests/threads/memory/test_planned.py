@@ -101,7 +101,7 @@ def _bytes(tensor: Tensor) -> int:
     "candidate",
     [
         Candidate(Layout()),
-        Candidate(Layout(data=2)),
+        pytest.param(Candidate(Layout(data=2)), marks=pytest.mark.long),
         pytest.param(Candidate(Layout(data=2), shard="optimizer"), marks=pytest.mark.long),
         pytest.param(Candidate(Layout(width=2)), marks=pytest.mark.long),
         pytest.param(Candidate(Layout(pipe=2), "1f1b", 2), marks=pytest.mark.long),
