@@ -61,7 +61,7 @@ CASES = {
         lambda: unet(width=32), (8, 3, 128, 128), (8, 128, 128), ("Sequential", "_TransposedUp"), 48 << 20
     ),
     "edsr": Case(lambda: edsr(classes=3), (4, 3, 64, 64), (4, 3, 128, 128), ("_Block",), 48 << 20),
-    "vgg16": Case(lambda: vgg16_bn(hidden=512), (4, 3, 224, 224), (4,), ("Sequential",), 128 << 20),
+    "vgg16": Case(lambda: vgg16_bn(hidden=512), (4, 3, 224, 224), (4,), ("Sequential",), 256 << 20),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import random
 import traceback
 import warnings
@@ -78,6 +79,7 @@ class _Under:
         if "memory.budget" in case["plan"]:
             choices.at_random(case["seed"])
         compiled._BACKEND = "aot_eager"  # all of torch.compile but its last part
+        compiled._SLOWEST = math.inf
         plan = ff.Plan(layout=layout).replace(case["plan"], Provenance("user", "fuzz"))
         self.mesh = mesh = ff.start(plan, device=DEVICE)
         needed = layout.pipe > 1 or case["example"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +34,9 @@ Event = Callable[[nn.Module, int], None]
 
 @pytest.fixture(autouse=True)
 def traced_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs go through all of torch.compile but its last part, which takes most of the time."""
+    """Graphs go through all of torch.compile but its last part, which takes most of the time.
+    They are used whether or not they are faster: here nothing is computed long enough."""
+    monkeypatch.setattr(compiled, "_SLOWEST", math.inf)
     if "compiler" not in request.keywords and "kernels" not in request.fixturenames:
         monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
 
@@ -336,6 +340,34 @@ def test_what_belongs_together_is_one_graph(
     between: Callable[[Tensor], Tensor], graphs: int
 ) -> None:
     assert graphs_of(Twice(between).double(), nn.CrossEntropyLoss(), flat()) == graphs
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_takes_longer_as_a_graph_runs_as_it_is(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sluggish(graph: Any, _inputs: Any) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            time.sleep(0.05)
+            return graph(*given)
+
+        return run
+
+    monkeypatch.setattr(compiled, "_SLOWEST", 1.0)
+    monkeypatch.setattr(compiled, "_BACKEND", sluggish)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # nothing is wrong with it
+            used = graphs_of(Twice(torch.square).double(), nn.CrossEntropyLoss(), flat())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert used == (1 if deterministic else 0)
+
+
+def test_where_nothing_is_fused_no_graph_is_made() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.Flatten(), nn.ReLU())
+    assert graphs_of(net.double(), nn.CrossEntropyLoss(), flat()) == 0
 
 
 def test_an_autograd_function_stays_as_it_is_and_is_named() -> None:

@@ -5,13 +5,15 @@
     from then on   halo ─ [conv norm relu conv] ─ sum of statistics ─ [norm relu add] ─ halo ─ ...
 
 What talks to other ranks, draws random numbers or has a backward in Python stands between graphs, and runs as
-it is. So does a graph that does not compile, or computes something else then; a warning names it.
+it is. So does a graph that does not compile, or computes something else then; a warning names it. Where there
+is nothing to fuse no graph is made, and one that takes longer than what it is made of is not used.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
 import types
 import warnings
 from collections import Counter
@@ -33,11 +35,22 @@ from fivefold.torch_private import pytree, version_of
 __all__ = ["CompiledSpan", "Graph", "compiled_span"]
 
 _BACKEND = "inductor"
-_LEAST_CALLS = 2
-"""of a graph: there is nothing to fuse in one"""
+_LIBRARY = frozenset({
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
+    "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention",
+})  # fmt: skip
+"""calls that a compiler leaves to a library, and fuses nothing into"""
+_VIEWS = frozenset({
+    "reshape", "view", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "expand",
+    "chunk", "split", "unbind", "getattr", "__getitem__", "_leaf",
+})  # fmt: skip
+"""calls that compute nothing"""
 _LOOSE, _LOOSEST = 4e5, 0.5
 """times the precision of a dtype: how far a compiled graph may be from what it is made of. Many layers
 amplify what rounding does, to 2 % of the gradients of ResNet-50 in float32; a wrong kernel does more."""
+_SLOWEST, _LOOKS = 1.0, 5
+"""of the time of what it is made of: what a graph may take that is used; and how often both are timed. What
+it stores for its backward, such as masks of booleans, can cost more than fusing gains."""
 _SMALL = 1e-3
 """of the largest norm: what is smaller may be nothing but rounding"""
 _NAMED = 3
@@ -100,7 +113,8 @@ class CompiledSpan:
     def finish(self) -> None:
         """The steps have been watched."""
         if self.graphs is None:
-            self.graphs = {steps.start: self._graph(steps) for steps in self._runs()}
+            runs = filter(self._fuses, self._runs())
+            self.graphs = {steps.start: self._graph(steps) for steps in runs}
             self._tell()
 
     def _runs(self) -> Iterator[range]:
@@ -113,12 +127,22 @@ class CompiledSpan:
 
         for (fits, _), group in itertools.groupby(self._span, kind):
             numbers = [*group]
-            if fits and sum(len(self._traces[n].calls) for n in numbers) >= _LEAST_CALLS:
+            if fits:
                 yield range(numbers[0], numbers[-1] + 1)
+
+    def _fuses(self, steps: range) -> bool:
+        """Whether a compiler would write one kernel for several of their calls."""
+        writer = _Writer()
+        made = itertools.chain.from_iterable(writer.add(*self._part(n)) for n in steps)
+        own = {node for node in made if _name(node) not in _LIBRARY | _VIEWS}
+        return any(_read(node) & own for node in own)
+
+    def _part(self, number: int) -> tuple[Compute, Trace]:
+        return cast(Compute, self._program.steps[number]), self._traces[number]
 
     def _graph(self, steps: range) -> Graph:
         last = self._program.last_use
-        parts = [(cast(Compute, self._program.steps[n]), self._traces[n]) for n in steps]
+        parts = [self._part(n) for n in steps]
         made = (index for step, _ in parts for index in step.node.outputs)
         gives = tuple(i for i in made if i in self._keep or last.get(i, -1) >= steps.stop)
         return Graph(steps, parts, gives, self._warn)
@@ -236,7 +260,10 @@ class Graph:
             for n, one in enumerate(self._sources)
             if isinstance(one, _Own) and version_of(given[n])
         ]
-        self._run = run
+        # Then nothing may depend on what varies from run to run.
+        settled = torch.are_deterministic_algorithms_enabled()
+        if settled or _ratio(run, self._module, inputs) <= _SLOWEST:
+            self._run = run
         return ""
 
 
@@ -248,8 +275,8 @@ class _Writer:
         self._graph = fx.Graph()
         self._values: dict[int, fx.Node] = {}
 
-    def add(self, step: Compute, trace: Trace) -> None:
-        """Add a step."""
+    def add(self, step: Compute, trace: Trace) -> list[fx.Node]:
+        """Add a step; its calls."""
         made: list[fx.Node] = []
 
         def known(leaf: Any) -> Any:
@@ -272,6 +299,7 @@ class _Writer:
             args, kwargs = pytree.tree_map(known, arguments)
             made.append(self._call(function, args, kwargs))
         self._values.update(zip(step.node.outputs, map(known, trace.results), strict=True))
+        return made
 
     def _source(self, source: Ref | _Own) -> fx.Node:
         if source not in self._sources:
@@ -295,6 +323,20 @@ class _Writer:
         """What the graph is given."""
         places = {node: place for place, node in enumerate(self._graph.nodes)}
         return sorted(self._sources, key=lambda source: places[self._sources[source]])
+
+
+def _name(call: fx.Node) -> str:
+    """What it calls."""
+    return call.target if isinstance(call.target, str) else call.target.__name__
+
+
+def _read(call: fx.Node) -> set[fx.Node]:
+    """The calls whose results it reads, seen through views."""
+    found = set[fx.Node]()
+    for node in call.all_input_nodes:
+        is_view = node.op.startswith("call") and _name(node) in _VIEWS
+        found |= _read(node) if is_view else {node}
+    return found
 
 
 def _leaf(made: Any, number: int) -> Any:
@@ -332,6 +374,33 @@ def _outcome(
         "buffers": [*changed],
     }
     return outcome, [[one is not None for one in row] for row in found]
+
+
+def _ratio(
+    run: Callable[..., Sequence[Tensor]],
+    plain: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+) -> float:
+    """Seconds that a graph takes, over those of what it is made of; backward included."""
+
+    def seconds(one: Callable[..., Sequence[Tensor]]) -> float:
+        given = _copies(inputs)
+        trained = [tensor for tensor in given if tensor.requires_grad]
+        began = _now(given)
+        roots = [tensor for tensor in one(*given) if tensor.requires_grad]
+        if trained and roots:
+            torch.autograd.grad(roots, trained, [r.detach() for r in roots], allow_unused=True)
+        return _now(given) - began
+
+    both = [(seconds(run), seconds(plain)) for _ in range(_LOOKS)]
+    return min(own for own, _ in both) / min(other for _, other in both)
+
+
+def _now(tensors: Sequence[Tensor]) -> float:
+    """Seconds, once all has been computed that was asked for."""
+    if any(not tensor.is_cpu for tensor in tensors):
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
