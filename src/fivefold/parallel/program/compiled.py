@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 import types
 import warnings
@@ -55,6 +56,9 @@ _SMALL = 1e-3
 """of the largest norm: what is smaller may be nothing but rounding"""
 _NAMED = 3
 """graphs, or operations, that a warning names"""
+_LOCK = threading.Lock()
+"""While torch compiles, it never compiles what other threads make of fx, and it counts the frames that a call
+runs by process: either raises "no compiled frames" (2.13)."""
 
 
 def compiled_span(  # noqa: PLR0917 - what `carry_out` was given
@@ -113,8 +117,8 @@ class CompiledSpan:
     def finish(self) -> None:
         """The steps have been watched."""
         if self.graphs is None:
-            runs = filter(self._fuses, self._runs())
-            self.graphs = {steps.start: self._graph(steps) for steps in runs}
+            graphs = {steps.start: self._graph(steps) for steps in self._runs()}
+            self.graphs = {start: graph for start, graph in graphs.items() if graph.fuses}
             self._tell()
 
     def _runs(self) -> Iterator[range]:
@@ -130,19 +134,9 @@ class CompiledSpan:
             if fits:
                 yield range(numbers[0], numbers[-1] + 1)
 
-    def _fuses(self, steps: range) -> bool:
-        """Whether a compiler would write one kernel for several of their calls."""
-        writer = _Writer()
-        made = itertools.chain.from_iterable(writer.add(*self._part(n)) for n in steps)
-        own = {node for node in made if _name(node) not in _LIBRARY | _VIEWS}
-        return any(_read(node) & own for node in own)
-
-    def _part(self, number: int) -> tuple[Compute, Trace]:
-        return cast(Compute, self._program.steps[number]), self._traces[number]
-
     def _graph(self, steps: range) -> Graph:
         last = self._program.last_use
-        parts = [self._part(n) for n in steps]
+        parts = [(cast(Compute, self._program.steps[n]), self._traces[n]) for n in steps]
         made = (index for step, _ in parts for index in step.node.outputs)
         gives = tuple(i for i in made if i in self._keep or last.get(i, -1) >= steps.stop)
         return Graph(steps, parts, gives, self._warn)
@@ -203,8 +197,16 @@ class Graph:
         writer = _Writer()
         for step, trace in parts:
             writer.add(step, trace)
-        self._module = writer.finish(gives)
+        with _LOCK:
+            self._module = writer.finish(gives)
         self._sources = writer.in_order()
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a compiler would write one kernel for several of its calls."""
+        calls = [node for node in self._module.graph.nodes if _name(node)]
+        own = {node for node in calls if _name(node) not in _LIBRARY | _VIEWS}
+        return any(_read(node) & own for node in own)
 
     @property
     def reads(self) -> list[Ref]:
@@ -220,7 +222,8 @@ class Graph:
                     warnings.simplefilter(
                         "ignore"
                     )  # a compiler's, of what is no concern of the user's
-                    why = self._try(self._inputs(given))
+                    with _LOCK:
+                        why = self._try(self._inputs(given))
             except Exception as problem:  # noqa: BLE001 - whatever a compiler may raise
                 self._run = None
                 why = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
@@ -234,7 +237,8 @@ class Graph:
         inputs = self._inputs(given)
         # What an earlier micro-batch saved of them, compiled or not, is told by versions to have changed.
         copies = {n: inputs[n].clone() for n in self._changes}
-        made = self._run(*(copies.get(n, tensor) for n, tensor in enumerate(inputs)))
+        with _LOCK:
+            made = self._run(*(copies.get(n, tensor) for n, tensor in enumerate(inputs)))
         for n, changed in copies.items():
             inputs[n].data.copy_(changed)
         return dict(zip(self._gives, made, strict=True))
@@ -275,8 +279,8 @@ class _Writer:
         self._graph = fx.Graph()
         self._values: dict[int, fx.Node] = {}
 
-    def add(self, step: Compute, trace: Trace) -> list[fx.Node]:
-        """Add a step; its calls."""
+    def add(self, step: Compute, trace: Trace) -> None:
+        """Add a step."""
         made: list[fx.Node] = []
 
         def known(leaf: Any) -> Any:
@@ -299,7 +303,6 @@ class _Writer:
             args, kwargs = pytree.tree_map(known, arguments)
             made.append(self._call(function, args, kwargs))
         self._values.update(zip(step.node.outputs, map(known, trace.results), strict=True))
-        return made
 
     def _source(self, source: Ref | _Own) -> fx.Node:
         if source not in self._sources:
@@ -325,17 +328,18 @@ class _Writer:
         return sorted(self._sources, key=lambda source: places[self._sources[source]])
 
 
-def _name(call: fx.Node) -> str:
-    """What it calls."""
-    return call.target if isinstance(call.target, str) else call.target.__name__
+def _name(node: fx.Node) -> str:
+    """What it calls; nothing for what is given, and for what is returned."""
+    if not node.op.startswith("call_"):
+        return ""
+    return node.target if isinstance(node.target, str) else node.target.__name__
 
 
-def _read(call: fx.Node) -> set[fx.Node]:
-    """The calls whose results it reads, seen through views."""
+def _read(node: fx.Node) -> set[fx.Node]:
+    """What it reads, seen through views."""
     found = set[fx.Node]()
-    for node in call.all_input_nodes:
-        is_view = node.op.startswith("call") and _name(node) in _VIEWS
-        found |= _read(node) if is_view else {node}
+    for one in node.all_input_nodes:
+        found |= _read(one) if _name(one) in _VIEWS else {one}
     return found
 
 
