@@ -293,7 +293,8 @@ def test_a_signal_in_a_pause_ends_it(start: Start, options: Sequence[str]) -> No
         assert line
     process.send_signal(signal.SIGUSR1)
     code, err = finish(process)
-    assert code == 3 and "note: a signal asks for an end, and nothing starts again" in err
+    assert code == 3, err
+    assert "note: a signal asks for an end, and nothing starts again" in err
     assert "restart 5" not in err
 
 

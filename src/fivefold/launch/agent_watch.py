@@ -42,7 +42,7 @@ from fivefold.launch.node_folders import REPORT
 from fivefold.launch.node_messages import FRAMES, Kind, weight
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.progress import RankProgress
-from fivefold.launch.restarts import NOT_AGAIN, FinalFailure
+from fivefold.launch.restarts import FinalFailure
 from fivefold.launch.slurm import ended_with_node
 from fivefold.launch.staging import Reach, Staging
 from fivefold.launch.supervisor import STOPPING, SWEEP_GRACE_S, Supervisor
@@ -418,9 +418,7 @@ class AgentWatch(Watch):
         self._begin()
         self.later(seconds, lambda: None)
         self._await(lambda: time.monotonic() >= end or self._signalled_at > -math.inf)
-        if asked := self._signalled_at > -math.inf:
-            self.display.note(NOT_AGAIN)
-        return asked
+        return self._signalled_at > -math.inf
 
     def _start_ranks(self, node: JobNode) -> None:
         """Or what they would be forked from, where it stands by: it takes no time when it is needed."""

@@ -19,16 +19,15 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.ending import Ending
 from fivefold.launch.job import LOGS, Job, RankFailure, Resumable, Stalled, Stopped
 from fivefold.launch.progress import VARIABLE, ProgressFile, RankProgress, newest
 
-__all__ = ["NOT_AGAIN", "FinalFailure", "GivenUp", "restarting"]
+__all__ = ["FinalFailure", "GivenUp", "restarting"]
 
-NOT_AGAIN = "note: a signal asks for an end, and nothing starts again"
+_NOT_AGAIN = "note: a signal asks for an end, and nothing starts again"
 
 _LONGEST_PAUSE_S = 60.0
 _MOST_AT_A_STEP = 3
@@ -65,7 +64,7 @@ def restarting(
             file = undo.enter_context(ProgressFile(job.processes))
             job = replace(job, progress=file, environment={**job.environment, VARIABLE: file.path})
             progress = file.read
-        pause = pause or undo.enter_context(_noticing(note)).wait
+        pause = pause or undo.enter_context(_noticing()).wait
         losses, pause_s, avoided = _Losses(note), 0.0, ""
         for number in range(job.restarts + 1):
             began = time.monotonic()
@@ -91,35 +90,35 @@ def restarting(
                 avoided = f"{reached.run:x}:{reached.resumed}" if older else ""
                 how = f", from a save before step {reached.resumed}" if older else ""
                 note(f"warning: {problem}\nrestart {number + 1} of {job.restarts} {when}{how}")
-                if pause(pause_s) or _over(job.ending, note):
+                if _over(pause(pause_s), job.ending, note):
                     raise
             else:
                 losses.forget(newest(progress() if progress is not None else ()))
                 return
 
 
-def _over(ending: Ending | None, note: Callable[[str], object]) -> bool:
-    """Whether ranks would be asked to end; whoever paused may have seen it before."""
-    if ending is not None:
+def _over(asked: bool, ending: Ending | None, note: Callable[[str], object]) -> bool:
+    """Whether a signal has asked for an end in a pause, or ranks would be asked to end."""
+    if asked:
+        note(_NOT_AGAIN)
+    elif ending is not None:
         ending.look(note)
-    return ending is not None and bool(ending.why)
+    return asked or (ending is not None and bool(ending.why))
 
 
 @contextlib.contextmanager
-def _noticing(note: Callable[[str], object]) -> Generator[threading.Event]:
-    """What is set when a signal asks to save and end while no ranks run: it would kill the launcher."""
+def _noticing() -> Generator[threading.Event]:
+    """What is set when a signal asks to save and end while no ranks run: it would kill the launcher.
+
+    Its handler tells nobody: who is interrupted may be about to write to the terminal, which raises then.
+    """
     asked = threading.Event()
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         yield asked
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        asked.set()
-        note(NOT_AGAIN)
-
-    signal.signal(signal.SIGUSR1, ask)
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: asked.set())
     try:
         yield asked
     finally:
