@@ -105,7 +105,7 @@ def _in_turn(
     told = {name: way.told() for name, way in ways.items() if isinstance(way, Budgeted)}
     limit = f"{CASES[net].cache_bytes >> 20} MiB of page cache for the hooks"
     if group.limit_file is None:
-        limit = "no limit on memory: the page cache stands in for the disk"
+        limit = "No limit on memory: the page cache stands in for the disk"
     found = {"seconds": answers, "peak_bytes": peaks, "told": told, "limit": limit}
     return found, bystanders.told()
 
@@ -134,7 +134,7 @@ def section(result: dict[str, Any]) -> str:
             "of its bound", "peak, MiB", "fits", "predicted, MiB", "predicted, s", "predicted, of no budget",
         )  # fmt: skip
     limits = {one["limit"] for one in found.values() if part in CASES}
-    last = " ".join([*(f"{limit.capitalize()}." for limit in sorted(limits)), conditions(result)])
+    last = " ".join([*(f"{limit}." for limit in sorted(limits)), conditions(result)])
     return f"### {title}\n\n{table(header, rows)}\n\n{last}"
 
 
