@@ -104,7 +104,8 @@ def under(net: nn.Module) -> Callable[[Mesh], list[dict[str, Tensor]]]:
 
 
 def budget_of(layout: Layout, budget: str, disk: Path, shard: str = "none") -> Plan:
-    words: dict[str, Any] = {"memory.budget": budget, "memory.disk": str(disk)}
+    """Two runs of it give the same bits: nothing but what the budget chooses goes by measured times."""
+    words: dict[str, Any] = {"memory.budget": budget, "memory.disk": str(disk), "tiles.fuse": "2"}
     words["memory.shard"] = shard
     if layout.pipe > 1:
         words |= {"pipeline.micro_batches": 2, "pipeline.schedule": "1f1b"}
@@ -306,7 +307,7 @@ def test_replicas_that_divide_parameters(layout: Layout, shard: str) -> None:
         assert tight.total_bytes <= budget
         assert peak <= budget - (tight.total_bytes - tight.peak_bytes) and peak < held
         for number, (own, right) in enumerate(zip(steps, free, strict=True)):
-            where = f"step {number}: {{}}\n{tight}".format
+            where = f"step {number}: {{}}".format
             torch.testing.assert_close(own, right, rtol=0.0, atol=0.0, msg=where)
 
 
