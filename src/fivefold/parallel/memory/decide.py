@@ -46,11 +46,14 @@ def decided(simulator: Simulator, limit_bytes: int, near: State | None = None) -
     if near is not None:
         found = search.freed(near)
         return None if found is None else search.bettered(found)
-    begun = starts(simulator)
-    followed = [
-        *search.fastest([search.freed(start) for start in begun], _KEPT),
-        *search.fastest([_all_spilled(simulator, start) for start in begun], 1),
-    ]
+    begun, followed = starts(simulator), list[State]()
+    followed += search.fastest([search.freed(start) for start in begun], _KEPT)
+    if simulator.link is not None:
+        # Step by step, spilling a little may look cheap until links are full.
+        alone = _Search(simulator, limit_bytes, spills=False)
+        without = [alone.freed(start) for start in begun if not start.window_bytes]
+        followed += search.fastest(without, 1)
+        followed += search.fastest([_all_spilled(simulator, start) for start in begun], 1)
     return next(iter(search.fastest([search.bettered(state) for state in followed], 1)), None)
 
 
@@ -107,8 +110,9 @@ def _all_spilled(simulator: Simulator, start: State) -> State:
 class _Search:
     """For states whose peak is at most a number of bytes."""
 
-    def __init__(self, simulator: Simulator, limit_bytes: int) -> None:
+    def __init__(self, simulator: Simulator, limit_bytes: int, *, spills: bool = True) -> None:
         self._simulator, self._limit = simulator, limit_bytes
+        self._spills = spills and simulator.link is not None
 
     def freed(self, start: State) -> State | None:
         """A state that fits, after the changes that free the most bytes for their seconds."""
@@ -134,7 +138,7 @@ class _Search:
             peaks = run(steps).peak_bytes
             enough = np.flatnonzero(peaks <= peak - max(over * _STEP, 1))
             state = steps[int(enough[0] if enough.size else np.argmin(peaks))]
-        last = [state, _all_spilled(self._simulator, state)]
+        last = [state, *([_all_spilled(self._simulator, state)] if self._spills else [])]
         fits = np.flatnonzero(run(last).peak_bytes <= self._limit)
         return last[int(fits[0])] if fits.size else None
 
@@ -194,7 +198,7 @@ class _Search:
             elif what == AGAIN and unit + 1 < units:
                 yield _joins(unit)
         sizes, may = self._simulator.sizes, np.flatnonzero(~state.spilled)
-        if self._simulator.link is None:
+        if not self._spills:
             return
         for number in may[np.argsort(-sizes[may], kind="stable")][:_LARGEST]:
             yield _spills(int(number), True)

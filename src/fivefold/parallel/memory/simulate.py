@@ -7,7 +7,7 @@ again spares this one, since it saves its operands before it computes.
     state  KEEP             AGAIN            JOINED with the next, so that nothing is held between them
 
 Copies out queue up behind each other in forward, those back in backward; what does not hide is waited for.
-Many states are simulated at once. Shapes have B for states, U for units, I for items.
+Many states are simulated at once. Shapes have B for states, U for units, N for nodes, I for items.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class _Fates:
     """What becomes of items, (B, I)."""
 
     low: Ints
-    """the first unit whose backward needs what is held; _NEVER if nothing is held"""
+    """the first node whose backward needs what is held; _NEVER if nothing is held"""
     high: Ints
     """the last one"""
     kept: Bools
     spilled: Bools
     made_again: Ints
-    """the first unit whose backward needs it after its group was computed again; or _NEVER"""
+    """the first node whose backward needs it after its group was computed again; or _NEVER"""
 
 
 class Simulator:
@@ -121,16 +121,21 @@ class Simulator:
         """units are [bounds[i], bounds[i + 1])"""
         spans = [range(a, b) for a, b in itertools.pairwise(self.bounds)]
         unit_of = [unit for unit, span in enumerate(spans) for _ in span]
+        self._unit_of = np.array([*unit_of, len(spans)], np.int64)
+        """by node, and one more for what has none"""
+        self._last_node = np.array([span[-1] for span in spans], np.int64)
+        """(U,)"""
         self.items = profile.items
         self.sizes = np.array([item.size_bytes for item in self.items], np.int64)
         self._saved = self.sizes * np.array([bool(item.saved) for item in self.items], bool)
         """(I,): bytes, of those that are held if everything is kept"""
         self._copies = np.array([item.copies for item in self.items], np.int64)
-        self._made = np.array([unit_of[item.made] for item in self.items], np.int64)
+        self._made_at = np.array([item.made for item in self.items], np.int64)
+        self._made = self._unit_of[self._made_at]
         last_read = [max((*item.read, *item.saved, item.made)) for item in self.items]
         self._last_read = np.array([unit_of[node] for node in last_read], np.int64)
-        self._savers = _pairs([item.saved for item in self.items], unit_of)
-        self._readers = _pairs([item.read for item in self.items], unit_of)
+        self._savers = _pairs([item.saved for item in self.items])
+        self._readers = _pairs([item.read for item in self.items])
         crossing = _crossing(profile)
         self.crossing = [crossing[bound] for bound in self.bounds]
         """by unit: bytes of what it and later ones read of earlier ones"""
@@ -162,19 +167,20 @@ class Simulator:
 
     def _fates(self, placed: _Placed, spilled: Bools) -> _Fates:
         again, group = placed.again, placed.group
-        (owner, unit), (reading, reader) = self._savers, self._readers
-        made = self._made
+        (owner, saver), (reading, reader) = self._savers, self._readers
+        unit, reads, made = self._unit_of[saver], self._unit_of[reader], self._made
         with_own = again[:, unit] & (group[:, unit] == group[:, made[owner]])
-        made_again = _least(np.where(with_own, unit, _NEVER), owner, len(made))
+        made_again = _least(np.where(with_own, saver, _NEVER), owner, len(made))
         # What a span takes is held till it has gone through backward.
-        apart = again[:, reader] & (group[:, reader] != group[:, made[reading]])
+        apart = again[:, reads] & (group[:, reads] != group[:, made[reading]])
+        first, last = np.array(self.bounds)[placed.first], self._last_node[placed.last]
         low = np.minimum(
-            _least(np.where(again[:, unit], _NEVER, unit), owner, len(made)),
-            _least(np.where(apart, placed.first[:, reader], _NEVER), reading, len(made)),
+            _least(np.where(again[:, unit], _NEVER, saver), owner, len(made)),
+            _least(np.where(apart, first[:, reads], _NEVER), reading, len(made)),
         )
         high = -np.minimum(
-            _least(np.where(again[:, unit], _NEVER, -unit), owner, len(made)),
-            _least(np.where(apart, -placed.last[:, reader], _NEVER), reading, len(made)),
+            _least(np.where(again[:, unit], _NEVER, -saver), owner, len(made)),
+            _least(np.where(apart, -last[:, reads], _NEVER), reading, len(made)),
         )
         held = low < _NEVER
         return _Fates(low, high, held & ~spilled, held & spilled, made_again)
@@ -191,7 +197,8 @@ class Simulator:
         if link is not None:
             sizes = [fates.spilled * self.sizes * some for some in (~waits, waits)]
             leaving = np.stack([_by_unit(some, self._made, units) for some in sizes])
-            arriving = np.stack([_by_fate(some, fates.high, units) for some in sizes])
+            ends = self._unit_of[np.clip(fates.high, 0, len(self._unit_of) - 1)]
+            arriving = np.stack([_by_fate(some, ends, units) for some in sizes])
         free = now
         for unit in range(units):
             now = now + self.forward_s[unit]
@@ -227,7 +234,7 @@ class Simulator:
         forward     held of earlier units + what they made that is read still + the unit's own
         backward    held and not let go + fetched + made again + the unit's own
         """
-        units = self.units
+        units, nodes = self.units, len(self._unit_of) - 1
         kept, spilled = fates.kept * self.sizes, fates.spilled * self.sizes
         held = np.cumsum(_by_unit(kept, self._made, units), axis=1)
         passing = np.where(fates.kept, 0, self._saved)
@@ -236,26 +243,24 @@ class Simulator:
         forward = held - _by_unit(kept, self._made, units) + passing + own + window[:, None]
         # Of other micro-batches than the one whose backward it is.
         others = (kept * (self._copies - 1)).sum(axis=1)
-        alive = np.cumsum(_by_fate(kept, fates.low, units), axis=1)
-        fetched = _between(spilled, fates.low, fates.high + 1, units)
-        found = fates.made_again
-        again = _between(
-            np.where(found < _NEVER, self.sizes, 0),
-            np.minimum(found, units),
-            np.minimum(placed.last[:, self._made] + 1, units),
-            units,
+        alive = np.cumsum(_by_fate(kept, fates.low, nodes), axis=1)
+        alive += _between(spilled, fates.low, fates.high + 1, nodes)
+        found, last = fates.made_again, self._last_node[placed.last]
+        again = np.where(found < _NEVER, self.sizes, 0)
+        computed = _between(again, np.minimum(found, nodes), last[:, self._made] + 1, nodes)
+        backward = alive + computed + self._work.backward + window[:, None]
+        # As the backward of a group's last unit begins, the group is computed again, node by node.
+        before = np.take_along_axis(alive, last, axis=1) + self._work.gradients[placed.last]
+        made = _by_unit(again, self._made_at, nodes)
+        so_far = np.cumsum(made, axis=1) - made
+        before -= np.take_along_axis(so_far, np.array(self.bounds)[placed.first], axis=1)
+        unit = self._unit_of[:-1]
+        own = np.where(self._work.spared & (placed.last[:, unit] == unit), 0, self._work.node)
+        while_again = before[:, unit] + so_far + own + window[:, None]
+        while_again = np.where(placed.again[:, unit], while_again, 0)
+        return (
+            np.max([most.max(axis=1) for most in (forward, backward, while_again)], axis=0) + others
         )
-        backward = alive + fetched + again + self._work.backward + window[:, None]
-        # As the backward of a group's last unit begins, the group is computed again, unit by unit.
-        before = alive + fetched + self._work.gradients
-        before = np.take_along_axis(before, placed.last, axis=1)
-        so_far = np.cumsum(
-            _by_unit(np.where(found < _NEVER, self.sizes, 0), self._made, units), axis=1
-        )
-        so_far -= np.take_along_axis(np.pad(so_far, ((0, 0), (1, 0)))[:, :-1], placed.first, axis=1)
-        while_again = before + so_far + self._work.temporary + window[:, None]
-        backward = np.where(placed.again, np.maximum(backward, while_again), backward)
-        return np.maximum(forward.max(axis=1), backward.max(axis=1)) + others
 
     def held(self, state: State) -> tuple[Ints, Ints]:
         """By unit (U,): bytes of what it makes that are kept for backward, and that are spilled."""
@@ -292,15 +297,20 @@ class Simulator:
 
 @dataclass(frozen=True)
 class _Work:
-    """What units take beside what is held, (U,)."""
+    """What is taken beside what is held."""
 
     forward: Ints
+    """(U,)"""
     again: Ints
-    """where nothing of it is held"""
-    backward: Ints
+    """(U,), where nothing of it is held"""
     gradients: Ints
-    temporary: Ints
-    """the most that a node of it takes beside what it makes for backward"""
+    """(U,), as the backward of a node of it begins"""
+    node: Ints
+    """(N,), in forward"""
+    backward: Ints
+    """(N,)"""
+    spared: Bools
+    """(N,): whether it is not computed again at the end of a span"""
 
     @classmethod
     def of(cls, profile: Profile, spans: Sequence[range]) -> _Work:
@@ -310,29 +320,29 @@ class _Work:
             made[item.made].append(item)
         rows: list[tuple[int, ...]] = []
         for span in spans:
-            forward = again = temporary = held = 0
+            forward = again = held = 0
             alive: list[Item] = []
             for node in span:
                 own = nodes[node].forward
                 forward = max(forward, held + own)
                 alive = [one for one in alive if one.read and max(one.read) >= node]
                 again = max(again, own + sum(one.size_bytes for one in alive))
-                saved = sum(one.size_bytes for one in made[node] if one.saved)
-                temporary = max(temporary, own - saved)
-                held += saved
-                alive += [one for one in made[node] if one.saved]
-            backward = max(nodes[n].backward for n in span)
-            rows.append(
-                (forward, again, backward, max(nodes[n].gradients for n in span), temporary)
-            )
-        return cls(*np.array(rows, np.int64).T)
+                saved = [one for one in made[node] if one.saved]
+                held += sum(one.size_bytes for one in saved)
+                alive += saved
+            rows.append((forward, again, max(nodes[n].gradients for n in span)))
+        each, backward = np.array([(node.forward, node.backward) for node in nodes], np.int64).T
+        spared = np.zeros(len(nodes), bool)
+        spared[[span[-1] for span in spans if profile.heavy(span[-1])]] = True
+        forward, again, gradients = np.array(rows, np.int64).T
+        return cls(forward, again, gradients, each, backward, spared)
 
 
-def _pairs(nodes: Sequence[set[int]], unit_of: Sequence[int]) -> tuple[Ints, Ints]:
-    """(item, unit) for all, in the order of items."""
-    found = [(n, u) for n, own in enumerate(nodes) for u in sorted({unit_of[node] for node in own})]
-    items, units = np.array(found, np.int64).reshape(-1, 2).T
-    return items, units
+def _pairs(nodes: Sequence[set[int]]) -> tuple[Ints, Ints]:
+    """(item, node) for all, in the order of items."""
+    found = [(item, node) for item, own in enumerate(nodes) for node in sorted(own)]
+    items, numbers = np.array(found, np.int64).reshape(-1, 2).T
+    return items, numbers
 
 
 def _least(values: Ints, owners: Ints, items: int) -> Ints:

@@ -225,12 +225,7 @@ class StepBudget:
                 choice, pool = simulator.choice(state), Pool(WeightlessStore(), state.window_bytes)
                 return rehearse(lambda _: Budgeted(choice, pool))
 
-            found = _fastest(simulator, limit, free.peak_bytes, under)
-            if found is None:
-                # The simulation is roughly right: what it finds too much may fit, and is looked at as well.
-                tried = [(state, under(state)) for state in least(simulator)[:_LEAST]]
-                found = min(tried, key=lambda one: one[1].peak_bytes)
-            return found
+            return _fastest(simulator, limit, free.peak_bytes, under)
 
         fits = free.peak_bytes <= limit
         found = None if fits else rehearsed(look)
@@ -267,26 +262,40 @@ class StepBudget:
 
 def _fastest(
     simulator: Simulator, limit: int, free_peak: int, under: Callable[[State], Predicted]
-) -> _Found | None:
-    """A choice that fits in truth; what is simulated is held to less, or more, until both are near."""
-    start = simulator.run([simulator.start()])
-    target = limit + int(start.peak_bytes[0]) - free_peak
-    best: tuple[float, State, Predicted] | None = None
+) -> _Found:
+    """The fastest of those that fit in truth, which the simulation is held to; or what holds the least."""
+
+    def simulated(state: State) -> int:
+        return int(simulator.run([state]).peak_bytes[0])
+
+    def leanest() -> _Found:
+        tried = [(state, under(state)) for state in least(simulator)[:_LEAST]]
+        return min(tried, key=lambda one: one[1].peak_bytes)
+
+    target = limit + simulated(simulator.start()) - free_peak
+    fitting: list[_Found] = []
     near: State | None = None
     tried: Sequence[int] = ()
     for _ in range(_TRIES):
-        state = decided(simulator, target, near)
-        if state is None or target in tried:
-            break
+        state = None if target in tried else decided(simulator, target, near)
         tried = (*tried, target)
-        told, seconds = under(state), float(simulator.run([state]).seconds[0])
-        if told.peak_bytes <= limit and (best is None or seconds < best[0]):
-            best = seconds, state, told
-        if _NEAR * limit <= told.peak_bytes <= limit:
+        if state is not None:
+            told = under(state)
+            target, near = target + limit - told.peak_bytes, state
+        elif fitting:
             break
-        target += limit - told.peak_bytes
-        near = state
-    return None if best is None else best[1:]
+        else:  # what is simulated to be too much may fit
+            state, told = leanest()
+            if told.peak_bytes > limit:
+                return state, told
+            target = limit + simulated(state) - told.peak_bytes
+        if told.peak_bytes <= limit:
+            fitting.append((state, told))
+            if told.peak_bytes >= _NEAR * limit:
+                break
+    if not fitting:
+        return leanest()
+    return min(fitting, key=lambda one: float(simulator.run([one[0]]).seconds[0]))
 
 
 def _store(memory: Memory, device: torch.device) -> Store | None:

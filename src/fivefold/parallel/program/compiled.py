@@ -433,15 +433,22 @@ def _sum(column: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _error(right: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """The largest relative one."""
-    pairs = [
-        (float((a - b).norm()), float(a.norm()))
-        for a, b in zip(right, found, strict=True)
-        if a is not None and b is not None and a.is_floating_point()
-    ]
-    least = _SMALL * max((norm for _, norm in pairs), default=0.0)
-    errors = [error / max(norm, least, 1e-300) for error, norm in pairs]
-    return max((math.inf if math.isnan(e) else e for e in errors), default=0.0)
+    """The largest relative one; infinite if something is missing, or whole numbers differ."""
+    pairs = [(a, b) for a, b in zip(right, found, strict=True) if a is not None]
+    norms = {n: float(a.norm()) for n, (a, _) in enumerate(pairs) if _rounded(a)}
+    least = max(_SMALL * max(norms.values(), default=0.0), 1e-300)
+
+    def error(n: int, a: Tensor, b: Tensor | None) -> float:
+        if b is None or n not in norms:
+            return 0.0 if b is not None and torch.equal(a, b) else math.inf
+        found = float((a - b).norm()) / max(norms[n], least)
+        return math.inf if math.isnan(found) else found
+
+    return max((error(n, a, b) for n, (a, b) in enumerate(pairs)), default=0.0)
+
+
+def _rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _precision(tensors: Sequence[Tensor | None]) -> float:
