@@ -39,8 +39,10 @@ from fivefold.recipes.models.resnet import resnet50
 from fivefold.recipes.models.unet import unet
 
 HERE = Path(__file__).resolve().parent
+REPLICA = "data=2 replica"
 LAYOUTS = {
-    "data=1": Layout(), "data=2": Layout(data=2), "width=2": Layout(width=2), "pipe=2": Layout(pipe=2),
+    "data=1": Layout(), "data=2": Layout(data=2), REPLICA: Layout(data=2), "width=2": Layout(width=2),
+    "pipe=2": Layout(pipe=2),
 }  # fmt: skip
 AS_IT_IS, COMPILED, TORCH = "as it is", "compiled", "torch alone, compiled"
 WARM = 3
@@ -96,9 +98,14 @@ CASES = {
 # ---- in a rank
 
 
-def rank(net_name: str, layout: Layout, rounds: int, out: Path) -> None:
+def rank(net_name: str, layout_name: str, rounds: int, out: Path) -> None:
     """Be one; the first rank writes what was measured."""
-    words = {"pipeline.micro_batches": 2, "pipeline.schedule": "1f1b"} if layout.pipe > 1 else {}
+    layout = LAYOUTS[layout_name]
+    words: dict[str, Any] = (
+        {"pipeline.micro_batches": 2, "pipeline.schedule": "1f1b"} if layout.pipe > 1 else {}
+    )
+    if layout_name == REPLICA:
+        words["parallel.batch_norm"] = "replica"
     plan = Plan(layout=layout).replace(words, Provenance("user", "benchmark"))
     warnings.simplefilter("ignore")  # of a compiled net that is taken as it was
     with ff.start(plan) as mesh:
@@ -151,7 +158,7 @@ def steps(case: Case, mesh: ff.Mesh, layout: Layout) -> dict[str, Step]:
 
 
 def alone(net: Any, loss: nn.Module, x: Tensor, y: Tensor, ranks: int) -> Step:
-    """Torch's own; batch norm is each replica's then, which is less work than ours."""
+    """Torch's own; batch norm is each replica's then, which is less work than ours but for `REPLICA`."""
     if ranks > 1:
         net = nn.parallel.DistributedDataParallel(net)
         mine = slice(dist.get_rank(), None, ranks)
@@ -170,7 +177,8 @@ def alone(net: Any, loss: nn.Module, x: Tensor, y: Tensor, ranks: int) -> Step:
 def measured(part: str, layouts: list[str], rounds: int) -> dict[str, Any]:
     """One net under all layouts."""
     before, found = environment(), dict[str, Any]()
-    for name in layouts:
+    norms = any(isinstance(one, nn.BatchNorm2d) for one in CASES[part].make().modules())
+    for name in layouts if norms else [one for one in layouts if one != REPLICA]:
         ranks = LAYOUTS[name].size
         with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as folder:
             out = Path(folder) / "told.json"
@@ -235,7 +243,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.rank is not None:
         net, layout, out = asked.rank
-        rank(net, LAYOUTS[layout], asked.rounds, Path(out))
+        rank(net, layout, asked.rounds, Path(out))
         return 0
     nets, layouts = asked.nets.split(","), asked.layouts.split(",")
     for valid, words in ((CASES, nets), (LAYOUTS, layouts)):

@@ -79,6 +79,23 @@ def test_a_fast_link_is_used_and_a_slow_one_is_not() -> None:
     assert found is not None and not found.spilled.any()
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_with_a_link_nothing_takes_longer_than_without(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(20, 400, 3 * BLOCKS)
+    items = [replace(item, size_bytes=int(sizes[n])) for n, item in enumerate(profile().items)]
+    shaken = replace(profile(), items=tuple(items))
+    without = Simulator(shaken, None)
+    rate = 10 ** rng.uniform(3.2, 4.5)
+    beside = Simulator(shaken, Link(rate, rate, rng.uniform(0, 0.5) / rate))
+    for part in (0.7, 0.5, 0.4):
+        limit = int(told(without, without.start())[1] * part)
+        alone, found = decided(without, limit), decided(beside, limit)
+        if alone is not None:
+            assert found is not None
+            assert told(beside, found)[0] <= told(without, alone)[0] * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("window", [0, SIZE // 2, SIZE, 4 * SIZE])
 def test_copies_that_do_not_hide_are_waited_for(window: int) -> None:
     simulator = Simulator(profile(), Link(1e3, 1e3))

@@ -44,6 +44,8 @@ __all__ = ["Decision", "StepBudget"]
 _MEASURED = 2
 """real steps that are timed before a choice is made again"""
 _TRIES = 5
+_PART = 100
+"""of the limit: so much less, or more, is aimed at where a choice did not fit"""
 _NEAR = 0.98
 """of the limit: a choice that holds less is tried to be bettered"""
 _LEAST = 4
@@ -280,8 +282,9 @@ def _fastest(
         state = None if target in tried else decided(simulator, target, near)
         tried = (*tried, target)
         if state is not None:
-            told = under(state)
-            target, near = target + limit - told.peak_bytes, state
+            told, near = under(state), state
+            room = limit - told.peak_bytes
+            target += room if room >= 0 else min(room, -limit // _PART)
         elif fitting:
             break
         else:  # what is simulated to be too much may fit
@@ -289,6 +292,7 @@ def _fastest(
             if told.peak_bytes > limit:
                 return state, told
             target = limit + simulated(state) - told.peak_bytes
+            near, tried = (state, ()) if target in tried else (None, tried)
         if told.peak_bytes <= limit:
             fitting.append((state, told))
             if told.peak_bytes >= _NEAR * limit:
