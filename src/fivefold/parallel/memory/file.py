@@ -82,7 +82,7 @@ class FileStore:
         self._edges: dict[int, tuple[bytes, bytes]] = {}
         self._writer = ThreadPoolExecutor(1, "fivefold-spill")
         self._reader = ThreadPoolExecutor(1, "fivefold-fetch")
-        self.rates = Rates()
+        self.rates, self.edge_bytes = Rates(), self._sector
 
     def take(self, size_bytes: int) -> int:
         """See `Store`."""

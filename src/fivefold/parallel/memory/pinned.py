@@ -56,7 +56,7 @@ class PinnedStore:
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self._device, self._limit_bytes, self._bytes = device, limit_bytes, 0
-        self.rates = Rates()
+        self.rates, self.edge_bytes = Rates(), 0
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slots: dict[int, Tensor] = {}
         self._free: dict[int, list[int]] = defaultdict(list)

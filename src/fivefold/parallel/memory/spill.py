@@ -85,6 +85,8 @@ class Store(Protocol):
     """Where spilled bytes are. Slots are numbers that only the store understands."""
 
     rates: Rates
+    edge_bytes: int
+    """what a tensor that is fetched takes beside its own bytes"""
 
     def take(self, size_bytes: int) -> int:
         """Room for so many bytes. Raises `UsageError` if there is none."""
@@ -162,6 +164,10 @@ class Spilled:
                 "out of place, or set memory.budget to keep it"
             )
         if self._source is not None:
+            # A copy under way would hold it for as long as it likes once nobody else does.
+            if self._copy is not None and not self._copy.cancel():
+                self._copy.wait()
+            self._copy = None
             return self._source
         self.fetch()
         assert self._fetched is not None
@@ -286,8 +292,8 @@ class _Latest:
 class WeightlessStore:
     """For tensors that have a shape and no memory: copies take as long as they can."""
 
-    def __init__(self) -> None:
-        self.rates, self._queue = Rates(), _Queue()
+    def __init__(self, edge_bytes: int = 0) -> None:
+        self.rates, self.edge_bytes, self._queue = Rates(), edge_bytes, _Queue()
 
     def take(self, size_bytes: int) -> int:  # noqa: ARG002
         """See `Store`."""
@@ -302,7 +308,10 @@ class WeightlessStore:
 
     def back(self, slot: int, like: Like) -> tuple[Tensor, Copy]:  # noqa: ARG002
         """See `Store`."""
-        return like.made(), _Latest(_Queue())
+        edge = -(-self.edge_bytes // like.dtype.itemsize)
+        return like._replace(elements=like.elements + edge).made()[: like.elements], _Latest(
+            _Queue()
+        )
 
     def close(self) -> None:
         """See `Store`."""

@@ -221,10 +221,12 @@ class StepBudget:
         if self._store is not None and self._link is not None:
             self._link = seen_link(self._link, self._store.rates)
         simulator = Simulator(decision.profile, self._link)
+        edge_bytes = 0 if self._store is None else self._store.edge_bytes
 
         def look(rehearse: Rehearse) -> _Found:
             def under(state: State) -> Predicted:
-                choice, pool = simulator.choice(state), Pool(WeightlessStore(), state.window_bytes)
+                choice = simulator.choice(state)
+                pool = Pool(WeightlessStore(edge_bytes), state.window_bytes)
                 return rehearse(lambda _: Budgeted(choice, pool))
 
             return _fastest(simulator, limit, free.peak_bytes, under)
