@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
 def test_a_folder_in_main_memory_is_refused() -> None:
     with pytest.raises(UsageError, match=r"is in main memory \(tmpfs\)"):
         FileStore(Path("/dev/shm"))
+
+
+def test_what_is_taken_while_it_is_copied_out_is_let_go_with_its_last_user() -> None:
+    pool, made = Pool(WeightlessStore(), 1 << 20), torch.zeros(8)
+    alive = weakref.ref(made)
+    spilled = pool.put(made)
+    assert spilled.get() is made
+    del made, spilled
+    assert alive() is None, "it does not wait for its copy, however slow that is"
 
 
 def test_no_more_than_the_window_is_held() -> None:
