@@ -120,10 +120,12 @@ class Simulator:
         self.bounds = _units(profile)
         """units are [bounds[i], bounds[i + 1])"""
         spans = [range(a, b) for a, b in itertools.pairwise(self.bounds)]
-        unit_of = [unit for unit, span in enumerate(spans) for _ in span]
-        self._unit_of = np.array([*unit_of, len(spans)], np.int64)
-        """by node, and one more for what has none"""
-        self._last_node = np.array([span[-1] for span in spans], np.int64)
+        self._unit_of = np.repeat(np.arange(len(spans)), np.diff(self.bounds))
+        """(N,)"""
+        self._first_node, self._last_node = (
+            np.array(self.bounds[:-1]),
+            np.array(self.bounds[1:]) - 1,
+        )
         """(U,)"""
         self.items = profile.items
         self.sizes = np.array([item.size_bytes for item in self.items], np.int64)
@@ -133,7 +135,7 @@ class Simulator:
         self._made_at = np.array([item.made for item in self.items], np.int64)
         self._made = self._unit_of[self._made_at]
         last_read = [max((*item.read, *item.saved, item.made)) for item in self.items]
-        self._last_read = np.array([unit_of[node] for node in last_read], np.int64)
+        self._last_read = self._unit_of[np.array(last_read, np.int64)]
         self._savers = _pairs([item.saved for item in self.items])
         self._readers = _pairs([item.read for item in self.items])
         crossing = _crossing(profile)
@@ -173,7 +175,7 @@ class Simulator:
         made_again = _least(np.where(with_own, saver, _NEVER), owner, len(made))
         # What a span takes is held till it has gone through backward.
         apart = again[:, reads] & (group[:, reads] != group[:, made[reading]])
-        first, last = np.array(self.bounds)[placed.first], self._last_node[placed.last]
+        first, last = self._first_node[placed.first], self._last_node[placed.last]
         low = np.minimum(
             _least(np.where(again[:, unit], _NEVER, saver), owner, len(made)),
             _least(np.where(apart, first[:, reads], _NEVER), reading, len(made)),
@@ -197,7 +199,7 @@ class Simulator:
         if link is not None:
             sizes = [fates.spilled * self.sizes * some for some in (~waits, waits)]
             leaving = np.stack([_by_unit(some, self._made, units) for some in sizes])
-            ends = self._unit_of[np.clip(fates.high, 0, len(self._unit_of) - 1)]
+            ends = self._unit_of[np.clip(fates.high, 0, len(self._unit_of) - 1)]  # of what is held
             arriving = np.stack([_by_fate(some, ends, units) for some in sizes])
         free = now
         for unit in range(units):
@@ -234,7 +236,7 @@ class Simulator:
         forward     held of earlier units + what they made that is read still + the unit's own
         backward    held and not let go + fetched + made again + the unit's own
         """
-        units, nodes = self.units, len(self._unit_of) - 1
+        units, nodes = self.units, len(self._unit_of)
         kept, spilled = fates.kept * self.sizes, fates.spilled * self.sizes
         held = np.cumsum(_by_unit(kept, self._made, units), axis=1)
         passing = np.where(fates.kept, 0, self._saved)
@@ -253,8 +255,8 @@ class Simulator:
         before = np.take_along_axis(alive, last, axis=1) + self._work.gradients[placed.last]
         made = _by_unit(again, self._made_at, nodes)
         so_far = np.cumsum(made, axis=1) - made
-        before -= np.take_along_axis(so_far, np.array(self.bounds)[placed.first], axis=1)
-        unit = self._unit_of[:-1]
+        before -= np.take_along_axis(so_far, self._first_node[placed.first], axis=1)
+        unit = self._unit_of
         own = np.where(self._work.spared & (placed.last[:, unit] == unit), 0, self._work.node)
         while_again = before[:, unit] + so_far + own + window[:, None]
         while_again = np.where(placed.again[:, unit], while_again, 0)

@@ -309,9 +309,8 @@ class WeightlessStore:
     def back(self, slot: int, like: Like) -> tuple[Tensor, Copy]:  # noqa: ARG002
         """See `Store`."""
         edge = -(-self.edge_bytes // like.dtype.itemsize)
-        return like._replace(elements=like.elements + edge).made()[: like.elements], _Latest(
-            _Queue()
-        )
+        made = like._replace(elements=like.elements + edge).made()
+        return made[: like.elements], _Latest(_Queue())
 
     def close(self) -> None:
         """See `Store`."""

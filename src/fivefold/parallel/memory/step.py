@@ -45,7 +45,7 @@ _MEASURED = 2
 """real steps that are timed before a choice is made again"""
 _TRIES = 5
 _PART = 100
-"""of the limit: so much less, or more, is aimed at where a choice did not fit"""
+"""of the limit: after a choice that does not fit, at least so much less is aimed at"""
 _NEAR = 0.98
 """of the limit: a choice that holds less is tried to be bettered"""
 _LEAST = 4
@@ -286,7 +286,7 @@ def _fastest(
         if state is not None:
             told, near = under(state), state
             room = limit - told.peak_bytes
-            target += room if room >= 0 else min(room, -limit // _PART)
+            target += room if room >= 0 else min(room, -(limit // _PART))
         elif fitting:
             break
         else:  # what is simulated to be too much may fit
