@@ -23,9 +23,10 @@ NETS: dict[str, dict[str, int]] = {
     "resnet18": {},
     "unet": {"width": 8},
 }
-TOO_MUCH = {"vgg16_bn": 0.005, "resnet18": 0.03, "unet": 0.25}
-"""what concatenations and small strides hold for a moment is counted for all of a node"""
-SHAPE, STATES = (2, 3, 64, 64), 8
+MOST = {"vgg16_bn": 1.02, "resnet18": 1.002, "unet": 1.25}
+"""of what is held: too much costs another look at a step, too little a choice that does not fit"""
+SHAPE, STATES = (2, 3, 256, 256), 8
+"""Large enough: memories below `LEAST_BYTES` stay, and count with what their node takes."""
 
 
 def drawn(simulator: Simulator, rng: random.Random, *, spills: bool) -> State:
@@ -67,5 +68,7 @@ def test_peaks_are_those_of_steps(name: str, spills: bool, monkeypatch: pytest.M
         budget, decision = found[0]
         simulator, rng = Simulator(decision.profile, Link(1e9, 1e9)), random.Random(name)
         peaks = vars(budget)["_rehearsed"](x, y, looked)
-    for simulated, true in peaks:
-        assert 0.995 * true <= simulated <= (1 + TOO_MUCH[name]) * true
+    ratios = [simulated / true for simulated, true in peaks]
+    print(ratios)
+    assert min(ratios) > 0.999, "what is simulated to fit does"
+    assert max(ratios) < MOST[name]
