@@ -40,10 +40,14 @@ from fivefold.recipes.models.unet import unet
 
 HERE = Path(__file__).resolve().parent
 REPLICA = "data=2 replica"
-LAYOUTS = {
-    "data=1": Layout(), "data=2": Layout(data=2), REPLICA: Layout(data=2), "width=2": Layout(width=2),
-    "pipe=2": Layout(pipe=2),
-}  # fmt: skip
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "data=1": (Layout(), {}),
+    "data=2": (Layout(data=2), {}),
+    REPLICA: (Layout(data=2), {"parallel.batch_norm": "replica"}),
+    "width=2": (Layout(width=2), {}),
+    "pipe=2": (Layout(pipe=2), {"pipeline.micro_batches": 2, "pipeline.schedule": "1f1b"}),
+}
+"""and what else their plans say"""
 AS_IT_IS, COMPILED, TORCH = "as it is", "compiled", "torch alone, compiled"
 WARM = 3
 """steps: watched, compiled, run"""
@@ -100,12 +104,7 @@ CASES = {
 
 def rank(net_name: str, layout_name: str, rounds: int, out: Path) -> None:
     """Be one; the first rank writes what was measured."""
-    layout = LAYOUTS[layout_name]
-    words: dict[str, Any] = (
-        {"pipeline.micro_batches": 2, "pipeline.schedule": "1f1b"} if layout.pipe > 1 else {}
-    )
-    if layout_name == REPLICA:
-        words["parallel.batch_norm"] = "replica"
+    layout, words = LAYOUTS[layout_name]
     plan = Plan(layout=layout).replace(words, Provenance("user", "benchmark"))
     warnings.simplefilter("ignore")  # of a compiled net that is taken as it was
     with ff.start(plan) as mesh:
@@ -179,7 +178,7 @@ def measured(part: str, layouts: list[str], rounds: int) -> dict[str, Any]:
     before, found = environment(), dict[str, Any]()
     norms = any(isinstance(one, nn.BatchNorm2d) for one in CASES[part].make().modules())
     for name in layouts if norms else [one for one in layouts if one != REPLICA]:
-        ranks = LAYOUTS[name].size
+        ranks = LAYOUTS[name][0].size
         with tempfile.TemporaryDirectory(prefix="fivefold-bench-") as folder:
             out = Path(folder) / "told.json"
             command = [
