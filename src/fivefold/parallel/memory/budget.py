@@ -99,6 +99,11 @@ class Budgeted:
     times: NodeTimes | None = None
     """likewise, and times them"""
 
+    @property
+    def idle(self) -> bool:
+        """Whether runs are what they are without a budget."""
+        return not (self.choice.again or self.choice.spilled or self.watch or self.times)
+
     def saving(self, mine: Iterable[Tensor]) -> Saving:
         """For one run, to which `mine` are given."""
         return Saving(self.pool, self.choice.spilled, mine, self.watch or self.times)

@@ -102,8 +102,12 @@ def _segments(simulator: Simulator, segments: int) -> list[int]:
 
 
 def _all_spilled(simulator: Simulator, start: State) -> State:
+    """The largest first, as far as there is room."""
     state = start.copy()
-    state.spilled[:] = simulator.link is not None
+    if simulator.link is not None:
+        order = np.argsort(-simulator.spilled_bytes, kind="stable")
+        room = np.cumsum(simulator.spilled_bytes[order]) <= simulator.link.room_bytes
+        state.spilled[order[room]] = True
     return state
 
 

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import mmap
 import os
-import threading
+import sys
 import time
 import warnings
-from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UsageError
+from fivefold.parallel.memory.room import Room
 from fivefold.parallel.memory.spill import Copy, Like, Rates
 
 __all__ = ["FileStore"]
@@ -25,25 +25,6 @@ _PAGE, _SECTORS = 4096, (512, 4096)
 _ALIGNED = 64
 """bytes: torch's own tensors begin at multiples"""
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
-
-
-class _Room:
-    """Room of a store: what was let go is used again for as many bytes."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[int]] = defaultdict(list)
-        self._lock = threading.Lock()
-        self.end = 0
-
-    def take(self, size_bytes: int) -> int | None:
-        """Some that is free."""
-        with self._lock:
-            free = self._free[size_bytes]
-            return free.pop() if free else None
-
-    def give(self, slot: int, size_bytes: int) -> None:
-        with self._lock:
-            self._free[size_bytes].append(slot)
 
 
 class _Written:
@@ -78,18 +59,20 @@ class FileStore:
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
         self._file, self._sector = _nameless(folder)
-        self._room = _Room()
+        self._room, self._end = Room(), 0
         self._edges: dict[int, tuple[bytes, bytes]] = {}
         self._writer = ThreadPoolExecutor(1, "fivefold-spill")
         self._reader = ThreadPoolExecutor(1, "fivefold-fetch")
         self.rates, self.edge_bytes = Rates(), self._sector
+        free = os.fstatvfs(self._file)
+        self.room_bytes = min(free.f_bavail * free.f_frsize, limit_bytes or sys.maxsize)
 
     def take(self, size_bytes: int) -> int:
         """See `Store`."""
         room = -(-size_bytes // _PAGE) * _PAGE
         slot = self._room.take(room)
         if slot is None:
-            slot, end = self._room.end, self._room.end + room
+            slot, end = self._end, self._end + room
             if self._limit_bytes is not None and end > self._limit_bytes:
                 raise UsageError(
                     f"memory.host = {self._limit_bytes:,} bytes is full, and {size_bytes:,} more are to be "
@@ -102,7 +85,7 @@ class FileStore:
                     f"cannot spill {size_bytes:,} bytes to {self._folder}: {problem.strerror}; name another "
                     "folder as memory.disk, or allow a larger memory.budget"
                 ) from None
-            self._room.end = end
+            self._end = end
         return slot
 
     def give(self, slot: int, size_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +14,21 @@ from fivefold.parallel.memory.spill import Pool, Rates, Spilled, Store
 
 __all__ = ["measured_link", "seen_link"]
 
-_BYTES, _COPIES = 4 << 20, 6
+_COPIES = 6
+_ROOM = 7 / 8
+"""of a store, that is planned with: what is let go does not always fit what comes"""
 
 
 def measured_link(store: Store, device: torch.device) -> Link:
     """Measured once, with convolutions under way meanwhile. Takes a fraction of a second."""
-    x, weight = torch.ones(1, 32, 96, 96, device=device), torch.ones(32, 32, 3, 3, device=device)
-    pool = Pool(store, _BYTES * _COPIES)
-    sources = [torch.ones(_BYTES // 4, device=device) for _ in range(_COPIES)]
+    samples, channels, each = (1, 32, 4 << 20) if device.type == "cpu" else (8, 64, 16 << 20)
+    x = torch.ones(samples, channels, 96, 96, device=device)
+    weight = torch.ones(channels, channels, 3, 3, device=device)
+    size = each * _COPIES
+    pool = Pool(store, size)
+    sources = [torch.ones(each // 4, device=device) for _ in range(_COPIES)]
+    for slot in [store.take(each) for _ in range(_COPIES)]:  # which takes longer once
+        store.give(slot, each)
     items: list[Spilled] = []
 
     def compute() -> None:
@@ -36,35 +44,35 @@ def measured_link(store: Store, device: torch.device) -> Link:
         return lambda: all(item.is_back for item in items)
 
     with torch.no_grad():
-        _timed(lambda: lambda: True, compute, rounds=8)
-        alone_s = _timed(lambda: lambda: True, compute, rounds=32)
+        _timed(compute, rounds=8)
+        alone_s = _timed(compute, rounds=32)
         out_s, out_each_s = _timed_copies(out, compute)
         sources.clear()
         pool.settle()
         back_s, back_each_s = _timed_copies(back, compute)
-    size = _BYTES * _COPIES
     rounds_s = max(out_each_s + back_each_s - 2 * alone_s, 0.0)
     # What a round took longer, as a part of it: so much of the time of a copy is lost to computing.
     lost = min(rounds_s / max(out_each_s + back_each_s, 1e-9), 1.0)
     store.rates = Rates()  # the first copies to a file take longer
-    return Link(size / out_s, size / back_s, lost * (out_s + back_s) / (2 * size))
+    drag = lost * (out_s + back_s) / (2 * size)
+    return Link(size / out_s, size / back_s, drag, int(_ROOM * store.room_bytes))
 
 
 def seen_link(link: Link, rates: Rates) -> Link:
     """A link as copies of steps found it."""
-    out, back = rates.of(0), rates.of(1)
-    return Link(out or link.out_bytes_per_s, back or link.back_bytes_per_s, link.drag_s_per_byte)
+    return replace(
+        link,
+        out_bytes_per_s=rates.of(0) or link.out_bytes_per_s,
+        back_bytes_per_s=rates.of(1) or link.back_bytes_per_s,
+    )
 
 
-def _timed(
-    begin: Callable[[], Callable[[], bool]], compute: Callable[[], None], rounds: int
-) -> float:
+def _timed(compute: Callable[[], None], rounds: int) -> float:
     """Seconds of one round of computing."""
-    begin()
     began = time.perf_counter()
     for _ in range(rounds):
         compute()
-    _wait()
+        _wait()
     return (time.perf_counter() - began) / rounds
 
 
@@ -84,5 +92,6 @@ def _timed_copies(
 
 
 def _wait() -> None:
+    """For what is computed, not for copies."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()

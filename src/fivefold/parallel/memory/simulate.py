@@ -42,6 +42,8 @@ class Link:
     back_bytes_per_s: float
     drag_s_per_byte: float = 0.0
     """how much longer computing takes for each byte that is copied meanwhile"""
+    room_bytes: int = _NEVER
+    """how much may be spilled at once"""
 
 
 @dataclass
@@ -132,6 +134,8 @@ class Simulator:
         self._saved = self.sizes * np.array([bool(item.saved) for item in self.items], bool)
         """(I,): bytes, of those that are held if everything is kept"""
         self._copies = np.array([item.copies for item in self.items], np.int64)
+        self.spilled_bytes = self.sizes * self._copies
+        """(I,): what each takes where it is spilled"""
         self._made_at = np.array([item.made for item in self.items], np.int64)
         self._made = self._unit_of[self._made_at]
         last_read = [max((*item.read, *item.saved, item.made)) for item in self.items]
@@ -165,7 +169,11 @@ class Simulator:
         placed = _Placed.of(units)
         fates = self._fates(placed, spilled)
         seconds, out_s, back_s = self._seconds(placed, fates, window)
-        return Simulated(seconds, self._peak(placed, fates, window), out_s, back_s)
+        peak = self._peak(placed, fates, window)
+        if self.link is not None:  # what finds no room is not spilled, and so fits nowhere
+            over = (fates.spilled * self.spilled_bytes).sum(axis=1) - self.link.room_bytes
+            peak += np.where(over > 0, _NEVER + over, 0)
+        return Simulated(seconds, peak, out_s, back_s)
 
     def _fates(self, placed: _Placed, spilled: Bools) -> _Fates:
         again, group = placed.again, placed.group

@@ -87,6 +87,8 @@ class Store(Protocol):
     rates: Rates
     edge_bytes: int
     """what a tensor that is fetched takes beside its own bytes"""
+    room_bytes: int
+    """how much there was room for at first"""
 
     def take(self, size_bytes: int) -> int:
         """Room for so many bytes. Raises `UsageError` if there is none."""
@@ -293,7 +295,8 @@ class WeightlessStore:
     """For tensors that have a shape and no memory: copies take as long as they can."""
 
     def __init__(self, edge_bytes: int = 0) -> None:
-        self.rates, self.edge_bytes, self._queue = Rates(), edge_bytes, _Queue()
+        self.rates, self.edge_bytes, self.room_bytes = Rates(), edge_bytes, 0
+        self._queue = _Queue()
 
     def take(self, size_bytes: int) -> int:  # noqa: ARG002
         """See `Store`."""

@@ -18,7 +18,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fivefold.errors import UsageError
+from fivefold.arena import available_bytes
+from fivefold.errors import UsageError, warn
+from fivefold.launch.environment import locate
 from fivefold.mesh import Mesh
 from fivefold.parallel.memory.budget import Budgeted, NodeTimes
 from fivefold.parallel.memory.choice import Choice
@@ -32,7 +34,7 @@ from fivefold.parallel.memory.simulate import Simulator, State
 from fivefold.parallel.memory.spill import Pool, Store, WeightlessStore
 from fivefold.parallel.memory.table import choices_of
 from fivefold.parallel.memory.workspace import Workspace
-from fivefold.parallel.program.costs import Costs
+from fivefold.parallel.program.costs import Costs, measured_processor
 from fivefold.parallel.program.memory import Predicted, Rehearse
 from fivefold.parallel.program.program import Program
 from fivefold.parallel.trees import kinds
@@ -48,6 +50,8 @@ _PART = 100
 """of the limit: after a choice that does not fit, at least so much less is aimed at"""
 _NEAR = 0.98
 """of the limit: a choice that holds less is tried to be bettered"""
+_PINNED = 0.75
+"""of what is available on a node: the most that its ranks pin if memory.host is not set"""
 _LEAST = 4
 """ways to hold little that are tried before a budget is refused"""
 
@@ -80,6 +84,8 @@ class Decision:
     steps: int = 0
     due: bool = False
     """whether more is known than when it was made"""
+    seen: bool = False
+    """whether a step under it has been measured"""
     last: int = -1
     """number of the last step that asked for it"""
 
@@ -112,13 +118,17 @@ class StepBudget:
         memory = mesh.plan.memory
         self.budget_bytes = bytes_of(memory.budget)
         self.rank = mesh.rank
-        self._mesh, self._rehearsed, self._costs = mesh, rehearsed, costs
+        self._mesh, self._rehearsed = mesh, rehearsed
+        if mesh.device.type != "cpu":  # costs that nobody has measured are those of a CPU
+            flops_per_s, copied = measured_processor(mesh.device)
+            costs = replace(costs, flops_per_s=flops_per_s, copied_bytes_per_s=copied)
+        self._costs = costs
         self._store = _store(memory, mesh.device)
         self._link = None if self._store is None else measured_link(self._store, mesh.device)
         self._known: dict[tuple[Any, ...], Decision] = {}
         self._batch: _Batch | None = None
         self._steps = 0
-        self._workspace = Workspace(mesh.device)
+        self._workspace = Workspace(mesh.device, self.budget_bytes)
         self._optimizers = OptimizerStates(net, mesh.device, self._more_known)
 
     # ---- in a step
@@ -135,8 +145,10 @@ class StepBudget:
         finally:
             asked = [one for one in self._known.values() if one.last == self._batch.number]
             self._batch = None
-            if any(one.steps == _MEASURED for one in asked):
+            if any(not one.seen and one.steps >= _MEASURED for one in asked):
                 self._workspace.ended(max(one.predicted.peak_bytes for one in asked))
+                for one in asked:
+                    one.seen, one.due = True, one.due or not self._fits(one)
 
     def budgeted(self, program: Program) -> Budgeted | None:
         """What the runs of a program do in the step that is made.
@@ -161,7 +173,7 @@ class StepBudget:
                     lambda look: self._rehearsed(*batch.noted(), look),
                 )
             decision.steps += 1
-            if decision.steps == _MEASURED:
+            if decision.steps >= _MEASURED and not decision.seen:
                 self._workspace.began()
         times = decision.times if decision.steps <= _MEASURED else None
         return Budgeted(decision.choice, decision.pool, times=times)
@@ -233,10 +245,16 @@ class StepBudget:
 
         fits = free.peak_bytes <= limit
         found = None if fits else rehearsed(look)
-        decision.due = False
+        decision.due = decision.seen = False
         decision.state, decision.predicted = found or (simulator.start(), free)
-        if decision.predicted.peak_bytes > limit:
+        over = decision.predicted.peak_bytes - limit
+        if over > self._workspace.bytes:
             self._refuse(free, decision.predicted)
+        if over > 0 and decision.steps >= _MEASURED:
+            warn(
+                f"workspaces of kernels take {_mib(self._workspace.bytes)}, with which steps hold up to "
+                f"{_mib(over)} more than memory.budget = {self._mesh.plan.memory.budget}"
+            )
         decision.choice = simulator.choice(decision.state)
         spills = bool(decision.state.spilled.any())
         decision.pool = self.pool(decision.state.window_bytes) if spills else None
@@ -260,8 +278,12 @@ class StepBudget:
         return free.total_bytes - free.peak_bytes + state
 
     def _more_known(self) -> None:
+        """Of the optimiser. Before nodes are timed, only choices that do not fit any more are due."""
         for decision in self._known.values():
-            decision.due = True
+            decision.due |= decision.steps >= _MEASURED or not self._fits(decision)
+
+    def _fits(self, decision: Decision) -> bool:
+        return decision.predicted.peak_bytes <= self._limit(decision.free)
 
 
 def _fastest(
@@ -311,8 +333,13 @@ def _store(memory: Memory, device: torch.device) -> Store | None:
             raise UsageError(
                 "memory.disk is what CPUs spill to; GPUs spill to pinned memory of the host: leave it out"
             )
-        return PinnedStore(device, limit)
+        return PinnedStore(device, limit or _own_part())
     return FileStore(Path(memory.disk), limit) if memory.disk else None
+
+
+def _own_part() -> int:
+    """Bytes of the memory of this node that a rank may pin if nobody says."""
+    return int(_PINNED * available_bytes()) // locate().local_size
 
 
 def _mib(size_bytes: int) -> str:

@@ -9,15 +9,22 @@ import torch
 
 __all__ = ["Workspace"]
 
+_UNSEEN = 1 / 8
+
 
 class Workspace:
-    """Measured in one step; 0 before, and on CPUs."""
+    """Measured in steps; taken to be a part of the budget before, and 0 on CPUs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
         self._before: int | None = None
-        self.bytes = 0
-        """the most that was seen"""
+        self._seen_bytes: int | None = None
+        self._unseen_bytes = 0 if device.type == "cpu" else int(_UNSEEN * budget_bytes)
+
+    @property
+    def bytes(self) -> int:
+        """The most that was seen."""
+        return self._unseen_bytes if self._seen_bytes is None else self._seen_bytes
 
     def began(self) -> None:
         """A step begins, from which on torch's statistics of the GPU's memory count anew."""
@@ -29,5 +36,5 @@ class Workspace:
         """It has ended, and its tensors took at most so much."""
         if self._before is not None:
             most = torch.cuda.max_memory_allocated(self._device) - self._before
-            self.bytes = max(self.bytes, most - tensors_bytes)
+            self._seen_bytes = max(self._seen_bytes or 0, most - tensors_bytes)
             self._before = None

@@ -17,7 +17,7 @@ from fivefold.cluster.description import LinkCost
 from fivefold.parallel.graph.tape import Node
 from fivefold.trace import Tag
 
-__all__ = ["Costs", "Fuse", "Options", "flops_of", "measured"]
+__all__ = ["Costs", "Fuse", "Options", "flops_of", "measured", "measured_processor"]
 
 Fuse = str | int
 """`auto`, `never`, or the largest number of layers that share an exchange"""
@@ -112,21 +112,12 @@ def measured(group: dist.ProcessGroup, everyone: dist.ProcessGroup, device: torc
                 ).wait()
             taken.append(time.perf_counter() - begin)
         times[size] = min(taken)
-    x, weight = torch.zeros(1, 32, 64, 64, device=device), torch.zeros(32, 32, 3, 3, device=device)
-    flops = 2 * 32 * 32 * 9 * 62 * 62
-    # More than a cache holds, and twice the same memory: what is touched first is slow once.
-    source = torch.ones(1 << 23, device=device)
-    target = torch.ones_like(source)
-    with torch.no_grad():
-        convolved_s = _fastest(lambda: F.conv2d(x, weight).sum())
-        copied_s = _fastest(lambda: target.copy_(source))
     link = LinkCost.through((4 * small, times[small]), (4 * large, times[large]))
     found = torch.tensor(
         [
             link.latency_s,
             link.bytes_per_s,
-            flops / convolved_s,
-            4 * source.numel() / copied_s,
+            *measured_processor(device),
         ],
         dtype=torch.float64,
         device=device,
@@ -136,6 +127,21 @@ def measured(group: dist.ProcessGroup, everyone: dist.ProcessGroup, device: torc
         2.0 ** round(math.log2(value)) for value in found.tolist()
     )
     return Costs(latency_s, bytes_per_s, flops_per_s, copied)
+
+
+def measured_processor(device: torch.device) -> tuple[float, float]:
+    """Floating-point operations per second of convolutions, and bytes per second that are copied."""
+    samples, channels, edge = (1, 32, 64) if device.type == "cpu" else (8, 64, 128)
+    x = torch.zeros(samples, channels, edge, edge, device=device)
+    weight = torch.zeros(channels, channels, 3, 3, device=device)
+    flops = 2 * samples * channels**2 * 9 * (edge - 2) ** 2
+    # More than a cache holds, and twice the same memory: what is touched first is slow once.
+    source = torch.ones(1 << (23 if device.type == "cpu" else 26), device=device)
+    target = torch.ones_like(source)
+    with torch.no_grad():
+        convolved_s = _fastest(lambda: F.conv2d(x, weight).sum())
+        copied_s = _fastest(lambda: target.copy_(source))
+    return flops / convolved_s, 4 * source.numel() / copied_s
 
 
 def _fastest(run: Callable[[], Tensor]) -> float:
