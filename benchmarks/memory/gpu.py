@@ -92,7 +92,8 @@ class Bench:
                 self.wait()
                 taken.append(time.perf_counter() - began)
             return taken[4:]
-        except (torch.OutOfMemoryError, UsageError):
+        except (torch.OutOfMemoryError, UsageError) as problem:
+            print(str(problem).partition("\n")[0][:300], file=sys.stderr)
             return None
         finally:
             del step
@@ -164,9 +165,10 @@ def ways(budget: int, device: torch.device) -> dict[str, Make]:
         "save_on_cpu, pinned": partial(on_host, around=pinned),
     }
     if device.type == "cuda" and importlib.util.find_spec("trl"):
-        from trl.models.activation_offloading import OffloadActivations
+        with contextlib.suppress(ImportError):  # of what it needs in turn
+            from trl.models.activation_offloading import OffloadActivations
 
-        found["TRL's OffloadActivations"] = partial(on_host, around=OffloadActivations)
+            found["TRL's OffloadActivations"] = partial(on_host, around=OffloadActivations)
     return {**found, "memory.budget": partial(budgeted, budget=budget)}
 
 
@@ -226,10 +228,10 @@ def exact(bench: Bench, name: str, times: int) -> str:
     case = CASES[name]
     shape, target = ((times * sizes[0], *sizes[1:]) for sizes in (case.shape, case.target))
     x, y, loss = Case(case.make, shape, target, case.blocks, 0).batch()
-    x, y, net = x.to(bench.device), y.to(bench.device), case.make().to(bench.device)
-    own = copy.deepcopy(net)
+    x, y, net = x.to(bench.device), y.to(bench.device), case.make()
+    own = copy.deepcopy(net).to(bench.device)
     free = trained(bench, own, plain(own, x, y, loss))
-    del own
+    own = None
     rows: list[tuple[str, ...]] = []
     kept: Trained | None = None
     for share in SHARES:
@@ -237,12 +239,14 @@ def exact(bench: Bench, name: str, times: int) -> str:
         if not bench.over:
             budget = int(share * free.peak_bytes)
             try:
-                kept, row = compared(bench, copy.deepcopy(net), (x, y, loss), budget, free, kept)
+                own = copy.deepcopy(net).to(bench.device)
+                kept, row = compared(bench, own, (x, y, loss), budget, free, kept)
                 rows.append((f"{share}", *row))
                 continue
             except UsageError as problem:
                 told = str(problem)
             finally:
+                own = None
                 bench.clean()
         rows.append((f"{share}", told, *[""] * (len(EXACT) - 2)))
     size = f"{shape}, {free.peak_bytes / GIB:.1f} GiB without a budget"
@@ -281,7 +285,7 @@ def compared(  # noqa: PLR0917
     return kept or found, row
 
 
-def pixels(bench: Bench, left_gib: int, sizes: tuple[int, ...]) -> str:
+def pixels(bench: Bench, left_gib: int, sizes: tuple[int, ...], times: list[int]) -> str:
     """How many more pixels, and how fast."""
     net, short = resnet50().to(bench.device), Bench(bench.device, 1, bench.ends)
     largest = 0
@@ -292,12 +296,14 @@ def pixels(bench: Bench, left_gib: int, sizes: tuple[int, ...]) -> str:
     base = bench.seconds(plain, net, *image(sizes[largest], bench.device))
     assert base is not None
     rows = [("no budget", _square(sizes[largest]), _median(base), "1.000")]
-    for size in sizes[largest + 2 : largest + 4]:
+    for number in (largest + n.bit_length() - 1 for n in times):
+        size = sizes[min(number, len(sizes) - 1)]
         for name, make in ways(int(0.95 * left_gib * GIB), bench.device).items():
             if bench.over:
                 rows.append((name, _square(size), "no time left", ""))
                 continue
             taken = bench.seconds(make, net, *image(size, bench.device))
+            _told(name, taken)
             more = (size / sizes[largest]) ** 2
             per_pixel = "" if taken is None else str(ratio([s / more for s in taken], base))
             rows.append(
@@ -324,11 +330,17 @@ def samples(bench: Bench, left_gib: int, count: int, ballast: Callable[[], Tenso
     held = ballast()
     for name, make in ways(int(0.95 * left_gib * GIB), bench.device).items():
         taken = None if bench.over else bench.seconds(make, net, x, y)
+        _told(name, taken)
         compared = str(ratio(taken, base)) if taken and base else ""
         rows.append((name, _median(taken) if taken else "does not fit, or no time left", compared))
     del held
     header = ("way", "seconds, median", "of all memory")
     return f"### VGG-16, {count} samples in {left_gib} GiB\n\n{table(header, rows)}"
+
+
+def _told(name: str, taken: list[float] | None) -> None:
+    """As it happens, for those who end it early."""
+    print(name, taken, file=sys.stderr, flush=True)
 
 
 def _square(size: int) -> str:
@@ -348,6 +360,9 @@ def main() -> int:
     parser.add_argument("--nets", default="resnet50,unet,edsr,vgg16", help="of exact")
     parser.add_argument("--times", type=int, default=16, help="the images of a case, in exact")
     parser.add_argument("--tables", action="store_true", help="print choices, in exact")
+    parser.add_argument(
+        "--pixels", default="4,8", help="times those without a budget, powers of two"
+    )
     parser.add_argument("--left", default="12,24,48", help="GiB")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     asked = parser.parse_args()
@@ -370,12 +385,16 @@ def main() -> int:
             size = max(torch.cuda.mem_get_info()[0] - left_gib * GIB, 0) if gpu else 0
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        print(samples(bench, left_gib, 256 if gpu else 2, ballast), end="\n\n", flush=True)
         held = ballast()
-        print(pixels(bench, left_gib, SIZES if gpu else TINY), end="\n\n", flush=True)
+        print(
+            pixels(bench, left_gib, SIZES if gpu else TINY, [*map(int, asked.pixels.split(","))]),
+            end="\n\n",
+            flush=True,
+        )
         del held
         if gpu:
             torch.cuda.empty_cache()
+        print(samples(bench, left_gib, 256 if gpu else 2, ballast), end="\n\n", flush=True)
     return 0
 
 

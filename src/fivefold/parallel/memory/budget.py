@@ -6,40 +6,48 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fivefold.parallel.memory.choice import Choice, Key
+from fivefold.parallel.memory.choice import Choice
 from fivefold.parallel.memory.saving import Saving, Watch
 from fivefold.parallel.memory.spill import Pool
 
 __all__ = ["Budgeted", "NodeTimes"]
 
+_Key = TypeVar("_Key")
 
-class NodeTimes:
-    """Seconds of nodes: a `Watch` of runs.
+
+_Stamp = Any
+_Pauses = list[tuple[_Stamp, _Stamp]]
+
+
+class NodeTimes(Watch):
+    """Seconds of nodes. On a GPU they are read when they are asked for: nothing is waited for before.
 
     Backward tells what it needs, from the last node to the first: between two such moments are the nodes
-    between. What is computed again comes first, and counts as that.
+    between. What is computed again comes first, and counts as that. Waiting for copies does not count.
     """
 
     def __init__(self, nodes: int, device: torch.device) -> None:
-        self._least: list[float | None] = [None] * nodes
-        self._between: dict[tuple[int, int], float] = {}
-        """(a, b): the least seconds of the backward of nodes (a, b]"""
-        self._mark: tuple[int, float] | None = None
-        self._device = device
+        self._nodes, self._device = nodes, device
+        self._forward: list[tuple[int, _Stamp, _Stamp, _Pauses]] = []
+        self._backward: list[tuple[tuple[int, int], _Stamp, _Stamp, _Pauses]] = []
+        """(a, b): of the backward of nodes (a, b]"""
+        self._mark: tuple[int, _Stamp] | None = None
+        self._pauses: _Pauses = []
+        """since then"""
 
     @contextmanager
     def of(self, node: int) -> Generator[None]:
         """Within the block it is computed."""
-        began = self._now()
+        began, self._pauses = self._now(), []
         yield
         ended = self._now()
-        taken, least = ended - began, self._least[node]
-        self._least[node] = taken if least is None else min(taken, least)
-        self._mark = node, ended
+        self._forward.append((node, began, ended, self._pauses))
+        self._mark, self._pauses = (node, ended), []
 
     def needs(self, node: int) -> None:
         """See `Watch`."""
@@ -47,35 +55,43 @@ class NodeTimes:
             return
         now = self._now()
         if self._mark is not None and node < self._mark[0]:
-            between = node, self._mark[0]
-            taken = now - self._mark[1]
-            self._between[between] = min(taken, self._between.get(between, taken))
-        self._mark = node, now
+            self._backward.append(((node, self._mark[0]), self._mark[1], now, self._pauses))
+        self._mark, self._pauses = (node, now), []
 
-    def computes(self, node: int) -> None:
+    @contextmanager
+    def paused(self) -> Generator[None]:
         """See `Watch`."""
+        began = self._now()
+        yield
+        self._pauses.append((began, self._now()))
 
-    def makes(self, index: int, key: Key) -> None:
-        """See `Watch`."""
+    def _now(self) -> _Stamp:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def holds(self, key: Key, storage: int, size_bytes: int, node: int) -> None:
-        """See `Watch`."""
+    def _taken(self, began: _Stamp, ended: _Stamp) -> float:
+        return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
 
-    def lets_go(self, key: Key, storage: int, size_bytes: int) -> None:
-        """See `Watch`."""
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _least(self, spans: Iterable[tuple[_Key, _Stamp, _Stamp, _Pauses]]) -> dict[_Key, float]:
+        found: dict[_Key, float] = {}
+        for key, began, ended, pauses in spans:
+            taken = self._taken(began, ended) - sum(self._taken(*pause) for pause in pauses)
+            found[key] = min(max(taken, 0.0), found.get(key, taken))
+        return found
 
     def seconds(self) -> tuple[list[float], list[float]] | None:
         """By node, forward and backward; None where nothing was computed. Nodes of others take none."""
-        if all(least is None for least in self._least):
+        if not self._forward:
             return None
-        forward = [least or 0.0 for least in self._least]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        least = self._least(self._forward)
+        forward = [least.get(node, 0.0) for node in range(self._nodes)]
         told, times = [0.0] * len(forward), [0] * len(forward)
-        for (first, last), taken in self._between.items():
+        for (first, last), taken in self._least(self._backward).items():
             nodes = range(first + 1, last + 1)
             whole = sum(forward[n] for n in nodes)
             for n in nodes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.memory.choice import Key
+from fivefold.parallel.memory.saving import Watch
 from fivefold.parallel.program.program import Compute, Move, Program
 from fivefold.parallel.program.rule import Here
 from fivefold.parallel.program.weightless import Count, current_count
@@ -55,8 +56,8 @@ class NodeBytes:
     """as its backward begins"""
 
 
-class Held:
-    """A `Watch` of steps that keep everything: what is held, and what nodes take beside it.
+class Held(Watch):
+    """Of steps that keep everything: what is held, and what nodes take beside it.
 
     forward     f1      f2      f3      loss
     count       ├──────┤├──────┤├───────────

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,28 +29,27 @@ LEAST_BYTES = 1 << 16
 """less is kept: a copy would take longer to begin than to make"""
 
 
-class Watch(Protocol):
+class Watch:
     """Is told what happens in a run, as it happens. Nodes are those of the program's tape, by number."""
 
     def computes(self, node: int) -> None:
         """A node is about to be computed."""
-        ...
 
     def makes(self, index: int, key: Key) -> None:
         """A value has been made, in the memory `key`."""
-        ...
 
     def holds(self, key: Key, storage: int, size_bytes: int, node: int) -> None:
         """Autograd saves what is in a memory, for the backward of a node."""
-        ...
 
     def lets_go(self, key: Key, storage: int, size_bytes: int) -> None:
         """What was saved is not needed any more."""
-        ...
 
     def needs(self, node: int) -> None:
         """The backward of a node asks for what it saved."""
-        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within the block the run may wait for copies."""
+        return nullcontext()
 
 
 class Watched:
@@ -161,7 +161,8 @@ class Saving:
         version = version_of(tensor)
         item = None if memory.item is None else memory.item()
         if item is None or memory.version != version or not item.fits(tensor):
-            item = self._pool.put(flat_of(tensor))
+            with self._paused():
+                item = self._pool.put(flat_of(tensor))
             memory.item, memory.version, memory.number = (
                 weakref.ref(item),
                 version,
@@ -171,6 +172,9 @@ class Saving:
         first = int(tensor.storage_offset())
         return View(item, self._node, memory.number, tensor.shape, tensor.stride(), first)
 
+    def _paused(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.paused()
+
     def unpack(self, packed: Any) -> Tensor:
         """What was held in place of a tensor -> the tensor; what is needed next is fetched meanwhile."""
         if isinstance(packed, View | Watched) and self._watch is not None:
@@ -179,9 +183,10 @@ class Saving:
             return packed.tensor
         if not isinstance(packed, View):
             return packed
-        found = packed.item.get()
         assert self._pool is not None
-        before = (self._order[number]() for number in reversed(range(packed.number)))
-        self._pool.ahead(item for item in before if item is not None)
+        with self._paused():
+            found = packed.item.get()
+            before = (self._order[number]() for number in reversed(range(packed.number)))
+            self._pool.ahead(item for item in before if item is not None)
         first = int(found.storage_offset())
         return found.as_strided(packed.shape, packed.stride, first + packed.offset)

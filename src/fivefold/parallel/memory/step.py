@@ -241,6 +241,10 @@ class StepBudget:
                 pool = Pool(WeightlessStore(edge_bytes), state.window_bytes)
                 return rehearse(lambda _: Budgeted(choice, pool))
 
+            if decision.steps > _MEASURED:  # it was the best, and something has changed a little
+                found = _fastest(simulator, limit, free.peak_bytes, under, decision.state)
+                if found[1].peak_bytes <= limit:
+                    return found
             return _fastest(simulator, limit, free.peak_bytes, under)
 
         fits = free.peak_bytes <= limit
@@ -287,9 +291,16 @@ class StepBudget:
 
 
 def _fastest(
-    simulator: Simulator, limit: int, free_peak: int, under: Callable[[State], Predicted]
+    simulator: Simulator,
+    limit: int,
+    free_peak: int,
+    under: Callable[[State], Predicted],
+    near: State | None = None,
 ) -> _Found:
-    """The fastest of those that fit in truth, which the simulation is held to; or what holds the least."""
+    """The fastest of those that fit in truth, which the simulation is held to; or what holds the least.
+
+    With `near`, neighbours of a choice are looked at.
+    """
 
     def simulated(state: State) -> int:
         return int(simulator.run([state]).peak_bytes[0])
@@ -300,7 +311,6 @@ def _fastest(
 
     target = limit + simulated(simulator.start()) - free_peak
     fitting: list[_Found] = []
-    near: State | None = None
     tried: Sequence[int] = ()
     for _ in range(_TRIES):
         state = None if target in tried else decided(simulator, target, near)
