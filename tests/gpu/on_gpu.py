@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.mesh import Mesh
+from fivefold.plan import Provenance
 from fivefold.recipes.models import build
 from fivefold.train.verify import verify
 from fivefold.train.verify.report import Report
@@ -81,6 +82,36 @@ def mixed_precision(mesh: Mesh) -> dict[str, Any]:
     return {"passed": apart < 0.02, "said": f"{ours} and {theirs}"}
 
 
+def under_budgets(mesh: Mesh) -> dict[str, Any]:
+    """Steps under budgets have the bits of those that keep everything, and hold no more once measured."""
+    torch.backends.cudnn.deterministic = True
+    net = build("resnet50")
+    x = torch.randn(32, 3, 160, 160, device=mesh.device)
+    y = torch.randint(10, (32,), device=mesh.device)
+
+    def trained(budget: int) -> tuple[list[Tensor], int]:
+        plan = ff.Plan().replace({"memory.budget": f"{budget}B"}, Provenance("user", "test"))
+        own = copy.deepcopy(net).to(mesh.device)
+        model = ff.parallelize(own, ff.start(plan, device=mesh.device), loss=CRITERION)
+        optimiser = torch.optim.SGD(own.parameters(), lr=0.01, momentum=0.9)
+        for step in range(8):
+            if step == 5:
+                torch.cuda.reset_peak_memory_stats()
+            optimiser.zero_grad()
+            model.step(x, y)
+            optimiser.step()
+        state = [t.detach().cpu() for t in (*own.parameters(), *own.buffers())]
+        return state, torch.cuda.max_memory_allocated()
+
+    kept, most = trained(1 << 40)
+    wrong: list[str] = []
+    for part in (0.7, 0.5, 0.35):
+        found, peak = trained(int(part * most))
+        if peak > part * most or not all(map(torch.equal, found, kept)):
+            wrong.append(f"{part}: {peak} of {part * most:.0f} bytes")
+    return {"passed": not wrong, "said": wrong}
+
+
 CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "conv_net": lambda mesh: compared(mesh, conv_net(), 7),
     "no_affine": lambda mesh: compared(
@@ -97,6 +128,7 @@ CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     # One sample for two ranks: the first computes a stand-in. More than one pixel, so batch norm is defined.
     "empty_share": lambda mesh: compared(mesh, conv_net(), 1),
     "mixed_precision": mixed_precision,
+    "under_budgets": under_budgets,
 }
 
 

@@ -66,6 +66,13 @@ def test_a_stage_without_parameters(backend: str, tmp_path: Path) -> None:
     assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
 
 
+def test_budgets_keep_bits_and_are_kept(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    run(tmp_path, FIVEFOLD, "run", "-n", "1", SCRIPT, "under_budgets", found)
+    told = json.loads(found.read_text())
+    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+
+
 def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
     told = tmp_path / "report.json"
     command = ["verify", "resnet20", "--layout", "data=2", "--batch", "7", "--steps", "2", "--json"]
@@ -77,6 +84,7 @@ def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
     ("model", "layout", "more"),
     [
         ("resnet20", "width=2", []),
+        ("resnet20", "data=1", ["--set", "parallel.compile=true"]),
         ("unet", "height=2,width=2", ["--loss", "mse"]),
         ("edsr_small", "height=2", ["--loss", "l1"]),
         ("resnet20", "pipe=2", ["--set", "pipeline.schedule=gems"]),

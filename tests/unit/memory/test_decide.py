@@ -96,6 +96,19 @@ def test_with_a_link_nothing_takes_longer_than_without(seed: int) -> None:
             assert told(beside, found)[0] <= told(without, alone)[0] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("room", [0, 3 * SIZE, 10 * SIZE])
+def test_no_more_is_spilled_than_there_is_room_for(room: int) -> None:
+    simulator = Simulator(profile(), replace(FAST, room_bytes=room))
+    for part in (0.8, 0.5, 0.3, 0.2):
+        found = decided(simulator, int(told(simulator, simulator.start())[1] * part))
+        if found is not None:
+            assert simulator.held(found)[1].sum() <= room
+        for state in least(simulator)[:4]:
+            assert simulator.held(state)[1].sum() <= room
+    everything = of(simulator, [KEEP] * simulator.units, True)
+    assert told(simulator, everything)[1] > 1 << 40, "it fits nowhere"
+
+
 @pytest.mark.parametrize("window", [0, SIZE // 2, SIZE, 4 * SIZE])
 def test_copies_that_do_not_hide_are_waited_for(window: int) -> None:
     simulator = Simulator(profile(), Link(1e3, 1e3))

@@ -88,6 +88,18 @@ def test_no_file_is_left_and_room_is_used_again(tmp_path: Path) -> None:
     assert not [one for one in threading.enumerate() if one.name.startswith("fivefold-")]
 
 
+def test_room_that_is_free_again_serves_other_sizes(tmp_path: Path) -> None:
+    store = FileStore(on_disk(tmp_path), limit_bytes=6 << 20)
+    pool, sizes = Pool(store, 8 << 20), ([1, 2, 3], [3, 3], [6], [1] * 6)
+    for some in sizes:
+        items = [pool.put(torch.full((size << 20,), size, dtype=torch.uint8)) for size in some]
+        pool.settle()
+        assert all(int(item.get().max()) == size for item, size in zip(items, some, strict=True))
+        del items
+        gc.collect()
+    pool.close()
+
+
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     store = FileStore(on_disk(tmp_path))
     with pytest.raises(UsageError, match=r"^cannot spill [\d,]+ bytes to .*: (No space|File too)"):

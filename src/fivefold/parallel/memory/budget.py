@@ -120,6 +120,7 @@ class Budgeted:
         """Whether runs are what they are without a budget."""
         return not (self.choice.again or self.choice.spilled or self.watch or self.times)
 
-    def saving(self, mine: Iterable[Tensor]) -> Saving:
-        """For one run, to which `mine` are given."""
-        return Saving(self.pool, self.choice.spilled, mine, self.watch or self.times)
+    def saving(self, mine: Iterable[Tensor]) -> Saving | None:
+        """For one run, to which `mine` are given; None where nothing is spilled, and nobody watches."""
+        watch, spilled = self.watch or self.times, self.choice.spilled
+        return Saving(self.pool, spilled, mine, watch) if spilled or watch else None

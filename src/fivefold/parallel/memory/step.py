@@ -9,14 +9,14 @@ part in communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.arena import available_bytes
 from fivefold.errors import UsageError, warn
@@ -37,7 +37,8 @@ from fivefold.parallel.memory.workspace import Workspace
 from fivefold.parallel.program.costs import Costs, measured_processor
 from fivefold.parallel.program.memory import Predicted, Rehearse
 from fivefold.parallel.program.program import Program
-from fivefold.parallel.trees import kinds
+from fivefold.parallel.sharded import local
+from fivefold.parallel.trees import kinds, leaves
 from fivefold.plan import Memory
 from fivefold.sections import bytes_of
 
@@ -118,7 +119,7 @@ class StepBudget:
         memory = mesh.plan.memory
         self.budget_bytes = bytes_of(memory.budget)
         self.rank = mesh.rank
-        self._mesh, self._rehearsed = mesh, rehearsed
+        self._mesh, self._net, self._rehearsed = mesh, net, rehearsed
         if mesh.device.type != "cpu":  # costs that nobody has measured are those of a CPU
             flops_per_s, copied = measured_processor(mesh.device)
             costs = replace(costs, flops_per_s=flops_per_s, copied_bytes_per_s=copied)
@@ -140,15 +141,25 @@ class StepBudget:
             kinds(inputs, targets), lambda: (noted(inputs), noted(targets)), self._steps
         )
         self._steps += 1
+        self._workspace.before(self._present(inputs, targets))
         try:
             yield
         finally:
             asked = [one for one in self._known.values() if one.last == self._batch.number]
             self._batch = None
             if any(not one.seen and one.steps >= _MEASURED for one in asked):
-                self._workspace.ended(max(one.predicted.peak_bytes for one in asked))
+                most = (self._standing(one.free) + one.predicted.peak_bytes for one in asked)
+                self._workspace.ended(max(most))
                 for one in asked:
                     one.seen, one.due = True, one.due or not self._fits(one)
+
+    def _present(self, inputs: Any, targets: Any) -> Iterator[Tensor]:
+        """What of the model and of a batch is there."""
+        for tensor in (*self._net.parameters(), *self._net.buffers()):
+            yield local(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
+                yield local(tensor.grad)
+        yield from leaves((inputs, targets))
 
     def budgeted(self, program: Program) -> Budgeted | None:
         """What the runs of a program do in the step that is made.

@@ -100,10 +100,10 @@ class Program:
         default_factory=dict[tuple[str, int], bool | None]
     )
     """where they do not, by scope and number of the random call: as `Share.masks`"""
-    divisions: dict[tuple[int, frozenset[int], range], list[Any]] = field(
-        default_factory=dict[tuple[int, frozenset[int], range], list[Any]]
+    divisions: dict[tuple[Any, frozenset[int], range], list[Any]] = field(
+        default_factory=dict[tuple[Any, frozenset[int], range], list[Any]]
     )
-    """into segments that are computed again: by their number, what they keep, and the steps"""
+    """into segments that are computed again: by their number or a choice, what they keep, and the steps"""
 
     compiled: dict[Any, list[Any]] = field(default_factory=dict[Any, list[Any]])
     """steps that are compiled, see `compiled_span`"""

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fivefold.parallel.graph.refs import Ref, StateRef, Value, refs_of
 from fivefold.parallel.graph.tape import Autocast
+from fivefold.parallel.memory.choice import Choice
 from fivefold.parallel.memory.saving import Saving
 from fivefold.parallel.program.compiled import CompiledSpan, compiled_span
 from fivefold.parallel.program.exchange import Kept, exchange
@@ -107,11 +108,11 @@ def _carry_out_within(  # noqa: PLR0917 - what `carry_out` was given
     """The same under a budget: some spans are computed again, and of what is saved some is spilled."""
     assert moment.budget is not None
     saving = moment.budget.saving((*values.values(), *state.values()))
-    with saving.hooks():
-        for part, again in spans_of(program, moment.budget.choice, span):
-            if again:
-                segment = segment_of(program, keep, part)
-                saving.at(program.node_numbers[part.start])
+    with nullcontext() if saving is None else saving.hooks():
+        for part, segment in _chosen(program, moment.budget.choice, keep, span):
+            if segment is not None:
+                if saving is not None:
+                    saving.at(program.node_numbers[part.start])
                 values |= _recomputed(program, segment, values, state, moment, saving)
                 for index in segment.takes:
                     if program.last_use.get(index, -1) < part.stop and index not in keep:
@@ -143,6 +144,19 @@ def _recomputed(  # noqa: PLR0917 - likewise
         for index, tensor in made.items():
             saving.made(index, tensor)
     return made
+
+
+def _chosen(
+    program: Program, choice: Choice, keep: set[int], span: range
+) -> list[tuple[range, StepSpan | None]]:
+    """The spans of a choice, with what those take and give that are computed again; found once."""
+    key = (choice.spans, frozenset(keep), span)
+    if key not in program.divisions:
+        program.divisions[key] = [
+            (part, segment_of(program, keep, part) if again else None)
+            for part, again in spans_of(program, choice, span)
+        ]
+    return program.divisions[key]
 
 
 def _divided(
