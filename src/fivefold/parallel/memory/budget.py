@@ -18,9 +18,8 @@ from fivefold.parallel.memory.spill import Pool
 __all__ = ["Budgeted", "NodeTimes"]
 
 _Key = TypeVar("_Key")
-
-
 _Stamp = Any
+"""a moment: seconds, or an event of a GPU"""
 _Pauses = list[tuple[_Stamp, _Stamp]]
 
 
@@ -79,7 +78,7 @@ class NodeTimes(Watch):
         found: dict[_Key, float] = {}
         for key, began, ended, pauses in spans:
             taken = self._taken(began, ended) - sum(self._taken(*pause) for pause in pauses)
-            found[key] = min(max(taken, 0.0), found.get(key, taken))
+            found[key] = max(min(taken, found.get(key, taken)), 0.0)
         return found
 
     def seconds(self) -> tuple[list[float], list[float]] | None:

@@ -56,7 +56,7 @@ class FileStore:
     Raises `UsageError` where the folder cannot be used, and when its disk or `limit_bytes` are full.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, limit_bytes: int | None = None, ranks: int = 1) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
         self._file, self._sector = _nameless(folder)
         self._room, self._end = Room(), 0
@@ -65,7 +65,7 @@ class FileStore:
         self._reader = ThreadPoolExecutor(1, "fivefold-fetch")
         self.rates, self.edge_bytes = Rates(), self._sector
         free = os.fstatvfs(self._file)
-        self.room_bytes = min(free.f_bavail * free.f_frsize, limit_bytes or sys.maxsize)
+        self.room_bytes = min(free.f_bavail * free.f_frsize // ranks, limit_bytes or sys.maxsize)
 
     def take(self, size_bytes: int) -> int:
         """See `Store`."""

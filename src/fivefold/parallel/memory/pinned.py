@@ -116,8 +116,8 @@ class PinnedStore:
             chunk = max(size, min(chunk, self._left_bytes() // _PAGE * _PAGE))
         if chunk > self._left_bytes():
             raise UsageError(
-                f"memory.host = {self.room_bytes:,} bytes is full, and {size:,} more are to be spilled: "
-                "allow more, or a larger memory.budget"
+                f"{self.room_bytes:,} bytes of memory to spill to are full, and {size:,} more are to be "
+                "spilled: set memory.host to allow more, or a larger memory.budget"
             )
         try:
             made = _Chunk(chunk)

@@ -349,18 +349,14 @@ def _fastest(
 
 def _store(memory: Memory, device: torch.device) -> Store | None:
     limit = bytes_of(memory.host) if memory.host else None
+    ranks = locate().local_size
     if device.type == "cuda":
         if memory.disk:
             raise UsageError(
                 "memory.disk is what CPUs spill to; GPUs spill to pinned memory of the host: leave it out"
             )
-        return PinnedStore(device, limit or _own_part())
-    return FileStore(Path(memory.disk), limit) if memory.disk else None
-
-
-def _own_part() -> int:
-    """Bytes of the memory of this node that a rank may pin if nobody says."""
-    return int(_PINNED * available_bytes()) // locate().local_size
+        return PinnedStore(device, limit or int(_PINNED * available_bytes()) // ranks)
+    return FileStore(Path(memory.disk), limit, ranks) if memory.disk else None
 
 
 def _mib(size_bytes: int) -> str:

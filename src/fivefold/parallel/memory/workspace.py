@@ -13,6 +13,7 @@ from torch import Tensor
 __all__ = ["Workspace"]
 
 _UNSEEN = 1 / 8
+"""of the budget: what workspaces are taken to be until they are measured"""
 
 
 class Workspace:
