@@ -153,6 +153,8 @@ class Profile:
     nodes: tuple[NodeBytes, ...]
     where: tuple[str, ...] = ()
     """of nodes: module and name"""
+    span_s: float = 0.0
+    """of what is computed again at once, beside its nodes"""
 
     def timed(self, seconds: Sequence[float], backward_s: Sequence[float]) -> Profile:
         """With measured seconds of nodes."""

@@ -222,8 +222,7 @@ class Simulator:
                 out_s[:, unit] = np.where(some, np.maximum(begin, free), np.nan)
                 ends = np.maximum(now, free) + size / link.out_bytes_per_s
                 free = np.where(some, ends, free)
-        spared = np.where(placed.last == np.arange(units), self._spared_s, 0.0)
-        again_s = np.where(placed.again, self.forward_s - spared, 0.0)
+        again_s = self._again_s(placed)
         free = now  # what goes out last is there still: nothing waits for it
         for unit in reversed(range(units)):
             if link is not None:
@@ -284,10 +283,13 @@ class Simulator:
 
     def again_s(self, state: State) -> Floats:
         """By unit (U,): seconds of computing it again."""
-        placed = _Placed.of(state.units[None])
-        ends = placed.last[0] == np.arange(self.units)
-        spared = np.where(ends, self._spared_s, 0.0)
-        return np.where(placed.again[0], self.forward_s - spared, 0.0)
+        return self._again_s(_Placed.of(state.units[None]))[0]
+
+    def _again_s(self, placed: _Placed) -> Floats:
+        """(B, U)"""
+        last = placed.last == np.arange(self.units)
+        more = np.where(last, self.profile.span_s - self._spared_s, 0.0)
+        return np.where(placed.again, self.forward_s + more, 0.0)
 
     def choice(self, state: State) -> Choice:
         """A state as what a run of the program is given."""

@@ -37,6 +37,7 @@ from fivefold.parallel.memory.workspace import Workspace
 from fivefold.parallel.program.costs import Costs, measured_processor
 from fivefold.parallel.program.memory import Predicted, Rehearse
 from fivefold.parallel.program.program import Program
+from fivefold.parallel.program.recompute import measured_span
 from fivefold.parallel.sharded import local
 from fivefold.parallel.trees import kinds, leaves
 from fivefold.plan import Memory
@@ -123,7 +124,7 @@ class StepBudget:
         if mesh.device.type != "cpu":  # costs that nobody has measured are those of a CPU
             flops_per_s, copied = measured_processor(mesh.device)
             costs = replace(costs, flops_per_s=flops_per_s, copied_bytes_per_s=copied)
-        self._costs = costs
+        self._costs, self._span_s = costs, measured_span(mesh.device)
         self._store = _store(memory, mesh.device)
         self._link = None if self._store is None else measured_link(self._store, mesh.device)
         self._known: dict[tuple[Any, ...], Decision] = {}
@@ -227,6 +228,7 @@ class StepBudget:
             nodes = program.tape.nodes
             seconds = [self._costs.forward_s(node) / here.grid.size for node in nodes]
             profile = profile_of(program, here, held, seconds)
+            profile = replace(profile, span_s=self._span_s)
             times, choice = NodeTimes(len(nodes), self._mesh.device), Choice.keep_all(len(nodes))
             state = Simulator(profile, None).start()
             decision = Decision(profile, free, times, state, choice, free)

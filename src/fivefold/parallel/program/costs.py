@@ -17,7 +17,7 @@ from fivefold.cluster.description import LinkCost
 from fivefold.parallel.graph.tape import Node
 from fivefold.trace import Tag
 
-__all__ = ["Costs", "Fuse", "Options", "flops_of", "measured", "measured_processor"]
+__all__ = ["Costs", "Fuse", "Options", "fastest", "flops_of", "measured", "measured_processor"]
 
 Fuse = str | int
 """`auto`, `never`, or the largest number of layers that share an exchange"""
@@ -139,15 +139,15 @@ def measured_processor(device: torch.device) -> tuple[float, float]:
     source = torch.ones(1 << (23 if device.type == "cpu" else 26), device=device)
     target = torch.ones_like(source)
     with torch.no_grad():
-        convolved_s = _fastest(lambda: F.conv2d(x, weight).sum())
-        copied_s = _fastest(lambda: target.copy_(source))
+        convolved_s = fastest(lambda: F.conv2d(x, weight).sum())
+        copied_s = fastest(lambda: target.copy_(source))
     return flops / convolved_s, 4 * source.numel() / copied_s
 
 
-def _fastest(run: Callable[[], Tensor]) -> float:
+def fastest(run: Callable[[], Tensor], looks: int = 4) -> float:
     """Seconds of the fastest of a few runs; the results are waited for."""
     taken: list[float] = []
-    for _ in range(4):
+    for _ in range(looks):
         begin = time.perf_counter()
         float(run().flatten()[0])
         taken.append(time.perf_counter() - begin)

@@ -11,25 +11,31 @@ communicates nothing, and updates no buffer: nothing of what a net does besides 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import comm
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.memory.choice import Choice
+from fivefold.parallel.program.costs import fastest
 from fivefold.parallel.program.program import Compute, Move, Program
 
-__all__ = ["Recompute", "StepSpan", "divided", "recomputed", "segment_of", "segments", "spans_of"]
-
+__all__ = [
+    "Recompute", "StepSpan", "divided", "measured_span", "recomputed", "segment_of", "segments", "spans_of",
+]  # fmt: skip
 
 Recompute = int | str
 """none (or 0), auto, all, or the number of segments of the whole net"""
+_NODES, _LOOKS = 4, 16
+"""of a span, and how often it is computed, to know what it takes beside its nodes"""
 
 
 def segments(recompute: Recompute, steps: int) -> int:
@@ -134,3 +140,26 @@ def recomputed(
     taken = [values[index] for index in segment.takes]
     given = checkpoint(body, *taken, use_reentrant=False, preserve_rng_state=False)
     return dict(zip(segment.gives, given, strict=True))
+
+
+@functools.cache
+def measured_span(device: torch.device) -> float:
+    """Seconds that a span which is computed again takes beside its nodes: what torch does around them."""
+    x = torch.ones(64, device=device, requires_grad=True)
+    segment = StepSpan(0, _NODES, (0,), (1,))
+
+    def run(taken: Mapping[int, Tensor], again: bool = False) -> dict[int, Tensor]:  # noqa: ARG001
+        made = taken[0]
+        for _ in range(_NODES):
+            made = made * made
+        return {1: made}
+
+    def trained(made: Mapping[int, Tensor]) -> Tensor:
+        return torch.autograd.grad(made[1].sum(), x)[0]
+
+    with torch.enable_grad():
+        again_s = fastest(lambda: trained(recomputed(run, segment, {0: x})), _LOOKS)
+        once_s = fastest(lambda: trained(run({0: x})), _LOOKS)
+    with torch.no_grad():
+        nodes_s = fastest(lambda: run({0: x})[1], _LOOKS)
+    return max(again_s - once_s - nodes_s, 0.0)
