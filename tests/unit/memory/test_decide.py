@@ -96,6 +96,17 @@ def test_with_a_link_nothing_takes_longer_than_without(seed: int) -> None:
             assert told(beside, found)[0] <= told(without, alone)[0] * (1 + 1e-9)
 
 
+def test_what_a_span_takes_beside_its_nodes_counts_once_for_each() -> None:
+    plain = Simulator(profile(), None)
+    costly = Simulator(replace(profile(), span_s=0.5), None)
+    alone = of(plain, [AGAIN] * plain.units)
+    joined = of(plain, [*[JOINED] * (plain.units - 1), AGAIN])
+    for state, spans in ((plain.start(), 0), (alone, plain.units), (joined, 1)):
+        more = told(costly, state)[0] - told(plain, state)[0]
+        assert more == pytest.approx(0.5 * spans)
+        assert costly.again_s(state).sum() - plain.again_s(state).sum() == pytest.approx(0.5 * spans)
+
+
 @pytest.mark.parametrize("room", [0, 3 * SIZE, 10 * SIZE])
 def test_no_more_is_spilled_than_there_is_room_for(room: int) -> None:
     simulator = Simulator(profile(), replace(FAST, room_bytes=room))
