@@ -110,6 +110,7 @@ class PinnedStore:
         least, most = _CHUNK
         chunk = max(size, min(max(_SEVERAL * size, least), most))
         if chunk > self._left_bytes():
+            self._in.synchronize()  # what was let go may be read still, see `_Recorded.done`
             for start, one in [*self._chunks.items()]:
                 if self._room.withdraw(start, start + len(one.bytes)):
                     del self._chunks[start]

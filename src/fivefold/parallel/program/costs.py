@@ -136,7 +136,7 @@ def measured_processor(device: torch.device) -> tuple[float, float]:
     weight = torch.zeros(channels, channels, 3, 3, device=device)
     flops = 2 * samples * channels**2 * 9 * (edge - 2) ** 2
     # More than a cache holds, and twice the same memory: what is touched first is slow once.
-    source = torch.ones(1 << (23 if device.type == "cpu" else 26), device=device)
+    source = torch.ones(1 << (23 if device.type == "cpu" else 24), device=device)
     target = torch.ones_like(source)
     with torch.no_grad():
         convolved_s = fastest(lambda: F.conv2d(x, weight).sum())
