@@ -206,7 +206,7 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 64, 64, generator=draw), torch.randn(4, 8, generator=draw)
 
 
-def measured(layout: Layout, budget: str, steps: int = 4) -> list[tuple[Any, ...]]:
+def measured(layout: Layout, budget: str, steps: int = 4, host: str = "") -> list[tuple[Any, ...]]:
     """By rank: what was told, and the most that was alive in each step, without what existed before."""
     net = Deep()
 
@@ -225,7 +225,7 @@ def measured(layout: Layout, budget: str, steps: int = 4) -> list[tuple[Any, ...
             optim.step()
         return told, peaks, model.memory(*batch)
 
-    plan = budget_of(layout, budget, Path.cwd())
+    plan = budget_of(layout, budget, Path.cwd()).replace({"memory.host": host}, Provenance())
     return run_ranks(layout, check, plan=plan, timeout_s=110)  # threads decide in turn
 
 
@@ -248,6 +248,19 @@ def test_no_more_is_held_than_allowed(layout: Layout, part: float) -> None:
         assert max(peaks[3:]) <= allowed  # before, the net is recorded again, with stand-ins
         assert last.peak_bytes <= allowed
         assert "computed again" in str(last) or "MiB before it begins" in str(last)
+
+
+def test_choices_keep_to_the_room_that_there_is() -> None:
+    """The store refuses more, in the middle of a step."""
+    ((free, _, _),) = measured(Layout(), "1TiB", 0)
+    limit = free.total_bytes - int(0.4 * free.peak_bytes)
+    ((_, peaks, last),) = measured(Layout(), f"{limit}B", host="1MiB")
+    assert "; there is room to spill 0.9 MiB" in str(last)
+    assert max(peaks[3:]) < free.peak_bytes
+    with pytest.raises(
+        UsageError, match=r"is too little: .* MiB, with room to spill 1 MiB, of which"
+    ):
+        measured(Layout(), "1MiB", 1, host="1MiB")
 
 
 def test_too_little_is_refused_with_the_least_that_works() -> None:

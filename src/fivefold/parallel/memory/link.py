@@ -14,7 +14,7 @@ from fivefold.parallel.memory.spill import Pool, Rates, Spilled, Store
 
 __all__ = ["measured_link", "seen_link"]
 
-_COPIES = 6
+_COPIES, _LEAST = 6, 4096
 _ROOM = 7 / 8
 """of a store, that is planned with: what is let go does not always fit what comes"""
 
@@ -24,6 +24,7 @@ def measured_link(store: Store, device: torch.device) -> Link:
     samples, channels, each = (1, 32, 4 << 20) if device.type == "cpu" else (8, 64, 16 << 20)
     x = torch.ones(samples, channels, 96, 96, device=device)
     weight = torch.ones(channels, channels, 3, 3, device=device)
+    each = max(min(each, store.room_bytes // _COPIES), _LEAST) // _LEAST * _LEAST
     size = each * _COPIES
     pool = Pool(store, size)
     sources = [torch.ones(each // 4, device=device) for _ in range(_COPIES)]

@@ -277,12 +277,14 @@ class StepBudget:
         decision.pool = self.pool(decision.state.window_bytes) if spills else None
 
     def _refuse(self, free: Predicted, told: Predicted) -> None:
-        standing = self._standing(free)
+        standing, room = self._standing(free), ""
+        if self._link is not None and self._link.room_bytes < free.saved_bytes:
+            room = f", with room to spill {_mib(self._link.room_bytes)}"
         raise UsageError(
             f"memory.budget = {self._mesh.plan.memory.budget} is too little: a step holds at least "
-            f"{_mib(standing + self._workspace.bytes + told.peak_bytes)}, of which {_mib(standing)} are "
-            "parameters, gradients, the optimiser's state and the batch; allow so much, take smaller "
-            "batches, or divide more"
+            f"{_mib(standing + self._workspace.bytes + told.peak_bytes)}{room}, of which "
+            f"{_mib(standing)} are parameters, gradients, the optimiser's state and the batch; allow so "
+            "much, take smaller batches, or divide more"
         )
 
     def _limit(self, free: Predicted) -> int:

@@ -61,6 +61,7 @@ def choices_of(
     )
     copied_s = 0.0
     if simulator.link is not None:
+        lines[-1] += f"; there is room to spill {_mib(simulator.link.room_bytes)}"
         size = float(simulator.held(state)[1].sum())
         copied_s = size / simulator.link.out_bytes_per_s + size / simulator.link.back_bytes_per_s
     bound_s = max(free_s, copied_s) + again_s.sum()
