@@ -52,6 +52,8 @@ _PART = 100
 """of the limit: after a choice that does not fit, at least so much less is aimed at"""
 _NEAR = 0.98
 """of the limit: a choice that holds less is tried to be bettered"""
+_ALONE = 0.5
+"""of the time that nodes take while copies are made: at least so much they take without"""
 _PINNED = 0.75
 """of what is available on a node: the most that its ranks pin if memory.host is not set"""
 _LEAST = 4
@@ -177,7 +179,7 @@ class StepBudget:
         if decision.last != batch.number:
             decision.last = batch.number
             if decision.steps == _MEASURED and (seconds := decision.times.seconds()) is not None:
-                decision.profile = decision.profile.timed(*seconds)
+                decision.profile = decision.profile.timed(*self._alone(decision, *seconds))
                 decision.due = True
             if decision.due:
                 self.choose(
@@ -189,6 +191,17 @@ class StepBudget:
                 self._workspace.began()
         times = decision.times if decision.steps <= _MEASURED else None
         return Budgeted(decision.choice, decision.pool, times=times)
+
+    def _alone(
+        self, decision: Decision, forward: Sequence[float], backward: Sequence[float]
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of nodes while nothing is copied, from those of steps that made copies."""
+        whole = sum(forward) + sum(backward)
+        if self._link is None or not whole:
+            return forward, backward
+        spilled = float(Simulator(decision.profile, None).held(decision.state)[1].sum())
+        part = max(1 - 2 * spilled * self._link.drag_s_per_byte / whole, _ALONE)
+        return [part * s for s in forward], [part * s for s in backward]
 
     def told(self, inputs: Any, targets: Any) -> Predicted:
         """What a step on such a batch needs, decided as for a step, with a table of it."""
