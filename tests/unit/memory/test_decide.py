@@ -104,7 +104,9 @@ def test_what_a_span_takes_beside_its_nodes_counts_once_for_each() -> None:
     for state, spans in ((plain.start(), 0), (alone, plain.units), (joined, 1)):
         more = told(costly, state)[0] - told(plain, state)[0]
         assert more == pytest.approx(0.5 * spans)
-        assert costly.again_s(state).sum() - plain.again_s(state).sum() == pytest.approx(0.5 * spans)
+        assert costly.again_s(state).sum() - plain.again_s(state).sum() == pytest.approx(
+            0.5 * spans
+        )
 
 
 @pytest.mark.parametrize("room", [0, 3 * SIZE, 10 * SIZE])
