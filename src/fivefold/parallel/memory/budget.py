@@ -114,11 +114,6 @@ class Budgeted:
     times: NodeTimes | None = None
     """likewise, and times them"""
 
-    @property
-    def idle(self) -> bool:
-        """Whether runs are what they are without a budget."""
-        return not (self.choice.again or self.choice.spilled or self.watch or self.times)
-
     def saving(self, mine: Iterable[Tensor]) -> Saving | None:
         """For one run, to which `mine` are given; None where nothing is spilled, and nobody watches."""
         watch, spilled = self.watch or self.times, self.choice.spilled

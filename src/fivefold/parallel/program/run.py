@@ -79,9 +79,9 @@ def carry_out(
     `defer` is not asked where activations are recomputed.
     """
     if torch.is_grad_enabled():
-        if moment.budget is not None and not moment.budget.idle:
+        if moment.budget is not None:
             return _carry_out_within(program, values, span, keep, state, moment, defer)
-        if moment.budget is None and (parts := segments(moment.recompute, len(span))):
+        if parts := segments(moment.recompute, len(span)):
             for segment in _divided(program, parts, keep, span, moment):
                 values |= _recomputed(program, segment, values, state, moment)
             return values
