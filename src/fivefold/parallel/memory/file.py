@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UsageError
-from fivefold.parallel.memory.room import Room
+from fivefold.parallel.memory.room import PAGE, Room, whole_pages
 from fivefold.parallel.memory.spill import Copy, Like, Rates
 
 __all__ = ["FileStore"]
 
-_PAGE, _SECTORS = 4096, (512, 4096)
+_SECTORS = (512, 4096)
 _ALIGNED = 64
 """bytes: torch's own tensors begin at multiples"""
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
@@ -69,7 +69,7 @@ class FileStore:
 
     def take(self, size_bytes: int) -> int:
         """See `Store`."""
-        room = -(-size_bytes // _PAGE) * _PAGE
+        room = whole_pages(size_bytes)
         slot = self._room.take(room)
         if slot is None:
             slot, end = self._end, self._end + room
@@ -90,7 +90,7 @@ class FileStore:
 
     def give(self, slot: int, size_bytes: int) -> None:
         """See `Store`."""
-        self._room.give(slot, -(-size_bytes // _PAGE) * _PAGE)
+        self._room.give(slot, whole_pages(size_bytes))
 
     def out(self, flat: Tensor, slot: int) -> Copy:
         """See `Store`."""
@@ -155,8 +155,8 @@ def _nameless(folder: Path) -> tuple[int, int]:
         file = os.open(folder, flags | os.O_DIRECT, 0o600)
         for sector in _SECTORS:
             # Of a page's last bytes, so that no larger sector would do as well.
-            with contextlib.suppress(OSError), mmap.mmap(-1, 2 * _PAGE) as page:
-                with memoryview(page)[_PAGE - sector : _PAGE] as last:
+            with contextlib.suppress(OSError), mmap.mmap(-1, 2 * PAGE) as page:
+                with memoryview(page)[PAGE - sector : PAGE] as last:
                     os.pwrite(file, last, 0)
                 os.close(cached)
                 return file, sector

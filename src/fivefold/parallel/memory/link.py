@@ -9,12 +9,13 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from fivefold.parallel.memory.room import PAGE
 from fivefold.parallel.memory.simulate import Link
 from fivefold.parallel.memory.spill import Pool, Rates, Spilled, Store
 
 __all__ = ["measured_link", "seen_link"]
 
-_COPIES, _LEAST = 6, 4096
+_COPIES = 6
 _ROOM = 7 / 8
 """of a store, that is planned with: what is let go does not always fit what comes"""
 
@@ -24,7 +25,7 @@ def measured_link(store: Store, device: torch.device) -> Link:
     samples, channels, each = (1, 32, 4 << 20) if device.type == "cpu" else (8, 64, 16 << 20)
     x = torch.ones(samples, channels, 96, 96, device=device)
     weight = torch.ones(channels, channels, 3, 3, device=device)
-    each = max(min(each, store.room_bytes // _COPIES), _LEAST) // _LEAST * _LEAST
+    each = max(min(each, store.room_bytes // _COPIES), PAGE) // PAGE * PAGE
     size = each * _COPIES
     pool = Pool(store, size)
     sources = [torch.ones(each // 4, device=device) for _ in range(_COPIES)]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UsageError
-from fivefold.parallel.memory.room import Room
+from fivefold.parallel.memory.room import PAGE, Room, whole_pages
 from fivefold.parallel.memory.spill import Copy, Like, Rates
 
 __all__ = ["PinnedStore"]
 
-_PAGE, _APART = 4096, 1 << 44
+_APART = 1 << 44
 _SEVERAL, _CHUNK = 8, (64 << 20, 1 << 30)
 """A chunk has room for so many tensors like the one it is made for, within these bytes: pinning takes longer
 than copying, so each byte is pinned once."""
@@ -97,7 +97,7 @@ class PinnedStore:
 
     def take(self, size_bytes: int) -> int:
         """See `Store`."""
-        size = _whole_pages(size_bytes)
+        size = whole_pages(size_bytes)
         slot = self._room.take(size)
         if slot is None:
             self._grow(size)
@@ -114,7 +114,7 @@ class PinnedStore:
             for start, one in [*self._chunks.items()]:
                 if self._room.withdraw(start, start + len(one.bytes)):
                     del self._chunks[start]
-            chunk = max(size, min(chunk, self._left_bytes() // _PAGE * _PAGE))
+            chunk = max(size, min(chunk, self._left_bytes() // PAGE * PAGE))
         if chunk > self._left_bytes():
             raise UsageError(
                 f"{self.room_bytes:,} bytes of memory to spill to are full, and {size:,} more are to be "
@@ -142,7 +142,7 @@ class PinnedStore:
 
     def give(self, slot: int, size_bytes: int) -> None:
         """See `Store`."""
-        self._room.give(slot, _whole_pages(size_bytes))
+        self._room.give(slot, whole_pages(size_bytes))
 
     def out(self, flat: Tensor, slot: int) -> Copy:
         """See `Store`."""
@@ -175,7 +175,3 @@ class PinnedStore:
         """See `Store`."""
         torch.cuda.synchronize(self._device)
         self._chunks.clear()
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE) * _PAGE

@@ -6,7 +6,9 @@ import bisect
 import threading
 from collections import deque
 
-__all__ = ["Room"]
+__all__ = ["PAGE", "Room", "whole_pages"]
+
+PAGE = 4096
 
 
 class Room:
@@ -62,3 +64,8 @@ class Room:
                 n -= 1
                 start = self._free.pop(n)[0]
             self._free.insert(n, (start, stop))
+
+
+def whole_pages(size_bytes: int) -> int:
+    """The same, rounded up."""
+    return -(-size_bytes // PAGE) * PAGE
