@@ -108,7 +108,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
-        """The most that tensors held since."""
+        """The most that tensors held since; on a CPU, which tries the script only, some number."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 1 << 28
 
 

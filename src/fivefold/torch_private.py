@@ -94,6 +94,7 @@ __all__ = [
     "note_version",
     "own_buffers",
     "own_parameters",
+    "pin",
     "put_in_place",
     "pytree",
     "refuse_numbers",
@@ -552,3 +553,21 @@ def class_of(module: nn.Module) -> type:
 def dtensor(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor with this part, divided as another one; `from_local` would move it to the mesh's device."""
     return cast(Any, type(like))(local, like._spec, requires_grad=False)
+
+
+def pin(owner: object, address: int, size_bytes: int, memory: object = None) -> int:
+    """Let CUDA know memory of the host until `owner` ends, so that copies run by themselves; its error, or 0.
+
+    `memory` lives until then.
+    """
+    cudart: Any = torch.cuda.cudart()
+    # Its results are of an enumeration that equals no number.
+    problem = int(cudart.cudaHostRegister(address, size_bytes, 0))
+    if not problem:
+        weakref.finalize(owner, _unpin, cudart, address, memory).atexit = False
+    return problem
+
+
+def _unpin(cudart: Any, address: int, memory: object) -> None:  # noqa: ARG001 - which lives until now
+    with contextlib.suppress(RuntimeError):
+        cudart.cudaHostUnregister(address)

@@ -10,7 +10,6 @@ has become another's: it holds the slot, then compares the number, and only then
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import mmap
@@ -240,23 +239,14 @@ def _attached(fd: int) -> Segment:
 
 def _pin(segment: Segment) -> bool:
     """Whether CUDA knows this memory from now on; a warning says why not."""
-    import torch
+    from fivefold.torch_private import pin
 
-    cudart: Any = torch.cuda.cudart()
-    # Its results are of an enumeration that equals no number.
-    problem = int(cudart.cudaHostRegister(segment.address, segment.size_bytes, 0))
-    if problem:
+    # Before the last view unmaps it.
+    if problem := pin(segment.memory, segment.address, segment.size_bytes):
         warn(
             f"batches of helpers are copied to the GPU step by step: CUDA cannot pin {segment.size_bytes} "
             f"bytes (error {problem}); raise the limit on locked memory (ulimit -l)",
             OffloadWarning,
         )
         return False
-    # Before the last view unmaps it.
-    weakref.finalize(segment.memory, _unpin, cudart, segment.address).atexit = False
     return True
-
-
-def _unpin(cudart: Any, address: int) -> None:
-    with contextlib.suppress(RuntimeError):
-        cudart.cudaHostUnregister(address)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from fivefold.errors import UsageError
 from fivefold.parallel.memory.room import PAGE, Room, whole_pages
 from fivefold.parallel.memory.spill import Copy, Like, Rates
+from fivefold.torch_private import pin
 
 __all__ = ["PinnedStore"]
 
@@ -66,17 +65,9 @@ class _Chunk:
         with suppress(OSError):  # kernels may lack them
             memory.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        cudart: Any = torch.cuda.cudart()
-        # Its results are of an enumeration that equals no number.
-        if problem := int(cudart.cudaHostRegister(address, size_bytes, 0)):
+        if problem := pin(self, address, size_bytes, memory):
             raise OSError(f"CUDA's error {problem}")
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        weakref.finalize(self, _unpin, cudart, address, memory).atexit = False
-
-
-def _unpin(cudart: Any, address: int, memory: mmap.mmap) -> None:  # noqa: ARG001 - which lives until now
-    with suppress(RuntimeError):
-        cudart.cudaHostUnregister(address)
 
 
 class PinnedStore:
