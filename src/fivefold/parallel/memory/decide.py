@@ -20,6 +20,8 @@ Change = Callable[[State], None]
 _ROUNDS = 24
 _STEP = 0.2
 """part of what is missing that is freed between two looks at what is cheapest"""
+_LEAST = 0.05
+"""likewise, of what is missing at first"""
 _LARGEST = 48
 """items that are looked at in a round"""
 _AT_ONCE = 48
@@ -121,13 +123,15 @@ class _Search:
     def freed(self, start: State) -> State | None:
         """A state that fits, after the changes that free the most bytes for their seconds."""
         state, run = start.copy(), self._simulator.run
+        least = _LEAST * (int(run([state]).peak_bytes[0]) - self._limit)
         for _ in range(_ROUNDS):
             now = run([state])
             peak, seconds = int(now.peak_bytes[0]), float(now.seconds[0])
             over = peak - self._limit
             if over <= 0:
                 return state
-            changes = list(self._changes(state))
+            # What is computed again at once may be too much at once.
+            changes = [*self._changes(state), *self._splits(state)]
             if not changes:
                 break
             told = run([_changed(state, [change]) for change in changes])
@@ -136,11 +140,9 @@ class _Search:
             order = [n for n in np.argsort(price, kind="stable") if saved[n] > 0][:_AT_ONCE]
             if not order:
                 break
-            steps = [
-                _changed(state, [changes[n] for n in order[: k + 1]]) for k in range(len(order))
-            ]
+            steps = _one_by_one(state, [changes[n] for n in order])
             peaks = run(steps).peak_bytes
-            enough = np.flatnonzero(peaks <= peak - max(over * _STEP, 1))
+            enough = np.flatnonzero(peaks <= peak - max(over * _STEP, least, 1))
             state = steps[int(enough[0] if enough.size else np.argmin(peaks))]
         last = [state, *([_all_spilled(self._simulator, state)] if self._spills else [])]
         fits = np.flatnonzero(run(last).peak_bytes <= self._limit)
@@ -161,7 +163,8 @@ class _Search:
         if not state.spilled.any():
             state.window_bytes = 0
         for _ in range(_SWAPS):
-            undo, changes = list(self._undo(state)), self._cheapest(state)
+            undo = self._cheapest(state, [*self._undo(state)])
+            changes = self._cheapest(state, [*self._changes(state)])
             if not undo or not changes:
                 break
             found = self._best(state, [_changed(state, [u, c]) for u in undo for c in changes])
@@ -172,10 +175,18 @@ class _Search:
 
     def _taken_back(self, state: State) -> State:
         while True:
-            found = self._best(state, [_changed(state, [undo]) for undo in self._undo(state)])
+            # To compute again what is spilled may save time, too.
+            found = self._together(state, [*self._undo(state), *self._changes(state)])
             if found is state:
                 return state
             state = found
+
+    def _together(self, state: State, changes: Sequence[Change]) -> State:
+        """The fastest that fits after the best of the changes, as many as go together; or `state`."""
+        told = self._simulator.run([state, *(_changed(state, [change]) for change in changes)])
+        seconds = np.where(told.peak_bytes <= self._limit, told.seconds, np.inf)
+        faster = [n for n in np.argsort(seconds[1:]) if seconds[1 + n] < seconds[0]]
+        return self._best(state, _one_by_one(state, [changes[n] for n in faster[:_AT_ONCE]]))
 
     def _best(self, state: State, others: Sequence[State]) -> State:
         """The fastest that fits, or `state`."""
@@ -186,9 +197,8 @@ class _Search:
         best = int(np.argmin(seconds[1:])) + 1
         return others[best - 1] if seconds[best] < seconds[0] * (1 - 1e-9) else state
 
-    def _cheapest(self, state: State) -> list[Change]:
-        """Changes that free something, for the fewest seconds."""
-        changes = list(self._changes(state))
+    def _cheapest(self, state: State, changes: Sequence[Change]) -> list[Change]:
+        """Those after which steps take the fewest seconds."""
         told = self._simulator.run([state, *(_changed(state, [change]) for change in changes)])
         more = told.seconds[1:] - told.seconds[0]
         return [changes[n] for n in np.argsort(more, kind="stable")[:_BEST]]
@@ -207,13 +217,17 @@ class _Search:
         for number in may[np.argsort(-sizes[may], kind="stable")][:_LARGEST]:
             yield _spills(int(number), True)
 
-    def _undo(self, state: State) -> Iterator[Change]:
-        """What saves time."""
+    def _splits(self, state: State) -> Iterator[Change]:
+        """Less is computed again, or less of it at once."""
         for unit, what in enumerate(state.units):
             if what != KEEP:
                 yield _becomes(unit, KEEP)
             if what == JOINED:
                 yield _becomes(unit, AGAIN)
+
+    def _undo(self, state: State) -> Iterator[Change]:
+        """What saves time."""
+        yield from self._splits(state)
         for number in np.flatnonzero(state.spilled):
             yield _spills(int(number), False)
 
@@ -223,6 +237,11 @@ def _changed(state: State, changes: Sequence[Change]) -> State:
     for change in changes:
         change(made)
     return made
+
+
+def _one_by_one(state: State, changes: Sequence[Change]) -> list[State]:
+    """With the first change, with the first two, and so on."""
+    return [_changed(state, changes[: n + 1]) for n in range(len(changes))]
 
 
 def _becomes(unit: int, what: int) -> Change:

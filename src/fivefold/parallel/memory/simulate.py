@@ -131,15 +131,12 @@ class Simulator:
         """(U,)"""
         self.items = profile.items
         self.sizes = np.array([item.size_bytes for item in self.items], np.int64)
-        self._saved = self.sizes * np.array([bool(item.saved) for item in self.items], bool)
-        """(I,): bytes, of those that are held if everything is kept"""
         self._copies = np.array([item.copies for item in self.items], np.int64)
         self.spilled_bytes = self.sizes * self._copies
         """(I,): what each takes where it is spilled"""
         self._made_at = np.array([item.made for item in self.items], np.int64)
         self._made = self._unit_of[self._made_at]
-        last_read = [max((*item.read, *item.saved, item.made)) for item in self.items]
-        self._last_read = self._unit_of[np.array(last_read, np.int64)]
+        self._last_read = np.array(list(map(_last_read, self.items)), np.int64)
         self._savers = _pairs([item.saved for item in self.items])
         self._readers = _pairs([item.read for item in self.items])
         crossing = _crossing(profile)
@@ -240,16 +237,14 @@ class Simulator:
     def _peak(self, placed: _Placed, fates: _Fates, window: Ints) -> Ints:
         """Where it is.
 
-        forward     held of earlier units + what they made that is read still + the unit's own
-        backward    held and not let go + fetched + made again + the unit's own
+        forward     held of earlier nodes + what they made that is read still + the node's own
+        backward    held and not let go + fetched + made again + the node's own
         """
-        units, nodes = self.units, len(self._unit_of)
+        nodes = len(self._unit_of)
         kept, spilled = fates.kept * self.sizes, fates.spilled * self.sizes
-        held = np.cumsum(_by_unit(kept, self._made, units), axis=1)
-        passing = np.where(fates.kept, 0, self._saved)
-        passing = _between(passing, self._made + 1, self._last_read + 1, units)
-        own = np.where(placed.again, self._work.again, self._work.forward)
-        forward = held - _by_unit(kept, self._made, units) + passing + own + window[:, None]
+        goes = np.where(fates.kept, nodes, self._last_read + 1)
+        there = _between(self.sizes[None].repeat(len(kept), 0), self._made_at + 1, goes, nodes)
+        forward = there + self._work.node + window[:, None]
         # Of other micro-batches than the one whose backward it is.
         others = (kept * (self._copies - 1)).sum(axis=1)
         alive = np.cumsum(_by_fate(kept, fates.low, nodes), axis=1)
@@ -263,6 +258,8 @@ class Simulator:
         made = _by_unit(again, self._made_at, nodes)
         so_far = np.cumsum(made, axis=1) - made
         before -= np.take_along_axis(so_far, self._first_node[placed.first], axis=1)
+        read = np.minimum(self._last_read, last[:, self._made]) + 1
+        so_far += _between(self.sizes - again, self._made_at + 1, read, nodes)
         unit = self._unit_of
         own = np.where(self._work.spared & (placed.last[:, unit] == unit), 0, self._work.node)
         while_again = before[:, unit] + so_far + own + window[:, None]
@@ -311,10 +308,6 @@ class Simulator:
 class _Work:
     """What is taken beside what is held."""
 
-    forward: Ints
-    """(U,)"""
-    again: Ints
-    """(U,), where nothing of it is held"""
     gradients: Ints
     """(U,), as the backward of a node of it begins"""
     node: Ints
@@ -327,27 +320,20 @@ class _Work:
     @classmethod
     def of(cls, profile: Profile, spans: Sequence[range]) -> _Work:
         nodes = profile.nodes
-        made: list[list[Item]] = [[] for _ in nodes]
-        for item in profile.items:
-            made[item.made].append(item)
-        rows: list[tuple[int, ...]] = []
-        for span in spans:
-            forward = again = held = 0
-            alive: list[Item] = []
-            for node in span:
-                own = nodes[node].forward
-                forward = max(forward, held + own)
-                alive = [one for one in alive if one.read and max(one.read) >= node]
-                again = max(again, own + sum(one.size_bytes for one in alive))
-                saved = [one for one in made[node] if one.saved]
-                held += sum(one.size_bytes for one in saved)
-                alive += saved
-            rows.append((forward, again, max(nodes[n].gradients for n in span)))
-        each, backward = np.array([(node.forward, node.backward) for node in nodes], np.int64).T
+        own = np.array([node.forward for node in nodes], np.int64)
+        for item in profile.items:  # what is not held yet counts as the node's
+            stop = min(_last_read(item), min(item.saved, default=len(nodes))) + 1
+            own[item.made + 1 : stop] -= item.size_bytes
         spared = np.zeros(len(nodes), bool)
         spared[[span[-1] for span in spans if profile.heavy(span[-1])]] = True
-        forward, again, gradients = np.array(rows, np.int64).T
-        return cls(forward, again, gradients, each, backward, spared)
+        gradients = np.array([max(nodes[n].gradients for n in span) for span in spans], np.int64)
+        backward = np.array([node.backward for node in nodes], np.int64)
+        return cls(gradients, own.clip(0), backward, spared)
+
+
+def _last_read(item: Item) -> int:
+    """The last node whose forward needs it."""
+    return max((*item.read, *item.saved, item.made))
 
 
 def _pairs(nodes: Sequence[set[int]]) -> tuple[Ints, Ints]:

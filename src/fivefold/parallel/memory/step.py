@@ -353,8 +353,10 @@ def _fastest(
             state, told = leanest()
             if told.peak_bytes > limit:
                 return state, told
+            fitting.append((state, told))
             target = limit + simulated(state) - told.peak_bytes
             near, tried = (state, ()) if target in tried else (None, tried)
+            continue
         if told.peak_bytes <= limit:
             fitting.append((state, told))
             if told.peak_bytes >= _NEAR * limit:
