@@ -64,10 +64,11 @@ class _Chunk:
         memory = mmap.mmap(-1, size_bytes)
         with suppress(OSError):  # kernels may lack them
             memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.bytes.zero_()  # by several threads; CUDA alone asks for page after page
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if problem := pin(self, address, size_bytes, memory):
             raise OSError(f"CUDA's error {problem}")
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class PinnedStore:

@@ -160,6 +160,18 @@ class Profile:
         """With measured seconds of nodes."""
         return replace(self, seconds=tuple(seconds), backward_s=tuple(backward_s))
 
+    def with_workspaces(self, workspaces: Mapping[tuple[int, bool], int]) -> Profile:
+        """With bytes that nodes, or their backward if True, take beside their tensors."""
+        nodes = tuple(
+            replace(
+                node,
+                forward=node.forward + workspaces.get((n, False), 0),
+                backward=node.backward + workspaces.get((n, True), 0),
+            )
+            for n, node in enumerate(self.nodes)
+        )
+        return replace(self, nodes=nodes)
+
     def heavy(self, node: int) -> bool:
         """Whether computing it again is spared where it is the last of a span."""
         return self.names[node].startswith(HEAVY)

@@ -252,9 +252,14 @@ class Pool:
             self.drop(self._dropped.popleft())
 
     def settle(self) -> None:
-        """Wait for all copies that are on their way out."""
+        """Wait for all copies, and let go what is not needed any more."""
         while self._leaving:
             _settle(self._leaving.popleft())
+        while self._dropped:
+            dropped = self._dropped.popleft()
+            if dropped.copy is not None:
+                dropped.copy.wait()
+            self.store.give(dropped.slot, dropped.size_bytes)
 
     def close(self) -> None:
         """Let the slower memory go."""

@@ -1,7 +1,7 @@
 """What the steps of a model hold under `memory.budget`: decided when a batch is new, and again when measured.
 
     a step without memory ──► what it holds ──► choice ──► the same step under it ──► does it fit?
-    two real steps        ──► seconds of nodes, workspaces ──► choice
+    real steps            ──► seconds of nodes, and on GPUs their workspaces ──► choice
 
 Each rank decides for itself, since what it holds differs with its tile or stage: nothing of a choice takes
 part in communication.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +34,14 @@ from fivefold.parallel.memory.profile import Held, Profile, profile_of
 from fivefold.parallel.memory.simulate import Simulator, State
 from fivefold.parallel.memory.spill import Pool, Store, WeightlessStore
 from fivefold.parallel.memory.table import choices_of
-from fivefold.parallel.memory.workspace import Workspace
+from fivefold.parallel.memory.workspace import (
+    NodePeaks,
+    Slot,
+    Workspace,
+    device_count,
+    rehearsed_peaks,
+    with_workspaces,
+)
 from fivefold.parallel.program.costs import Costs, measured_processor
 from fivefold.parallel.program.memory import Predicted, Rehearse
 from fivefold.parallel.program.program import Program
@@ -45,8 +53,8 @@ from fivefold.sections import bytes_of
 
 __all__ = ["Decision", "StepBudget"]
 
-_MEASURED = 2
-"""real steps that are timed before a choice is made again"""
+_TIMED = 2
+"""real steps that are timed before a choice is made again; where workspaces count there is one between"""
 _TRIES = 5
 _PART = 100
 """of the limit: after a choice that does not fit, at least so much less is aimed at"""
@@ -85,6 +93,10 @@ class Decision:
     predicted: Predicted
     """under the choice"""
     pool: Pool | None = None
+    peaks: NodePeaks | None = None
+    """of the step in which workspaces are measured, until it is known what they take"""
+    workspaces: dict[Slot, int] = field(default_factory=dict[Slot, int])
+    """bytes, by node"""
     steps: int = 0
     due: bool = False
     """whether more is known than when it was made"""
@@ -132,7 +144,10 @@ class StepBudget:
         self._known: dict[tuple[Any, ...], Decision] = {}
         self._batch: _Batch | None = None
         self._steps = 0
-        self._workspace = Workspace(mesh.device, self.budget_bytes)
+        self._count = device_count(mesh.device)
+        self._workspace = Workspace(mesh.device, self._count, self.budget_bytes)
+        self._measured = _TIMED + (self._count is not None)
+        """steps before a choice is made again"""
         self._optimizers = OptimizerStates(net, mesh.device, self._more_known)
 
     # ---- in a step
@@ -150,7 +165,10 @@ class StepBudget:
         finally:
             asked = [one for one in self._known.values() if one.last == self._batch.number]
             self._batch = None
-            if any(not one.seen and one.steps >= _MEASURED for one in asked):
+            for one in asked:
+                if one.peaks is not None:
+                    one.peaks.close()
+            if any(not one.seen and one.steps > self._measured for one in asked):
                 most = (self._standing(one.free) + one.predicted.peak_bytes for one in asked)
                 self._workspace.ended(max(most))
                 for one in asked:
@@ -178,19 +196,53 @@ class StepBudget:
             decision = self._known[key] = self._decided(batch)
         if decision.last != batch.number:
             decision.last = batch.number
-            if decision.steps == _MEASURED and (seconds := decision.times.seconds()) is not None:
-                decision.profile = decision.profile.timed(*self._alone(decision, *seconds))
-                decision.due = True
+            if decision.steps == self._measured:
+                self._look_back(decision, batch)
             if decision.due:
-                self.choose(
-                    decision,
-                    lambda look: self._rehearsed(*batch.noted(), look),
-                )
+                self.choose(decision, lambda look: self._rehearsed(*batch.noted(), look))
             decision.steps += 1
-            if decision.steps >= _MEASURED and not decision.seen:
+            if self._count is not None and decision.steps == _TIMED:
+                decision.peaks = NodePeaks(lambda: self._count)
+            if decision.steps > self._measured and not decision.seen:
                 self._workspace.began()
-        times = decision.times if decision.steps <= _MEASURED else None
-        return Budgeted(decision.choice, decision.pool, times=times)
+        peaks = decision.peaks if decision.steps == _TIMED else None
+        times = decision.times if peaks is None and decision.steps <= self._measured else None
+        return Budgeted(decision.choice, decision.pool, watch=peaks, times=times)
+
+    def _look_back(self, decision: Decision, batch: _Batch) -> None:
+        """At steps that were measured."""
+        if (seconds := decision.times.seconds()) is None:
+            return
+        decision.profile = decision.profile.timed(*self._alone(decision, *seconds))
+        decision.due = True
+        if decision.peaks is not None:
+            self._rehearsed(
+                *batch.noted(), partial(self._note_workspaces, decision, decision.peaks)
+            )
+            decision.peaks = None
+
+    def _note_workspaces(self, decision: Decision, seen: NodePeaks, rehearse: Rehearse) -> None:
+        """What nodes took beside what they take in a rehearsal of the same step."""
+        window = decision.state.window_bytes
+        told, _ = rehearsed_peaks(rehearse, decision.choice, self._weightless(window), {})
+        decision.workspaces = {
+            slot: size - told.bytes.get(slot, 0)
+            for slot, size in seen.bytes.items()
+            if size > told.bytes.get(slot, 0)
+        }
+        decision.profile = decision.profile.with_workspaces(decision.workspaces)
+        free = Choice.keep_all(len(decision.profile.nodes))
+        decision.free, decision.predicted = (
+            with_workspaces(rehearse, choice, self._weightless(window), decision.workspaces)
+            for choice in (free, decision.choice)
+        )
+        known = self._standing(decision.free) + decision.predicted.peak_bytes
+        self._workspace.ended(known, seen.most_bytes)
+
+    def _weightless(self, window_bytes: int) -> Pool:
+        """For a rehearsal."""
+        edge_bytes = 0 if self._store is None else self._store.edge_bytes
+        return Pool(WeightlessStore(edge_bytes), window_bytes)
 
     def _alone(
         self, decision: Decision, forward: Sequence[float], backward: Sequence[float]
@@ -259,15 +311,13 @@ class StepBudget:
         if self._store is not None and self._link is not None:
             self._link = seen_link(self._link, self._store.rates)
         simulator = Simulator(decision.profile, self._link)
-        edge_bytes = 0 if self._store is None else self._store.edge_bytes
 
         def look(rehearse: Rehearse) -> _Found:
             def under(state: State) -> Predicted:
-                choice = simulator.choice(state)
-                pool = Pool(WeightlessStore(edge_bytes), state.window_bytes)
-                return rehearse(lambda _: Budgeted(choice, pool))
+                choice, pool = simulator.choice(state), self._weightless(state.window_bytes)
+                return with_workspaces(rehearse, choice, pool, decision.workspaces)
 
-            if decision.steps > _MEASURED:  # it was the best, and something has changed a little
+            if decision.steps > self._measured:  # it was the best, and a little has changed
                 found = _fastest(simulator, limit, free.peak_bytes, under, decision.state)
                 if found[1].peak_bytes <= limit:
                     return found
@@ -275,16 +325,21 @@ class StepBudget:
 
         fits = free.peak_bytes <= limit
         found = None if fits else rehearsed(look)
-        decision.due = decision.seen = False
+        decision.due, decision.seen, decision.peaks = False, False, None
         decision.state, decision.predicted = found or (simulator.start(), free)
         over = decision.predicted.peak_bytes - limit
-        if over > self._workspace.bytes:
+        # Libraries take smaller workspaces where memory lacks.
+        if over > self._workspace.bytes + max(decision.workspaces.values(), default=0):
             self._refuse(free, decision.predicted)
-        if over > 0 and decision.steps >= _MEASURED:
+        if over > 0 and decision.steps >= self._measured:
             warn(
-                f"workspaces of kernels take {_mib(self._workspace.bytes)}, with which steps hold up to "
-                f"{_mib(over)} more than memory.budget = {self._mesh.plan.memory.budget}"
+                f"with workspaces of kernels steps hold up to {_mib(over)} more than "
+                f"memory.budget = {self._mesh.plan.memory.budget}"
             )
+        if decision.pool is not None:
+            decision.pool.settle()
+        if self._count is not None:  # what is cached of the last choice is cut otherwise
+            torch.cuda.empty_cache()
         decision.choice = simulator.choice(decision.state)
         spills = bool(decision.state.spilled.any())
         decision.pool = self.pool(decision.state.window_bytes) if spills else None
@@ -312,7 +367,7 @@ class StepBudget:
     def _more_known(self) -> None:
         """Of the optimiser. Before nodes are timed, only choices that do not fit any more are due."""
         for decision in self._known.values():
-            decision.due |= decision.steps >= _MEASURED or not self._fits(decision)
+            decision.due |= decision.steps >= self._measured or not self._fits(decision)
 
     def _fits(self, decision: Decision) -> bool:
         return decision.predicted.peak_bytes <= self._limit(decision.free)
