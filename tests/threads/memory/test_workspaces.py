@@ -121,7 +121,8 @@ def test_what_much_is_beside_may_take_less(where: Any, steps: Callable[..., Any]
     _, free, kept, none = steps(1 << 40, {})
     takes = {(where, (8, 8, 3, 3)): int(0.2 * free[-1])}
     told, most, found, workspaces = steps(int(0.8 * free[-1]), takes)
-    assert not none and workspaces.count(*takes.values()) >= 3
+    (taken,) = takes.values()
+    assert not none and sum(0.99 * taken < size <= taken for size in workspaces) >= 2
     assert "again" in told, told
     assert 0.5 * free[-1] < max(most[4:]) <= 0.8 * free[-1]
     assert all(map(torch.equal, found, kept))
