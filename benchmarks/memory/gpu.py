@@ -383,6 +383,7 @@ def main() -> int:
     for left_gib in map(int, asked.left.split(",")) if "filled" in parts else ():
 
         def ballast(left_gib: int = left_gib) -> Tensor:
+            bench.clean()  # what is cached does not count as free
             size = max(torch.cuda.mem_get_info()[0] - left_gib * GIB, 0) if gpu else 0
             return torch.empty(size, dtype=torch.uint8, device=device)
 
