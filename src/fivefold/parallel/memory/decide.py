@@ -123,7 +123,7 @@ class _Search:
     def freed(self, start: State) -> State | None:
         """A state that fits, after the changes that free the most bytes for their seconds."""
         state, run = start.copy(), self._simulator.run
-        least = _LEAST * (int(run([state]).peak_bytes[0]) - self._limit)
+        at_least = _LEAST * (int(run([state]).peak_bytes[0]) - self._limit)
         for _ in range(_ROUNDS):
             now = run([state])
             peak, seconds = int(now.peak_bytes[0]), float(now.seconds[0])
@@ -142,7 +142,7 @@ class _Search:
                 break
             steps = _one_by_one(state, [changes[n] for n in order])
             peaks = run(steps).peak_bytes
-            enough = np.flatnonzero(peaks <= peak - max(over * _STEP, least, 1))
+            enough = np.flatnonzero(peaks <= peak - max(over * _STEP, at_least, 1))
             state = steps[int(enough[0] if enough.size else np.argmin(peaks))]
         last = [state, *([_all_spilled(self._simulator, state)] if self._spills else [])]
         fits = np.flatnonzero(run(last).peak_bytes <= self._limit)

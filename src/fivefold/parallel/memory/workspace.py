@@ -76,7 +76,7 @@ class NodePeaks(Watch):
     What is computed again is so in the backward of the node that follows it.
 
     Args:
-        count: of what there is, asked for when it is needed.
+        count: of what there is, asked for at the first node, whose thread may not be that of backward.
         more: what nodes are known to take beside what is counted.
     """
 
@@ -88,9 +88,10 @@ class NodePeaks(Watch):
         """while any of them was computed"""
         self._counts, self._more = count, more or {}
         self._count: Counts | None = None
-        """while something is under way"""
-        self._slot, self._before = (-1, False), 0
-        """what is, and what there was before"""
+        self._slot: Slot | None = None
+        """what is under way"""
+        self._before = 0
+        """bytes as it began"""
 
     def computes(self, node: int) -> None:
         """See `Watch`."""
@@ -98,19 +99,19 @@ class NodePeaks(Watch):
 
     def needs(self, node: int) -> None:
         """See `Watch`."""
-        if self._count is None or self._slot != (node, True):
+        if self._slot != (node, True):
             self._next((node, True))
 
     def _next(self, slot: Slot) -> None:
         self.close(slot[0] if slot[1] else -1)
-        self._count = self._counts()
+        self._count = self._count or self._counts()
         assert self._count is not None
         self._count.lately()
         self._slot, self._before = slot, self._count.now()
 
     def close(self, before: int = -1) -> None:
         """What was under way has ended, in backward with all that comes after the node `before`."""
-        if self._count is None:
+        if self._count is None or self._slot is None:
             return
         (node, backward), most = self._slot, self._count.lately()
         took = most - max(self._before, self._count.now())
@@ -120,7 +121,7 @@ class NodePeaks(Watch):
         with_more = most + max(self._more.get(slot, 0) for slot in slots)
         self.most_bytes = max(self.most_bytes, most)
         self.most_with_more_bytes = max(self.most_with_more_bytes, with_more)
-        self._count = None
+        self._slot = None
 
 
 def rehearsed_peaks(
