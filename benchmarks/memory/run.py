@@ -29,7 +29,7 @@ from figures import Median, environment, middle_half, ratio, table
 from group import MemoryGroup, memory_group
 from publishing import Page, conditions
 from rounds import undisturbed
-from ways import CASES, Budgeted, Step, alternatives, decided_s, peak_bytes, steps
+from ways import CASES, SAME, Budgeted, Step, alternatives, decided_s, peak_bytes, steps
 
 HERE = Path(__file__).resolve().parent
 PARTS = (0.6, 0.4, 0.25)
@@ -125,7 +125,9 @@ def section(result: dict[str, Any]) -> str:
     elif part.endswith(ALTERNATIVES):
         net = part.removesuffix(ALTERNATIVES)
         title = f"{net}: {OTHERS} other choices that fit into {AT:g} of the memory, with a disk"
-        header = ("of the choice made, the fastest of them", "the median of them")
+        header = (
+            "of the choice made, the fastest of them", "the median of them", "itself once more",
+        )  # fmt: skip
         rows = [_best(found["seconds"])]
     else:
         title, rows = f"{part}, {CASES[part].shape}", _ways(found)
@@ -144,10 +146,11 @@ def _decided(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _best(seconds: dict[str, list[float]]) -> tuple[str, ...]:
-    """Each of the others beside the choice that was made, round by round."""
+    """Each of the others beside the choice that was made, round by round; and that beside itself."""
     ratios = {name: ratio(own, seconds[SPILLS]) for name, own in seconds.items() if name != SPILLS}
+    same = str(ratios.pop(SAME)) if SAME in ratios else ""
     fastest = min(ratios.values(), key=lambda one: one.value)
-    return str(fastest), f"{statistics.median(one.value for one in ratios.values()):.3f}"
+    return str(fastest), f"{statistics.median(one.value for one in ratios.values()):.3f}", same
 
 
 def _ways(found: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -32,6 +32,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tiles"))
 from live import Live
 
 Step = Callable[[], Tensor]
+SAME = "the same, once more"
+"""beside itself, a choice tells how far apart equal ones are"""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,8 @@ def alternatives(name: str, part: float, folder: Path, others: int) -> dict[str,
     torch.manual_seed(0)
     net = case.make()
     most_bytes = int(part * peak_bytes(plain(copy.deepcopy(net), case)))
-    made: dict[str, Step] = {"memory.budget, with a disk": Budgeted(net, case, most_bytes, folder)}
+    own = Budgeted(net, case, most_bytes, folder)
+    made: dict[str, Step] = {"memory.budget, with a disk": own, SAME: own}
     for seed in range(others):
         made[f"other {seed}"] = _Other(net, case, most_bytes, folder, seed)
     return made

@@ -250,6 +250,27 @@ def test_no_more_is_held_than_allowed(layout: Layout, part: float) -> None:
         assert "computed again" in str(last) or "MiB before it begins" in str(last)
 
 
+def test_a_later_search_that_finds_nothing_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other times it takes another way, which may lead nowhere."""
+    ((free, _, _),) = measured(Layout(), "1TiB", 0)
+    limit = free.total_bytes - free.peak_bytes // 2 + 2 * free.trained_bytes
+    searched, choose, tried = step.decided, step.StepBudget.choose, list[int]()
+
+    def decided(simulator: Any, limit_bytes: int, near: Any = None) -> Any:
+        return searched(simulator, limit_bytes, near) if not tried[-1] else None
+
+    def chosen(self: Any, decision: Any, rehearsed: Any) -> None:
+        tried.append(decision.steps)
+        choose(self, decision, rehearsed)
+
+    monkeypatch.setattr(step, "decided", decided)
+    monkeypatch.setattr(step, "least", lambda simulator: [simulator.start()])
+    monkeypatch.setattr(step.StepBudget, "choose", chosen)
+    ((_, peaks, last),) = measured(Layout(), f"{limit}B")
+    assert len(tried) > 1
+    assert max(peaks[3:]) <= last.peak_bytes < free.peak_bytes
+
+
 def test_choices_keep_to_the_room_that_there_is() -> None:
     """The store refuses more, in the middle of a step."""
     ((free, _, _),) = measured(Layout(), "1TiB", 0)

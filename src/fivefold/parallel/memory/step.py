@@ -311,20 +311,8 @@ class StepBudget:
         if self._store is not None and self._link is not None:
             self._link = seen_link(self._link, self._store.rates)
         simulator = Simulator(decision.profile, self._link)
-
-        def look(rehearse: Rehearse) -> _Found:
-            def under(state: State) -> Predicted:
-                choice, pool = simulator.choice(state), self._weightless(state.window_bytes)
-                return with_workspaces(rehearse, choice, pool, decision.workspaces)
-
-            if decision.steps > self._measured:  # it was the best, and a little has changed
-                found = _fastest(simulator, limit, free.peak_bytes, under, decision.state)
-                if found[1].peak_bytes <= limit:
-                    return found
-            return _fastest(simulator, limit, free.peak_bytes, under)
-
         fits = free.peak_bytes <= limit
-        found = None if fits else rehearsed(look)
+        found = None if fits else rehearsed(partial(self._best, decision, simulator, limit))
         decision.due, decision.seen, decision.peaks = False, False, None
         decision.state, decision.predicted = found or (simulator.start(), free)
         over = decision.predicted.peak_bytes - limit
@@ -343,6 +331,24 @@ class StepBudget:
         decision.choice = simulator.choice(decision.state)
         spills = bool(decision.state.spilled.any())
         decision.pool = self.pool(decision.state.window_bytes) if spills else None
+
+    def _best(
+        self, decision: Decision, simulator: Simulator, limit: int, rehearse: Rehearse
+    ) -> _Found:
+        """The best that is found, or what the last search found, which may have been luckier."""
+
+        def under(state: State) -> Predicted:
+            choice, pool = simulator.choice(state), self._weightless(state.window_bytes)
+            return with_workspaces(rehearse, choice, pool, decision.workspaces)
+
+        fastest = partial(_fastest, simulator, limit, decision.free.peak_bytes, under)
+        if decision.steps > self._measured:  # it was the best, and a little has changed
+            found = fastest(decision.state)
+            if found[1].peak_bytes <= limit:
+                return found
+        found, last = fastest(), (decision.state, decision.predicted)
+        fits = [one for one in (found, last) if one[1].peak_bytes <= limit]
+        return min(fits or [found], key=lambda one: float(simulator.run([one[0]]).seconds[0]))
 
     def _refuse(self, free: Predicted, told: Predicted) -> None:
         standing, room = self._standing(free), ""
