@@ -121,7 +121,12 @@ class _Search:
         self._spills = spills and simulator.link is not None
 
     def freed(self, start: State) -> State | None:
-        """A state that fits, after the changes that free the most bytes for their seconds."""
+        """A state that fits, after the changes that free the most bytes for their seconds.
+
+        Where spans are joined from the start, what is computed again at once may be too much at once: these
+        may be divided. Elsewhere dividing would undo what is joined in the next round.
+        """
+        divides = bool((start.units == JOINED).any())
         state, run = start.copy(), self._simulator.run
         at_least = _LEAST * (int(run([state]).peak_bytes[0]) - self._limit)
         for _ in range(_ROUNDS):
@@ -130,8 +135,7 @@ class _Search:
             over = peak - self._limit
             if over <= 0:
                 return state
-            # What is computed again at once may be too much at once.
-            changes = [*self._changes(state), *self._splits(state)]
+            changes = [*self._changes(state), *(self._splits(state) if divides else ())]
             if not changes:
                 break
             told = run([_changed(state, [change]) for change in changes])
