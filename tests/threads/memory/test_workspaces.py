@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.parallel.memory import step
-from fivefold.parallel.memory.workspace import Counts
+from fivefold.parallel.memory.slots import Counts
 from fivefold.parallel.program.weightless import Count
 from fivefold.plan import Provenance
 from fivefold.torch_private import FakeTensor

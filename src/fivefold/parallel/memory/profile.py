@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.memory.choice import Key
-from fivefold.parallel.memory.saving import Watch
+from fivefold.parallel.memory.slots import Slot, SlotWatch
 from fivefold.parallel.program.program import Compute, Move, Program
 from fivefold.parallel.program.rule import Here
-from fivefold.parallel.program.weightless import Count, current_count
+from fivefold.parallel.program.weightless import current_count
 
 __all__ = ["Held", "Item", "NodeBytes", "Profile", "profile_of"]
 
@@ -56,7 +56,7 @@ class NodeBytes:
     """as its backward begins"""
 
 
-class Held(Watch):
+class Held(SlotWatch):
     """Of steps that keep everything: what is held, and what nodes take beside it.
 
     forward     f1      f2      f3      loss
@@ -65,6 +65,7 @@ class Held(Watch):
     """
 
     def __init__(self) -> None:
+        super().__init__(current_count)
         self.items: dict[Key, Item] = {}
         self.memory_of: dict[int, Key] = {}
         """by value: views, and what is changed in place, share one"""
@@ -73,48 +74,32 @@ class Held(Watch):
         self._alive = Counter[int]()
         """by storage: how often it is held"""
         self._copies = Counter[Key]()
-        self._bytes = 0
-        self._slot: tuple[int, bool, int] | None = None
-        """the node that is under way, whether in backward, and what was held as it began"""
-        self._count: Count | None = None
-        self._before = 0
+        self._bytes = self._held = 0
+        """what is held, and what was as the node began that is under way"""
+        self._before: int | None = None
         """bytes as the step began"""
 
     def computes(self, node: int) -> None:
         """See `Watch`."""
         self.computed.add(node)
-        self._next((node, False))
+        super().computes(node)
 
-    def needs(self, node: int) -> None:
-        """See `Watch`."""
-        if self._slot is None or self._slot[:2] != (node, True):
-            self._next((node, True))
-
-    def _next(self, slot: tuple[int, bool]) -> None:
-        if self._count is None:
-            self._count = current_count()
-            assert self._count is not None
-            self._before = self._count.now()
-        self.close()
-        self._slot = (*slot, self._bytes)
+    def began(self, slot: Slot, now: int) -> None:
+        """See `SlotWatch`."""
+        self._before = now if self._before is None else self._before
+        self._held = self._bytes
         if slot[1]:
             found = self.nodes.setdefault(slot[0], NodeBytes())
-            found.gradients = max(found.gradients, self._count.now() - self._before - self._bytes)
+            found.gradients = max(found.gradients, now - self._before - self._bytes)
 
-    def close(self) -> None:
-        """What was under way has ended."""
-        if self._count is None:
-            return
-        most = self._count.lately() - self._before
-        if self._slot is None:
-            return
-        node, backward, held = self._slot
-        found = self.nodes.setdefault(node, NodeBytes())
-        if backward:
-            found.backward = max(found.backward, most - held)
+    def ended(self, slot: Slot, most: int, now: int, following: int) -> None:  # noqa: ARG002
+        """See `SlotWatch`."""
+        assert self._before is not None
+        found, own = self.nodes.setdefault(slot[0], NodeBytes()), most - self._before - self._held
+        if slot[1]:
+            found.backward = max(found.backward, own)
         else:
-            found.forward = max(found.forward, most - held)
-        self._slot = None
+            found.forward = max(found.forward, own)
 
     def makes(self, index: int, key: Key) -> None:
         """See `Watch`."""
@@ -160,7 +145,7 @@ class Profile:
         """With measured seconds of nodes."""
         return replace(self, seconds=tuple(seconds), backward_s=tuple(backward_s))
 
-    def with_workspaces(self, workspaces: Mapping[tuple[int, bool], int]) -> Profile:
+    def with_workspaces(self, workspaces: Mapping[Slot, int]) -> Profile:
         """With bytes that nodes, or their backward if True, take beside their tensors."""
         nodes = tuple(
             replace(

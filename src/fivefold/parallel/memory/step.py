@@ -32,11 +32,11 @@ from fivefold.parallel.memory.optimizers import OptimizerStates
 from fivefold.parallel.memory.pinned import PinnedStore
 from fivefold.parallel.memory.profile import Held, Profile, profile_of
 from fivefold.parallel.memory.simulate import Simulator, State
+from fivefold.parallel.memory.slots import Slot
 from fivefold.parallel.memory.spill import Pool, Store, WeightlessStore
 from fivefold.parallel.memory.table import choices_of
 from fivefold.parallel.memory.workspace import (
     NodePeaks,
-    Slot,
     Workspace,
     device_count,
     rehearsed_peaks,
@@ -224,18 +224,17 @@ class StepBudget:
     def _note_workspaces(self, decision: Decision, seen: NodePeaks, rehearse: Rehearse) -> None:
         """What nodes took beside what they take in a rehearsal of the same step."""
         window = decision.state.window_bytes
-        told, _ = rehearsed_peaks(rehearse, decision.choice, self._weightless(window), {})
+        peaks, told = rehearsed_peaks(rehearse, decision.choice, self._weightless(window))
         decision.workspaces = {
-            slot: size - told.bytes.get(slot, 0)
+            slot: size - peaks.bytes.get(slot, 0)
             for slot, size in seen.bytes.items()
-            if size > told.bytes.get(slot, 0)
+            if size > peaks.bytes.get(slot, 0)
         }
         decision.profile = decision.profile.with_workspaces(decision.workspaces)
         free = Choice.keep_all(len(decision.profile.nodes))
-        decision.free, decision.predicted = (
-            with_workspaces(rehearse, choice, self._weightless(window), decision.workspaces)
-            for choice in (free, decision.choice)
-        )
+        decision.free = with_workspaces(rehearse, free, self._weightless(0), decision.workspaces)
+        more = peaks.more_bytes(decision.workspaces)
+        decision.predicted = replace(told, peak_bytes=told.peak_bytes + more)
         known = self._standing(decision.free) + decision.predicted.peak_bytes
         self._workspace.ended(known, seen.most_bytes)
 

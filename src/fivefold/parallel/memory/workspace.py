@@ -10,39 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fivefold.parallel.memory.budget import Budgeted
 from fivefold.parallel.memory.choice import Choice
-from fivefold.parallel.memory.saving import Watch
+from fivefold.parallel.memory.slots import Counts, Slot, SlotWatch
 from fivefold.parallel.memory.spill import Pool
 from fivefold.parallel.program.memory import Predicted, Rehearse
 from fivefold.parallel.program.weightless import current_count
 
 __all__ = [
-    "Counts", "DeviceCount", "NodePeaks", "Slot", "Workspace", "device_count", "rehearsed_peaks",
-    "with_workspaces",
+    "DeviceCount", "NodePeaks", "Workspace", "device_count", "rehearsed_peaks", "with_workspaces",
 ]  # fmt: skip
 
-Slot = tuple[int, bool]
-"""a node, and whether it is its backward"""
 _UNSEEN = 1 / 8
 """of the budget: what workspaces are taken to be until they are measured"""
-
-
-class Counts(Protocol):
-    """Counts bytes."""
-
-    def now(self) -> int:
-        """Those that are alive."""
-        ...
-
-    def lately(self) -> int:
-        """The most that were alive since the last call."""
-        ...
 
 
 class DeviceCount:
@@ -67,68 +51,38 @@ def device_count(device: torch.device) -> Counts | None:
     return DeviceCount(device) if device.type == "cuda" else None
 
 
-class NodePeaks(Watch):
-    """What nodes of a step take for as long as they are computed, and their backward.
+class NodePeaks(SlotWatch):
+    """What nodes of a step take for as long as they are computed, and their backward."""
 
-    forward     f1    f2    f3    loss
-    backward              b3          b1          of node 2, which saves nothing, nobody tells: it counts as 3
-
-    What is computed again is so in the backward of the node that follows it.
-
-    Args:
-        count: of what there is, asked for at the first node, whose thread may not be that of backward.
-        more: what nodes are known to take beside what is counted.
-    """
-
-    def __init__(
-        self, count: Callable[[], Counts | None], more: Mapping[Slot, int] | None = None
-    ) -> None:
+    def __init__(self, counts: Callable[[], Counts | None]) -> None:
+        super().__init__(counts)
         self.bytes: dict[Slot, int] = {}
-        self.most_bytes = self.most_with_more_bytes = 0
+        self.most_bytes = 0
         """while any of them was computed"""
-        self._counts, self._more = count, more or {}
-        self._count: Counts | None = None
-        self._slot: Slot | None = None
-        """what is under way"""
         self._before = 0
-        """bytes as it began"""
+        self._peaks: list[tuple[list[Slot], int]] = []
+        """what was under way, and the most that there was"""
 
-    def computes(self, node: int) -> None:
-        """See `Watch`."""
-        self._next((node, False))
+    def began(self, slot: Slot, now: int) -> None:  # noqa: ARG002
+        """See `SlotWatch`."""
+        self._before = now
 
-    def needs(self, node: int) -> None:
-        """See `Watch`."""
-        if self._slot != (node, True):
-            self._next((node, True))
-
-    def _next(self, slot: Slot) -> None:
-        self.close(slot[0] if slot[1] else -1)
-        self._count = self._count or self._counts()
-        assert self._count is not None
-        self._count.lately()
-        self._slot, self._before = slot, self._count.now()
-
-    def close(self, before: int = -1) -> None:
-        """What was under way has ended, in backward with all that comes after the node `before`."""
-        if self._count is None or self._slot is None:
-            return
-        (node, backward), most = self._slot, self._count.lately()
-        took = most - max(self._before, self._count.now())
-        self.bytes[self._slot] = max(self.bytes.get(self._slot, 0), took)
-        also = range(before + 1, node) if backward else ()
-        slots = (self._slot, *((n, what) for n in also for what in (False, True)))
-        with_more = most + max(self._more.get(slot, 0) for slot in slots)
+    def ended(self, slot: Slot, most: int, now: int, following: int) -> None:
+        """See `SlotWatch`."""
+        self.bytes[slot] = max(self.bytes.get(slot, 0), most - max(self._before, now))
         self.most_bytes = max(self.most_bytes, most)
-        self.most_with_more_bytes = max(self.most_with_more_bytes, with_more)
-        self._slot = None
+        also = range(following + 1, slot[0]) if slot[1] else ()
+        self._peaks.append(([slot, *((n, what) for n in also for what in (False, True))], most))
+
+    def more_bytes(self, workspaces: Mapping[Slot, int]) -> int:
+        """By how much more the most is with what nodes take beside what is counted."""
+        peaks = (most + max(workspaces.get(one, 0) for one in own) for own, most in self._peaks)
+        return max(peaks, default=0) - self.most_bytes
 
 
-def rehearsed_peaks(
-    rehearse: Rehearse, choice: Choice, pool: Pool, more: Mapping[Slot, int]
-) -> tuple[NodePeaks, Predicted]:
+def rehearsed_peaks(rehearse: Rehearse, choice: Choice, pool: Pool) -> tuple[NodePeaks, Predicted]:
     """Of nodes, in a rehearsal under a choice; and what such a step needs."""
-    peaks = NodePeaks(current_count, more)
+    peaks = NodePeaks(current_count)
     told = rehearse(lambda _: Budgeted(choice, pool, watch=peaks))
     peaks.close()
     return peaks, told
@@ -140,9 +94,8 @@ def with_workspaces(
     """What a step needs under a choice, with bytes that nodes take beside their tensors."""
     if not workspaces:
         return rehearse(lambda _: Budgeted(choice, pool))
-    peaks, told = rehearsed_peaks(rehearse, choice, pool, workspaces)
-    more = peaks.most_with_more_bytes - peaks.most_bytes
-    return replace(told, peak_bytes=told.peak_bytes + more)
+    peaks, told = rehearsed_peaks(rehearse, choice, pool)
+    return replace(told, peak_bytes=told.peak_bytes + peaks.more_bytes(workspaces))
 
 
 class Workspace:
