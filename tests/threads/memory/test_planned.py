@@ -122,12 +122,14 @@ def test_a_run_does_with_what_was_planned(candidate: Candidate, room: float) -> 
 
 
 @pytest.mark.parametrize("room", [pytest.param(0.1, marks=pytest.mark.long), 0.5])
-def test_a_run_is_no_slower_than_planned(room: float) -> None:
+def test_a_run_is_no_slower_than_planned(room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both by the same estimates: a run measures what torch takes around spans, which no plan knows, and
+    # times no nodes before its first step.
+    monkeypatch.setattr("fivefold.parallel.memory.step.measured_span", lambda _: 0.0)
     torch.manual_seed(0)
     net = Net()
     plan, told = planned(net, Candidate(Layout()), room)
     ((before, *_),) = steps(net, plan)
     assert before.choices is not None
-    # Both by the same estimates: the nodes of a step that has not been made are not timed.
     run = before.choices.step_s / before.choices.free_s
     assert 1.0 < run <= told.step_s / (told.step_s - told.parts.again_s) * 1.005
