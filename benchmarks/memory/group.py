@@ -22,8 +22,8 @@ class MemoryGroup:
     """None without root: then there is no limit"""
     not_counted_bytes: int
 
-    def needed(self, step: Callable[[], Any]) -> int:
-        """Bytes of memory of its own that the process takes at most, while `step` is called."""
+    def needed(self, step: Callable[[], Any]) -> tuple[int, int]:
+        """Bytes of memory of its own that the process takes at most while `step` is called: more, and in all."""
         for _ in range(3):
             step()
         _free_unused()
@@ -31,18 +31,24 @@ class MemoryGroup:
         Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
         for _ in range(3):
             step()
-        return _status("VmHWM") - _status("RssFile") - before
+        most = _status("VmHWM") - _status("RssFile")
+        return most - before, most
 
     @contextmanager
-    def limited(self, needed_bytes: int, cache_bytes: int) -> Generator[None]:
-        """Within the block there is so much more than now, and so much for pages of files."""
+    def limited(self, needed: tuple[int, int], cache_bytes: int) -> Generator[None]:
+        """Within the block there is what was needed, and so much for pages of files.
+
+        What the allocator holds and does not use differs from time to time: "more" counts from what it held
+        then, so that "in all" is what it must have at least.
+        """
         if self.limit_file is None:
             yield
             return
         before = self.limit_file.read_text()
         _free_unused()
-        own = _status("RssAnon") - self.not_counted_bytes
-        self.limit_file.write_text(str(own + needed_bytes + cache_bytes))
+        more, in_all = needed
+        own = max(_status("RssAnon") + more, in_all) - self.not_counted_bytes
+        self.limit_file.write_text(str(own + cache_bytes))
         try:
             yield
         finally:

@@ -87,12 +87,12 @@ def _in_turn(
     peaks = {name: peak_bytes(step) for name, step in ways.items()}
 
     cached = ways.get(CACHED)
-    needed_bytes = 0 if cached is None else group.needed(cached)
+    needed = (0, 0) if cached is None else group.needed(cached)
 
     def seconds(step: Step) -> float:
         if step is not cached:
             return _seconds(step)
-        with group.limited(needed_bytes, CASES[net].cache_bytes):
+        with group.limited(needed, CASES[net].cache_bytes):
             step()  # takes anew what the allocator had kept
             taken = _seconds(step)
         ways[FREE]()  # so does this one, for those that follow
