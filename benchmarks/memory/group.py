@@ -23,7 +23,7 @@ class MemoryGroup:
     not_counted_bytes: int
 
     def needed(self, step: Callable[[], Any]) -> tuple[int, int]:
-        """Bytes of memory of its own that the process takes at most while `step` is called: more, and in all."""
+        """Bytes of its own that the process takes at most while `step` is called: more, and in all."""
         for _ in range(3):
             step()
         _free_unused()
