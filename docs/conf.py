@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
     # Types that a signature shows but nobody outside the room uses.
     (
         r"py:.*",
-        r"fivefold\.(mesh\.agreement\.Agreement|parallel\.pipeline\.net\.PipelinedNet|parallel\.program\.program\.Program|parallel\.memory\.(budget\.Budgeted|table\.StepChoices)|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|train\.shown\._T|checkpoint\.checkpointer\._Batch)",
+        r"fivefold\.(mesh\.agreement\.Agreement|parallel\.pipeline\.net\.PipelinedNet|parallel\.program\.program\.Program|parallel\.memory\.(budget\.Budgeted|table\.StepChoices)|sections\.\w+|data\.source\.(Samples|Source)|recipes\.recipe\.Images|train\.progress\.Progress|train\.shown\._T|parallel\.graph\.marked\._F|checkpoint\.checkpointer\._Batch)",
     ),
     (r"py:.*", r"Images|Transform|Trace"),
     (r"py:.*", r"dict\[str"),  # half of `dict[str, Any]` in a docstring

@@ -33,6 +33,7 @@ OURS = {
     "__getitem__": "`x[...]`",
     "alias": "`ops.aten.alias`",
     "assigned": "`x[...] = y`",
+    "ff.pointwise": "autograd functions after `ff.pointwise(Function)`",
     "by_row": "`x[rows, index]` with a row for every sample",
     "hooked": "`tensor.register_hook(...)`",
     "recurrence": "`nn.RNN`, `nn.LSTM`, `nn.GRU`",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fivefold.data import loader
     from fivefold.mesh import Mesh, start
     from fivefold.offload import Validator
-    from fivefold.parallel import clip_grad_norm_, parallelize
+    from fivefold.parallel import clip_grad_norm_, parallelize, pointwise
     from fivefold.plan import Layout, Plan
     from fivefold.trace import Phase, span
     from fivefold.train import Logger
@@ -41,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "loader",
     "parallelize",
+    "pointwise",
     "progress",
     "span",
     "start",
@@ -57,6 +58,7 @@ _HOME = {
     "clip_grad_norm_": "fivefold.parallel",
     "loader": "fivefold.data",
     "parallelize": "fivefold.parallel",
+    "pointwise": "fivefold.parallel",
     "progress": "fivefold.train.shown",
     "span": "fivefold.trace",
     "start": "fivefold.mesh",

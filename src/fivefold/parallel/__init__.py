@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fivefold.parallel.clip import clip_grad_norm_
+    from fivefold.parallel.graph.marked import pointwise
     from fivefold.parallel.model import ParallelModel, parallelize
 
-__all__ = ["ParallelModel", "clip_grad_norm_", "parallelize"]
+__all__ = ["ParallelModel", "clip_grad_norm_", "parallelize", "pointwise"]
+
+_HOME = {"clip_grad_norm_": "clip", "pointwise": "graph.marked"}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from its module (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "clip" if name == "clip_grad_norm_" else "model"
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME.get(name, 'model')}"), name)

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import owned
-from fivefold.parallel.graph.names import is_own, is_users, plain
+from fivefold.parallel.graph.marked import is_pointwise
+from fivefold.parallel.graph.names import is_own, is_users
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.graph.tape import Node, Tape
 from fivefold.parallel.intercept import is_quiet
@@ -36,7 +36,8 @@ from fivefold.parallel.program.rule import (
     want_of,
 )
 from fivefold.parallel.program.spread import Division, Grid, Spread
-from fivefold.torch_private import pytree, without_modes
+from fivefold.parallel.program.trial import MOST_TRIED, Call, each_by_itself, keeps_promise, numbers
+from fivefold.torch_private import without_modes
 
 __all__ = ["ValuePlacement", "by_samples", "place"]
 
@@ -47,8 +48,6 @@ __all__ = ["ValuePlacement", "by_samples", "place"]
 # gathered. Functions of the user's are not tried: they may do more than compute.
 
 _ROWS = 3
-_MOST = 1 << 22
-"""elements of an operand that is tried"""
 
 
 class RowWise:
@@ -84,7 +83,7 @@ def _by_rows(node: Node, divided: tuple[bool, ...]) -> bool:
     module = str(getattr(function, "__module__", "") or type(function).__module__)
     torchs = module.startswith("torch") or type(function).__module__ == "builtins"
     small = all(
-        torch.Size(shape).numel() <= _MOST * max(shape[0] if shape else 1, 1)
+        torch.Size(shape).numel() <= MOST_TRIED * max(shape[0] if shape else 1, 1)
         for shape in node.shapes
     )
     if is_own(function) or isinstance(function, torch.nn.Module) or not torchs or not small:
@@ -99,86 +98,23 @@ def _by_rows(node: Node, divided: tuple[bool, ...]) -> bool:
 
 def _tried(node: Node, divided: Sequence[bool]) -> bool:
     generator = torch.Generator().manual_seed(0)
+    dims = [0 if cut else None for cut in divided]
     with without_modes():
         for dtype in (torch.float64, torch.int64):  # indices, where it takes no other numbers
             try:
                 given = [
-                    _numbers(
+                    numbers(
                         (_ROWS, *shape[1:]) if cut else shape,
                         dtype if cut else torch.float64,
                         generator,
                     )
                     for shape, cut in zip(node.shapes, divided, strict=True)
                 ]
-                whole = _Call(node, given)
+                whole = Call(node, given)
             except (RuntimeError, TypeError, IndexError):
                 continue
-            return _each_by_itself(whole, node, given, divided)
+            return each_by_itself(whole, dims)
     return False
-
-
-def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if dtype == torch.int64:
-        return torch.randint(0, 2, tuple(shape), generator=generator)
-    return torch.randn(tuple(shape), dtype=dtype, generator=generator)
-
-
-class _Call:
-    """One call of a node's function: its results, and the gradients of what it was given."""
-
-    def __init__(self, node: Node, given: Sequence[Tensor]) -> None:
-        self._given = [g.clone().requires_grad_(g.is_floating_point()) for g in given]
-        with torch.set_grad_enabled(node.grad):
-            # Copies, so that it may change them in place.
-            args, kwargs = node.arguments([g.clone() for g in self._given])
-            made = pytree.tree_leaves(plain(node.function)(*args, **kwargs))
-        self.results = [leaf for leaf in made if isinstance(leaf, Tensor)]
-
-    def gradients(self, of_results: Sequence[Tensor]) -> list[Tensor]:
-        """By operand; zeros where there is none."""
-        trained = [g for g in self._given if g.requires_grad]
-        ends = [(r, g) for r, g in zip(self.results, of_results, strict=True) if r.requires_grad]
-        if not (trained and ends):
-            return [torch.zeros_like(g) for g in self._given]
-        results, gradients = zip(*ends, strict=True)
-        found = iter(torch.autograd.grad(results, trained, gradients, allow_unused=True))
-        every = [next(found) if g.requires_grad else None for g in self._given]
-        pairs = zip(every, self._given, strict=True)
-        return [torch.zeros_like(g) if one is None else one.to_dense() for one, g in pairs]
-
-
-def _each_by_itself(
-    whole: _Call, node: Node, given: Sequence[Tensor], divided: Sequence[bool]
-) -> bool:
-    """Whether every sample alone has the results and gradients that it has among others."""
-    generator = torch.Generator().manual_seed(1)
-    draws = [torch.randn(r.shape, dtype=torch.float64, generator=generator) for r in whole.results]
-    weights = [draw.to(r.dtype) for draw, r in zip(draws, whole.results, strict=True)]
-    expected = whole.gradients(weights)
-    sums = [torch.zeros_like(g) for g in expected]
-    for row in range(_ROWS):
-        own = slice(row, row + 1)
-        pairs = list(zip(given, divided, strict=True))
-        alone = _Call(node, [g[own] if cut else g for g, cut in pairs])
-        if not _alike(alone.results, [many[own] for many in whole.results], whole.results):
-            return False
-        for total, part, (_, cut) in zip(
-            sums, alone.gradients([w[own] for w in weights]), pairs, strict=True
-        ):
-            (total[own] if cut else total).add_(part)
-    return _alike(sums, expected)
-
-
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor], whole: Sequence[Tensor] = ()) -> bool:
-    return (
-        len(some) == len(others)
-        and all(len(many) == _ROWS for many in whole)
-        and all(
-            one.shape == other.shape
-            and torch.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True)
-            for one, other in zip(some, others, strict=True)
-        )
-    )
 
 
 ROW_WISE = RowWise()
@@ -241,6 +177,12 @@ class _Placing:
             for ref, shape in zip(node.operands, node.shapes, strict=True)
         )
         chosen = rule_of(node)
+        if is_pointwise(node.function) and chosen is not None and not keeps_promise(node, lie):
+            warn(
+                f"{node.where} is marked by fivefold.pointwise, but has other results or gradients for parts "
+                "of what it takes than for the whole: the mark does not count"
+            )
+            chosen = None
         for given in self._choices(lie) if chosen is not None else ():
             assert chosen is not None
             made = chosen.place(Operation(node, given, self._here))

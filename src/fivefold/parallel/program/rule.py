@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.parallel.graph.marked import is_pointwise
 from fivefold.parallel.graph.names import plain
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.memory.budget import Budgeted
@@ -27,6 +28,7 @@ from fivefold.parallel.program.exchange import Exchange, Lines, Want
 from fivefold.parallel.program.spread import Division, Grid, Spread
 
 __all__ = [
+    "MARKED",
     "Here",
     "Local",
     "Moment",
@@ -195,6 +197,8 @@ class Rule(Protocol):
         ...
 
 
+MARKED = "ff.pointwise"
+"""name of the rule for autograd functions that are marked so"""
 _RULES: dict[str, Rule] = {}
 _FAMILIES = "fivefold.parallel.tiles"
 """the package that registers them all; by name, since it lies above this one"""
@@ -218,7 +222,8 @@ def rule(*names: str) -> Callable[[type[_R]], type[_R]]:
 
 def rule_of(node: Node) -> Rule | None:
     """The rule for what `node` calls, if there is one."""
-    return _registered().get(node.name)
+    marked = is_pointwise(node.function) and len(node.outputs) == 1
+    return _registered().get(MARKED if marked else node.name)
 
 
 def registered() -> dict[type[Rule], list[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.in_place import changes_its_operand
-from fivefold.parallel.program.rule import Local, Operation, Wants, as_held, call, rule
+from fivefold.parallel.program.rule import MARKED, Local, Operation, Wants, as_held, call, rule
 from fivefold.parallel.program.spread import Spread
 
 __all__ = ["POINTWISE", "Converted", "Pointwise", "broadcast", "broadcast_wants"]
@@ -66,7 +66,7 @@ def broadcast_wants(shape: tuple[int, ...], made: Spread) -> Wants:
     return tuple(wants)
 
 
-@rule(*POINTWISE)
+@rule(MARKED, *POINTWISE)
 class Pointwise:
     """The same call on the parts, which are cut as the operands are."""
 
