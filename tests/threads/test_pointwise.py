@@ -1,4 +1,4 @@
-"""Autograd functions that users mark: computed where samples and tiles lie, or refused for a wrong mark."""
+"""Autograd functions that users mark: computed where samples and tiles lie, or gathered for a wrong mark."""
 
 # ruff: noqa: ARG004
 # pyright: reportIncompatibleMethodOverride=false
@@ -14,16 +14,11 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel import parallelize
 from fivefold.plan import Layout
-from joined import (
-    CHECKED,
-    DATA,
-    PIPE,
-    WIDTH,
-    Call,
-    Images,
-    expect_exact,
-)
+from joined import CHECKED, DATA, PIPE, WIDTH, Call, Images, batches, expect_exact, made, plan_for
+from ranks import run_ranks
 
 # That something is gathered is told by a warning, which fails these tests.
 pytestmark = pytest.mark.filterwarnings(*(one for one in CHECKED.args if "not known" not in one))
@@ -154,6 +149,22 @@ WRONG: dict[str, Any] = {
 def test_a_wrong_mark_does_not_count_and_is_told(layout: Layout, function: Any) -> None:
     with pytest.warns(UserWarning, match=r"is marked by fivefold\.pointwise, but has other"):
         expect_exact(layout, lambda _net, h: h + applied(function, h), kind=Images)
+
+
+@GATHERED
+def test_a_trial_leaves_the_random_numbers_of_the_script() -> None:
+    noisy = wrong(lambda x: x * torch.rand_like(x), lambda grad: grad)
+
+    nets = [made(Images, lambda _net, h: applied(noisy, h), dict) for _ in range(WIDTH.size)]
+    x = batches(Images)[0][0].double()
+
+    def check(mesh: Mesh) -> None:
+        parallelize(nets[mesh.rank], mesh, example=x, loss=nn.MSELoss())
+
+    before = torch.random.get_rng_state()
+    with pytest.warns(UserWarning, match=r"is marked by fivefold\.pointwise, but has other"):
+        run_ranks(WIDTH, check, plan=plan_for(WIDTH))
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 @pytest.mark.parametrize("function", [torch.relu, Own.apply, nn.ReLU, None])

@@ -8,6 +8,7 @@ What is computed again is so in the backward of the node that follows it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,7 +32,7 @@ class Counts(Protocol):
         ...
 
 
-class SlotWatch(Watch):
+class SlotWatch(Watch, ABC):
     """Tells its subclasses of the bytes that there are.
 
     Args:
@@ -67,10 +68,10 @@ class SlotWatch(Watch):
             self.ended(self._slot, self._count.lately(), self._count.now(), following)
             self._slot = None
 
+    @abstractmethod
     def began(self, slot: Slot, now: int) -> None:
         """With so many bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self, slot: Slot, most: int, now: int, following: int) -> None:
         """With so many bytes, after `most`; in backward, that of nodes behind `following` is part of it."""
-        raise NotImplementedError

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ _TOLERANCES: dict[torch.dtype, dict[str, float]] = {
         "atol": 1e-5,
     },  # vectors round otherwise than what is left of them
 }
+
+_known: WeakKeyDictionary[Node, dict[frozenset[int], bool]] = WeakKeyDictionary()
+"""by the dims that are cut, what was found: a node is placed several times, to find what is fastest"""
+_ALONE = threading.Lock()
+"""ranks may be threads, which share what random numbers are drawn from"""
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -119,9 +126,13 @@ def keeps_promise(node: Node, given: Sequence[Spread]) -> bool:
             return False
     except RuntimeError:
         return False
-    cut = {len(shape) - len(lie.shape) + dim for lie in given for dim in lie.cut_dims}
-    with without_modes():
-        return all(_pointwise_along(node, dim, cut) for dim in cut)
+    cut = frozenset(len(shape) - len(lie.shape) + dim for lie in given for dim in lie.cut_dims)
+    known = _known.setdefault(node, {})
+    if cut not in known:
+        # Whoever draws random numbers is found out, and leaves the script's as they are.
+        with without_modes(), _ALONE, torch.random.fork_rng(devices=()):
+            known[cut] = all(_pointwise_along(node, dim, cut) for dim in cut)
+    return known[cut]
 
 
 def _pointwise_along(node: Node, dim: int, cut: Collection[int]) -> bool:
