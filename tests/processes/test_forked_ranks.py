@@ -37,7 +37,7 @@ class Numbers(Dataset):
         return n * int(os.environ["RANK"])
 if __name__ == "__main__":
     for context in ("fork", "spawn", "forkserver"):
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=context)
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context=context)
         print(context, [batch.tolist() for batch in loader])
     print(torch.nn.functional.relu(torch.ones(3, 3) @ torch.ones(3, 3)).sum().item())
 """
@@ -107,6 +107,7 @@ def _alike(line: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)  # two jobs, either of which may take the 100 s of `ran` where cores are shared
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_they_do_what_others_do(words: list[str], folder: Path) -> None:
     # One that fails would end the other at any moment.
