@@ -134,13 +134,30 @@ class Tiles:
     against the pixels computed twice"""
     strict: bool = False
     """whether an operation that is not known in tiles is an error, instead of gathered with a warning"""
+    turns: str = ""
+    """into how many tiles a rank divides its part of an image, such as "height=4,width=4": it computes them one
+    after the other and holds one at a time; empty: it computes its part at once"""
 
     def __post_init__(self) -> None:
+        self.turns_by_axis()
         layers = self.fuse.isdecimal() and int(self.fuse) >= 1
         if self.fuse not in ("auto", "never") and not layers:
             raise PlanError(
                 f'tiles.fuse = {self.fuse!r} is none of "auto", "never", or a number of layers such as "4"'
             )
+
+    def turns_by_axis(self) -> dict[str, int]:
+        """The axes along which there are several turns, with their number. Raises `PlanError`."""
+        try:
+            found = Layout.parse(self.turns)
+        except PlanError as problem:
+            raise PlanError(f"tiles.turns = {self.turns!r}: {problem}") from None
+        wrong = [axis for axis in AXES if axis not in TILE_AXES and getattr(found, axis) > 1]
+        if wrong:
+            raise PlanError(
+                f"tiles.turns = {self.turns!r} names {wrong[0]}, which is no tile axis: use {', '.join(TILE_AXES)}"
+            )
+        return {axis: n for axis in TILE_AXES if (n := int(getattr(found, axis))) > 1}
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from fivefold.parallel.refuse import (
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.trained import check_given, check_trained
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
+from fivefold.parallel.turns.net import TurnedNet
 from fivefold.parallel.wrapped import Wrapped
 from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, span
@@ -129,19 +130,23 @@ class ParallelModel(Wrapped):
         self._group = mesh.group("data")
         self._of_loss = loss_parameters(loss, net, mesh)
         modules = [one for one in (net, loss) if isinstance(one, nn.Module)]
-        self._hooks = ParameterHooks(*modules) if mesh.size > 1 else None
+        turns = mesh.plan.tiles.turns_by_axis()
+        self._hooks = ParameterHooks(*modules) if mesh.size > 1 or turns else None
         before = dict(net.named_parameters())
         self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         tiled = mesh.layout.tiles > 1
-        joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not tiled
+        joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not (tiled or turns)
         self._rows = Rows(net, mesh) if joined and mesh.plan.parallel.rows == "auto" else None
         """finds out whether samples depend on each other, where replicas call the net itself"""
         self._apart = joined and self._rows is None
         """whether no step has ranks tell each other what they are going to do"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         self.placeholder = None
-        self._tiles = RecordedNet(net, mesh) if tiled and self._stages is None else None
+        self._turns = TurnedNet(net, mesh, turns, self._loss) if turns else None
+        self._tiles = RecordedNet(net, mesh) if tiled and not (turns or self._stages) else None
+        if self._turns is not None:
+            self._tiles = self._turns.tiles
         if self._stages is not None:
             self._tiles = self._stages.tiles
             self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device))
@@ -168,6 +173,8 @@ class ParallelModel(Wrapped):
     def _own_reducer(self, net: nn.Module) -> Reducer:
         """Who completes the gradients. Collective."""
         mesh, share_buffers = self._mesh, self._mesh.plan.parallel.batch_norm == "replica"
+        if self._turns is not None:
+            return Alone()  # it sums gradients itself
         if self._stages is not None:
             return ShardedStages(self._stages.gradients.values())
         if mesh.layout.data * mesh.layout.tiles == 1:
@@ -239,6 +246,8 @@ class ParallelModel(Wrapped):
     def _stepped(self, inputs: Any, targets: Any, share: Share, scaler: Any) -> Tensor:
         """A step without stages, but for the hooks of parameters and what the loss trains."""
         assert self._loss is not None
+        if self._turns is not None:
+            return self._step_by_turns(self._turns, inputs, targets, share, scaler)
         if self._memory.recorded is not None:
             return self._step_in_tiles(*self._memory.recorded, inputs, targets, share, scaler)
         if self._tiles is not None:
@@ -310,6 +319,19 @@ class ParallelModel(Wrapped):
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             scaled = _as_it_is if scaler is None else scaler.scale
             return self._reducer[0].backward(own, scaled, counted=outputs.samples.rows > 0)
+
+    def _step_by_turns(
+        self, turns: TurnedNet, inputs: Any, targets: Any, share: Share, scaler: Any
+    ) -> Tensor:
+        assert self._loss is not None
+        assert self._tile_loss is not None
+        cut = self._tile_loss.in_tiles(targets)
+        weight = self._loss.begin(targets, self._everyone if cut else None)
+        scaled = _as_it_is if scaler is None else scaler.scale
+        batch = Batch(call_with, inputs, share)
+        own = self.on_outputs
+        told = None if own is None else lambda outputs: own(turns.tiles.own(outputs))
+        return turns.step(batch, targets, weight, scaled, told)
 
     def _step_in_stages(
         self, stages: PipelinedNet, inputs: Any, targets: Any, share: Share, scaler: Any
@@ -403,6 +425,10 @@ class ParallelModel(Wrapped):
             stages, share = self._stages, self._share(inputs, draws=False)
             outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))
             return bare.refused(stages.tiles.own(outputs), "a pipe axis has no graph of the net")
+        if self._turns is not None:
+            turns, share = self._turns, self._share(inputs, draws=False)
+            outputs = turns.tiles.own(turns.run(Batch(_call_both, inputs, share)))
+            return bare.refused(outputs, "images that are computed by turns have no graph of the net")
         if self._tiles is not None:
             tiles, share = self._tiles, self._share(inputs, draws=self.training)
             outputs = tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
@@ -495,6 +521,9 @@ class ParallelModel(Wrapped):
             stages = self._stages
             outputs = forward(lambda: stages.outputs(Batch(call_with, inputs, share)))
             return stages.tiles.own(outputs, whole=True), first
+        if self._turns is not None:
+            outputs = self._turns.run(Batch(call_with, inputs, share))
+            return self._turns.tiles.own(outputs, whole=True), first
         meets = self._rows is not None and self._rows.meet(call_with, inputs, share)
         tiles = self._rows.tiles if self._rows is not None and meets else self._tiles
         if tiles is not None:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold import comm
 from fivefold.parallel.graph.tape import Node
+from fivefold.parallel.program.asked import Processes, TurnGroup
 from fivefold.torch_private import AnyBatchNorm
 from fivefold.trace import Tag
 
@@ -87,7 +88,10 @@ def global_batch_norm(
     """
     own = x if owned is None else x[owned]
     count = own.numel() // max(x.shape[1], 1) if counted else 0
-    mean, var, total = _statistics(own.detach(), count, group)
+    if isinstance(group, TurnGroup):
+        mean, var, total = _statistics_of_turns(own, count, group)
+    else:
+        mean, var, total = _statistics(own.detach(), count, group)
     if count <= 1 and total.item() <= 1:  # the first test spares a GPU the wait
         raise ValueError(
             "Expected more than 1 value per channel when training, but all ranks together have one; "
@@ -96,11 +100,14 @@ def global_batch_norm(
     # By .data, as torch's own kernel does: another micro-batch may have saved them, which uses no numbers of
     # theirs in its backward, but would find them changed.
     if running_mean is not None:
-        running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
+        running_mean.data.lerp_(mean.detach().to(running_mean.dtype), momentum)
     if running_var is not None:
-        unbiased = var * (total / (total - 1.0))
+        unbiased = var.detach() * (total / (total - 1.0))
         running_var.data.lerp_(unbiased.to(running_var.dtype), momentum)
     stats_dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    if isinstance(group, TurnGroup):
+        mean, var = mean.to(stats_dtype), var.to(stats_dtype)
+        return cast(Tensor, _Normalised.apply(x, weight, bias, mean, var, eps, counted))
     return cast(
         Tensor,
         _BatchNorm.apply(
@@ -123,6 +130,13 @@ def _statistics(x: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor
 
     `count` of the values per channel are this rank's to give.
     """
+    every = comm.all_gather(_own_statistics(x, count), group, Tag.BATCH_NORM)
+    total, mean, m2 = _taken_apart(_merged(every))
+    return mean, m2 / total, total
+
+
+def _own_statistics(x: Tensor, count: int) -> Tensor:
+    """[n, mean, M2] (1 + 2 channels,), float64, of values of which `count` per channel are this rank's to give."""
     channels = x.shape[1]
     local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if count:
@@ -133,12 +147,46 @@ def _statistics(x: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor
         local[0] = count
         local[1 : channels + 1] = mean
         local[channels + 1 :] = var * count
-    every = comm.all_gather(local, group, Tag.BATCH_NORM)
-    counts, means, m2s = every[:, :1], every[:, 1 : channels + 1], every[:, channels + 1 :]
+    return local
+
+
+def _taken_apart(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """n (), mean and M2 (channels,) of [n, mean, M2]; of several, one after the other, with a dim for them."""
+    channels = statistics.shape[-1] // 2
+    first = statistics[..., :1] if statistics.dim() > 1 else statistics[0]
+    return first, statistics[..., 1 : channels + 1], statistics[..., channels + 1 :]
+
+
+def _merged(every: Tensor) -> Tensor:
+    """[n, mean, M2] of all of (parts, 1 + 2 channels)."""
+    counts, means, m2s = _taken_apart(every)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
-    var = (m2s + counts * (means - mean).square()).sum(0) / total
-    return mean, var, total
+    m2 = (m2s + counts * (means - mean).square()).sum(0)
+    return torch.cat([total.reshape(1), mean, m2])
+
+
+def _local_gradients(  # noqa: PLR0917 - as torch has them
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    *,
+    needs_dx: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`w dy / sqrt(var + eps)` if it is needed, sum(dy xhat) and sum(dy), per channel: by the kernel that
+    is meant for inference.
+    """
+    if _misleads(x):
+        x, dy = x.contiguous(), dy.contiguous()
+    # None would do on CPUs alone: for saved statistics, and for a weight whose gradient is asked for.
+    unsaved = mean.new_empty(0)
+    factor = mean.new_ones(x.shape[1]) if weight is None and not x.is_cpu else weight
+    return torch.ops.aten.native_batch_norm_backward(
+        dy, x, factor, mean, var, unsaved, unsaved, False, eps, [needs_dx, True, True]
+    )
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -170,14 +218,8 @@ class _BatchNorm(torch.autograd.Function):
         x, weight, mean, var, total = ctx.saved_tensors
         if _misleads(x):
             x, dy = x.contiguous(), dy.contiguous()
-        # The inference kernel gives both local sums, and w dy / sqrt(var + eps) on request.
         half = x.dtype in (torch.bfloat16, torch.float16)
-        # None would do on CPUs alone: for saved statistics, and for a weight whose gradient is asked for.
-        unsaved = mean.new_empty(0)
-        factor = mean.new_ones(x.shape[1]) if weight is None and not x.is_cpu else weight
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, factor, mean, var, unsaved, unsaved, False, ctx.eps, [half, True, True]
-        )
+        dx, dweight, dbias = _local_gradients(dy, x, weight, mean, var, ctx.eps, needs_dx=half)
         # Even where `x` needs no gradient: a net that takes another way on another rank may need one there.
         sums = torch.stack([dbias, dweight]).to(torch.float64)
         if not ctx.counted:  # a stand-in adds nothing, even where it gave NaN
@@ -200,6 +242,121 @@ class _BatchNorm(torch.autograd.Function):
         dx = dx.add_(correction) if half else correction.addcmul_(dy, scale.view(per_channel))
         own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
         return (*own, *(None,) * 7)
+
+
+# ---- Over tiles that one process computes by turns
+#
+# What turns deposit are n, mean and M2 of their own, what they are answered those of all; both take part in
+# autograd. To normalise gives the answer's gradient, and a deposit's is that of the formula above:
+#
+#     dmean_r = n (dmean / N + 2 dM2 (mean_r - mean))        dM2_r = dM2
+
+
+class _Merge:
+    """The question what the statistics of all are; see `Question`."""
+
+    def __init__(self) -> None:
+        self.own = self.all = torch.empty(0)
+
+    def meet(
+        self, everyone: Sequence[_Merge], deposits: Sequence[Tensor], processes: Processes
+    ) -> Sequence[Callable[[], Tensor]]:
+        """See `Question`."""
+        own = torch.stack([deposit.detach() for deposit in deposits])
+        every = own
+        if processes.group is not None:
+            every = comm.all_gather(own, processes.group, Tag.BATCH_NORM).flatten(0, 1)
+        found = _merged(every)
+        for one, deposit in zip(everyone, own, strict=True):
+            one.own, one.all = deposit, found
+        return [lambda: found] * len(deposits)
+
+    def back(
+        self,
+        everyone: Sequence[_Merge],
+        grads: Sequence[Tensor],
+        processes: Processes,
+    ) -> Sequence[Tensor]:
+        """See `Question`."""
+        total = torch.stack([*grads]).sum(0)
+        if processes.group is not None:
+            comm.all_reduce(total, processes.group, Tag.BATCH_NORM)
+        return [one._given_back(total) for one in everyone]
+
+    def _given_back(self, grad: Tensor) -> Tensor:
+        count, own, _ = _taken_apart(self.own)
+        total, mean, _ = _taken_apart(self.all)
+        _, dmean, dm2 = _taken_apart(grad)
+        return torch.cat([
+            torch.zeros_like(grad[:1]), count * (dmean / total + 2 * dm2 * (own - mean)), dm2
+        ])  # fmt: skip
+
+
+def _statistics_of_turns(
+    x: Tensor, count: int, group: TurnGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_statistics`, but differentiable."""
+    found = group.ask(
+        _Merge(), lambda: cast(Tensor, _Deposited.apply(x, count)), trains=x.requires_grad
+    )
+    total, mean, m2 = _taken_apart(found)
+    return mean, m2 / total.detach(), total.detach()
+
+
+class _Deposited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        found = _own_statistics(x, count)
+        ctx.save_for_backward(x, found)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, found = ctx.saved_tensors
+        count, mean, _ = _taken_apart(found)
+        if not count:
+            return torch.zeros_like(x), None
+        dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+        _, dmean, dm2 = _taken_apart(grads[0])
+        # (x - mean) 2 dM2 + dmean / n, in one pass
+        offset, slope, mean = ((dmean / count).to(dtype), (2 * dm2).to(dtype), mean.to(dtype))
+        one = torch.ones_like(mean)
+        return torch.batch_norm(x, slope, offset, mean, one, False, 0.0, 0.0, False), None
+
+
+class _Normalised(torch.autograd.Function):
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, with gradients for mean and variance too."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd functions take positions only
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        counted: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.eps, ctx.counted, ctx.shifted = eps, counted, bias is not None
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        dx, dweight, dbias = _local_gradients(grads[0], x, weight, mean, var, ctx.eps, needs_dx=True)
+        inverse = torch.rsqrt(var + ctx.eps)
+        scale = inverse if weight is None else inverse * weight
+        scale = scale if ctx.counted else torch.zeros_like(scale)
+        own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
+        return (*own, -scale * dbias, -0.5 * scale * inverse * dweight, None, None)
 
 
 def global_instance_norm(

@@ -75,6 +75,8 @@ class Options:
     strict: bool = False
     """whether an unknown operation is an error"""
     costs: Costs = field(default_factory=Costs)
+    bordered: bool = True
+    """whether what a rank owns may be computed while what it is sent travels, see `border`"""
 
 
 _MEMORY_BOUND = 20

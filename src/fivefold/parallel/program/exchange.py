@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
+from fivefold.parallel.program.asked import Processes, TurnGroup
 from fivefold.parallel.program.spread import Box, Grid, Range, Spread
 from fivefold.trace import Tag
 
@@ -199,6 +200,8 @@ def exchange(
     if plan.is_crop:
         return x[plan.own[0][0]]
     group, both = lines.of(plan), (kept or Kept(), source or Kept())
+    if isinstance(group, TurnGroup):
+        return _by_turns(x, plan, group)
     return cast(Tensor, _RangeExchange.apply(x, plan, group, both))
 
 
@@ -255,6 +258,123 @@ class _RangeExchange(torch.autograd.Function):
         for peer, pieces in plan.sends:
             unpack(received[peer], pieces, dx, add=True)
         return dx, None, None, None
+
+
+# ---- Between turns of one process
+#
+# A turn deposits what others want of its part, each piece once, whoever wants it. Putting together what it has
+# and what it is given is left to itself, when it goes on.
+
+
+class Strips:
+    """What one turn gives the others, and gets from them: the messages of an exchange."""
+
+    def __init__(self, plan: Exchange, number: int) -> None:
+        self.number, self.plan = number, plan
+        self.distinct: list[tuple[Slices, ...]] = []
+        self.which: dict[int, int] = {}
+        """peer -> number of what it is given"""
+        for peer, pieces in plan.sends:
+            if pieces not in self.distinct:
+                self.distinct.append(pieces)
+            self.which[peer] = self.distinct.index(pieces)
+        self.sizes = [sum(map(_size, pieces)) for pieces in self.distinct]
+        self.expects = {peer: sum(map(_size, pieces)) for peer, pieces in plan.receives}
+
+    def meet(
+        self, everyone: Sequence[Strips], deposits: Sequence[Tensor], processes: Processes
+    ) -> Sequence[Callable[[], Tensor]]:
+        """See `Question`."""
+        parts = [d.detach().split(one.sizes) for one, d in zip(everyone, deposits, strict=True)]
+        boxes = {
+            (one.number, peer): of[which]
+            for one, of in zip(everyone, parts, strict=True)
+            for peer, which in one.which.items()
+        }
+        wanted = {
+            (peer, one.number): size for one in everyone for peer, size in one.expects.items()
+        }
+        boxes |= processes.swap(boxes, wanted, deposits[0])
+        return [functools.partial(one.received, boxes, deposits[0]) for one in everyone]
+
+    def received(self, boxes: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
+        """What it gets, one after the other."""
+        mine = [boxes[peer, self.number] for peer in self.expects]
+        return torch.cat(mine) if mine else like.new_empty(0)
+
+    def back(
+        self, everyone: Sequence[Strips], grads: Sequence[Tensor], processes: Processes
+    ) -> Sequence[Tensor]:
+        """See `Question`."""
+        boxes = {
+            (one.number, peer): part
+            for one, grad in zip(everyone, grads, strict=True)
+            for peer, part in zip(one.expects, grad.split([*one.expects.values()]), strict=True)
+        }
+        wanted = {
+            (peer, one.number): one.sizes[which]
+            for one in everyone
+            for peer, which in one.which.items()
+        }
+        boxes |= processes.swap(boxes, wanted, grads[0])
+        return [one._given_back(boxes, grads[0]) for one in everyone]
+
+    def _given_back(self, boxes: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
+        found = like.new_zeros(sum(self.sizes))
+        parts = found.split(self.sizes)
+        for peer, which in self.which.items():
+            parts[which].add_(boxes[peer, self.number])
+        return found
+
+
+def _by_turns(x: Tensor, plan: Exchange, group: TurnGroup) -> Tensor:
+    if not plan.moves:
+        return cast(Tensor, _Laid.apply(x, x.new_empty(0), plan))
+    strips = Strips(plan, group.number)
+    received = group.ask(
+        strips, lambda: cast(Tensor, _Cut.apply(x, strips.distinct)), trains=x.requires_grad
+    )
+    return cast(Tensor, _Laid.apply(x, received, plan))
+
+
+class _Cut(torch.autograd.Function):
+    """Pieces of a tensor, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, distinct: Sequence[tuple[Slices, ...]]) -> Tensor:
+        ctx.pieces, ctx.shape = [p for pieces in distinct for p in pieces], x.shape
+        return torch.cat([x[p].reshape(-1) for p in ctx.pieces]) if distinct else x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        dx = grads[0].new_zeros(ctx.shape)
+        unpack(grads[0], ctx.pieces, dx, add=True)
+        return dx, None
+
+
+class _Laid(torch.autograd.Function):
+    """What a turn has, and what it received, put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: Tensor, plan: Exchange) -> Tensor:
+        ctx.plan = plan
+        sizes = [sum(map(_size, pieces)) for _, pieces in plan.receives]
+        peers = [peer for peer, _ in plan.receives]
+        return _assemble(x, plan, dict(zip(peers, received.split(sizes), strict=True)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        plan: Exchange = ctx.plan
+        pieces = [grad[p].reshape(-1) for _, pieces in plan.receives for p in pieces]
+        given = torch.cat(pieces) if pieces else grad.new_empty(0)
+        return _own_gradient(grad, plan), given, None
 
 
 def _own_gradient(grad: Tensor, plan: Exchange) -> Tensor:

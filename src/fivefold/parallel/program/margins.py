@@ -177,7 +177,8 @@ class _Planner:
     ) -> float | None:
         """Seconds for which a reader computes its own part before it needs what is received, if any."""
         tight = all(spread == self._spreads[index] for index, spread in held.items())
-        if local.bordered is None or ref != node.operands[0] or not tight:
+        apart = self._options.bordered and local.bordered is not None
+        if not (apart and tight and ref == node.operands[0]):
             return None
         elements = sum(_most(spread, self._here.grid) for spread in held.values())
         return self._options.costs.compute_s(elements * flops_of(node))

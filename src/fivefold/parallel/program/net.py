@@ -37,7 +37,7 @@ from fivefold.parallel.trained import check_read
 from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
-__all__ = ["ALIKE", "GridSamples", "Outputs", "Prepared", "RecordedNet", "grid_of", "no_budget"]
+__all__ = ["ALIKE", "GridSamples", "Outputs", "Prepared", "RecordedNet", "Seat", "grid_of", "no_budget"]
 
 ALIKE = "give all of them the same, and let the net draw the same random numbers on all"
 
@@ -106,6 +106,21 @@ class Outputs:
         return self.ready.samples
 
 
+_Groups = Mapping[tuple[tuple[int, ...], bool], dist.ProcessGroup]
+"""by axes of the grid, and whether the data axis is joined to them"""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which rank of which grid computes, if it is not the mesh that says so."""
+
+    grid: Grid
+    rank: int
+    groups: _Groups
+    programs: Programs | None = None
+    """of another rank of the same process"""
+
+
 class RecordedNet:
     """The user's net on the ranks that compute a batch together. Creating it is collective: it makes groups.
 
@@ -116,19 +131,28 @@ class RecordedNet:
     """
 
     def __init__(
-        self, net: nn.Module, mesh: Mesh, costs: Costs | None = None, *, apart: bool = False
+        self,
+        net: nn.Module,
+        mesh: Mesh,
+        costs: Costs | None = None,
+        *,
+        apart: bool = False,
+        seat: Seat | None = None,
     ) -> None:
         self._mesh = mesh
-        self.grid = grid_of(mesh, samples=not apart and mesh.plan.parallel.rows != "apart")
+        if seat is None:
+            grid = grid_of(mesh, samples=not apart and mesh.plan.parallel.rows != "apart")
+            self.grid, self._groups = grid, _groups(mesh, grid)
+        else:
+            self.grid, self._groups = seat.grid, seat.groups
         self._image_dims = 1 - min(
             (TILE_DIMS[a] for a in self.grid.axes if a in TILE_DIMS), default=0
         )
-        self._groups = _groups(mesh, self.grid)
         every = tuple(range(len(self.grid.axes)))
         tiles = tuple(axis for axis in every if axis != self.grid.data)
         self.lines = Lines(self._groups[tiles, False], self._groups[every, False])
         """the tile ranks of this replica, and all ranks of the grid, in order"""
-        self.here = Here(self.grid, self.lines.across.rank())
+        self.here = Here(self.grid, self.lines.across.rank() if seat is None else seat.rank)
         plan = mesh.plan
         self._recompute = plan.memory.recompute
         self.budgeted: Callable[[Program], Budgeted | None] = no_budget
@@ -142,9 +166,13 @@ class RecordedNet:
             auto = fuse == "auto" and len(tiles) > 0
             costs = measured(self.lines.within, everyone, mesh.device) if auto else Costs()
         self.costs = costs
-        options = Options(fuse, plan.tiles.strict, costs)
+        options = Options(fuse, plan.tiles.strict, costs, bordered=seat is None)
         self._agreement = mesh.agreement
-        self.programs = Programs(net, self.grid, mesh.device, options, once=mesh.predicts)
+        self.programs = (
+            Programs(net, self.grid, mesh.device, options, once=mesh.predicts)
+            if seat is None or seat.programs is None
+            else seat.programs
+        )
 
     # ---- where things lie
 
@@ -329,6 +357,18 @@ class RecordedNet:
         given = (*(leaf for leaf, _ in located), *carried)
         return Prepared(program, given, moment, share, samples)
 
+    def prepared_as(self, ready: Prepared, inputs: Any) -> Prepared:
+        """What another rank of this process has prepared, for this one and its part of the batch."""
+        parts = [self.lies(leaf)[0] for leaf in leaves(inputs)]
+        if not ready.samples.rows:
+            parts = [_one_row(part) for part in parts]
+        program, before = ready.program.of_rank(self.here.rank), ready.moment
+        here = None if before.here is None else replace(before.here, rank=self.here.rank)
+        moment = replace(
+            before, groups=lambda axes, joint: self._groups[axes, joint], lines=self.lines, here=here
+        )
+        return replace(ready, program=program, inputs=(*parts,), moment=moment)
+
     def state(self, ready: Prepared) -> Mapping[str, Tensor]:
         """The net's tensors that a program names, as they are now; what is trained, itself."""
         tape = ready.program.tape
@@ -365,16 +405,37 @@ class RecordedNet:
 
         With `whole`, images too, on the first tile rank; nothing on the others. Collective over the grid.
         """
-        flat, tree = flatten(outputs.parts)
-        spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]
+        settled = self.settled(outputs, whole=whole)
+        if whole:
+            return settled.parts
+        flat, tree = flatten(settled.parts)
+        spreads = flatten(settled.spreads, lambda leaf: isinstance(leaf, Spread))[0]
         own = [
-            self._own(leaf, spread, outputs.ready, whole) if isinstance(spread, Spread) else leaf
+            self._noted(leaf, spread, outputs.ready) if isinstance(spread, Spread) else leaf
             for leaf, spread in zip(flat, spreads, strict=True)
         ]
         return unflatten(own, tree)
 
-    def _own(self, leaf: Tensor, spread: Spread, ready: Prepared, whole: bool) -> Tensor:
-        samples, grid = ready.samples, self.grid
+    def settled(self, outputs: Outputs, *, whole: bool = False) -> Outputs:
+        """The same with all samples of this replica on each of its ranks, images in tiles.
+
+        With `whole`, images whole on the first tile rank, and nothing on the others. Collective over the grid.
+        """
+        flat, tree = flatten(outputs.parts)
+        spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]
+        found = [
+            self._settled(leaf, spread, outputs.samples, whole)
+            if isinstance(spread, Spread)
+            else (leaf, spread)
+            for leaf, spread in zip(flat, spreads, strict=True)
+        ]
+        parts, lie = [part for part, _ in found], [spread for _, spread in found]
+        return replace(outputs, parts=unflatten(parts, tree), spreads=unflatten(lie, tree))
+
+    def _settled(
+        self, leaf: Tensor, spread: Spread, samples: GridSamples, whole: bool
+    ) -> tuple[Tensor, Spread]:
+        grid = self.grid
         rows = spread.shape[:1] == (max(samples.rows, 1),)
         wants, lies = list(as_held(spread)), spread
         if whole:
@@ -387,8 +448,8 @@ class RecordedNet:
         elif rows:
             wants[0] = Want.all_of(spread.shape[0])
             lies = lies.with_cut(0, None)
-        made = exchange(leaf, Exchange.of(spread, wants, grid, self.here.rank), self.lines)
-        return made if whole else self._noted(made, lies, ready)
+        plan = Exchange.of(spread, wants, grid, self.here.rank)
+        return exchange(leaf, plan, self.lines), lies
 
     def leave(self, ready: Prepared, made: Mapping[int, Tensor], *, stages: bool = False) -> None:
         """Leave behind what a forward leaves: buffers, attributes. Collective over the grid.
@@ -527,7 +588,7 @@ def _place(samples: GridSamples, row: int) -> int:
     return samples.pieces[-1].origin
 
 
-def _groups(mesh: Mesh, grid: Grid) -> Mapping[tuple[tuple[int, ...], bool], dist.ProcessGroup]:
+def _groups(mesh: Mesh, grid: Grid) -> _Groups:
     """A group for every choice of axes of the grid, with the data axis and without."""
     found: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     alone = next((axis for axis in AXES if getattr(mesh.layout, axis) == 1), None)

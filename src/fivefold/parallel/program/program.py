@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from fivefold.parallel.program.border import Border
 from fivefold.parallel.program.costs import Costs, Fuse, Options, flops_of
 from fivefold.parallel.program.exchange import Exchange
 from fivefold.parallel.program.in_place import may_change
-from fivefold.parallel.program.margins import with_margins
+from fivefold.parallel.program.margins import Margins, with_margins
 from fivefold.parallel.program.placing import ValuePlacement, place
 from fivefold.parallel.program.rule import (
     Here,
@@ -107,6 +107,20 @@ class Program:
 
     compiled: dict[Any, list[Any]] = field(default_factory=dict[Any, list[Any]])
     """steps that are compiled, see `compiled_span`"""
+    lowered: Callable[[Here], Program] | None = None
+    """makes the plan of another rank"""
+    others: dict[int, Program] = field(default_factory=dict[int, "Program"])
+
+    def of_rank(self, rank: int) -> Program:
+        """The plan of another rank, made once."""
+        assert self.here is not None
+        assert self.lowered is not None
+        if rank == self.here.rank:
+            return self
+        if rank not in self.others:
+            made = self.others[rank] = self.lowered(replace(self.here, rank=rank))
+            made.mark = self.mark
+        return self.others[rank]
 
     def marked(self) -> Fingerprint:
         """Its mark, which programs that a net runs have."""
@@ -223,8 +237,14 @@ def cheapest_thinnest(tape: Tape, inputs: Sequence[Spread], here: Here, options:
     return min(tried)[1]
 
 
-def _lowered(tape: Tape, placed: ValuePlacement, here: Here, options: Options) -> Program:
-    """The plan of one rank, with the margins that `options.fuse` gives."""
+def _lowered(
+    tape: Tape,
+    placed: ValuePlacement,
+    here: Here,
+    options: Options,
+    margins: Margins | None = None,
+) -> Program:
+    """The plan of one rank, with the margins that `options.fuse` gives unless they are known."""
 
     def lower(node: Node, made: Sequence[Spread]) -> Local:
         rule = placed.rules[node]
@@ -232,11 +252,12 @@ def _lowered(tape: Tape, placed: ValuePlacement, here: Here, options: Options) -
             return _on_the_whole(node, made, here)
         return rule.lower(Operation(node, placed.given[node], here, tuple(made)))
 
-    margins = with_margins(tape, placed.spreads, lower, here, options)
+    margins = margins or with_margins(tape, placed.spreads, lower, here, options)
     program = Program(
-        tape, spreads=margins.held, gathered=placed.gathered, here=here, fuse=options.fuse
+        tape, spreads=dict(margins.held), gathered=placed.gathered, here=here, fuse=options.fuse
     )
-    lowering = _Lowering(program, here, margins.shared)
+    program.lowered = lambda other: _lowered(tape, placed, other, options, margins)
+    lowering = _Lowering(program, here, margins.shared, bordered=options.bordered)
     for node in tape.nodes:
         lowering.add(node, lower(node, [margins.held[index] for index in node.outputs]))
     lowering.finish()
@@ -244,8 +265,11 @@ def _lowered(tape: Tape, placed: ValuePlacement, here: Here, options: Options) -
 
 
 class _Lowering:
-    def __init__(self, program: Program, here: Here, shared: dict[int, Spread]) -> None:
+    def __init__(
+        self, program: Program, here: Here, shared: dict[int, Spread], *, bordered: bool
+    ) -> None:
         self._program, self._here, self._shared = program, here, shared
+        self._bordered = bordered
         self._next = max(program.spreads, default=-1) + 1
         self._moved: dict[tuple[Any, ...], Ref] = {}
         self._makers: dict[int, Node] = {}
@@ -274,6 +298,8 @@ class _Lowering:
     def _border(self, node: Node, given: Sequence[Spread], local: Local) -> Border | None:
         """How to compute in two parts, unless several readers share the exchange."""
         if local.bordered is None or not isinstance(node.operands[0], Value):
+            return None
+        if not self._bordered:
             return None
         plan = Exchange.of(given[0], local.wants[0], self._here.grid, self._here.rank)
         if plan.is_identity or (plan.moves and node.operands[0].index in self._shared):

@@ -32,7 +32,7 @@ from fivefold.parallel.program.recompute import (
 from fivefold.parallel.program.rule import Moment
 from fivefold.torch_private import memory_of, pytree
 
-__all__ = ["Defer", "carry_out", "execute", "left", "returned"]
+__all__ = ["Defer", "carry_out", "execute", "left", "returned", "run_steps"]
 
 
 Defer = Callable[[Compute, Callable[[Sequence[Tensor]], Any], Sequence[Tensor]], Any]
@@ -94,6 +94,18 @@ def carry_out(
             return made
     running = _Running(program, values, state, moment, defer)
     return running.steps(span, keep, remake=True)
+
+
+def run_steps(  # noqa: PLR0917 - what `carry_out` is given
+    program: Program,
+    values: Mapping[int, Tensor],
+    span: range,
+    keep: set[int],
+    state: Mapping[str, Tensor],
+    moment: Moment,
+) -> dict[int, Tensor]:
+    """The same where nothing is chosen, compiled, or made again from strips."""
+    return _Running(program, dict(values), state, moment).steps(span, keep, remake=False)
 
 
 def _carry_out_within(  # noqa: PLR0917 - what `carry_out` was given

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
+from fivefold.parallel.program.asked import Extreme, Shared, Sum, TurnGroup
 from fivefold.trace import Tag
 
 __all__ = ["all_extreme", "all_sum", "complete_gradient", "shared_gradient"]
@@ -24,7 +25,11 @@ __all__ = ["all_extreme", "all_sum", "complete_gradient", "shared_gradient"]
 
 def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' `x` (*s), on every rank; differentiable. Collective, in backward too."""
-    return x if group.size() == 1 else cast(Tensor, _AllSum.apply(x, group))
+    if group.size() == 1:
+        return x
+    if isinstance(group, TurnGroup):
+        return group.ask(Sum(), lambda: x, trains=x.requires_grad)
+    return cast(Tensor, _AllSum.apply(x, group))
 
 
 def all_extreme(
@@ -35,6 +40,8 @@ def all_extreme(
     What is tied for the extreme shares its gradient evenly, wherever it lies, as torch has it. Collective, in
     backward too.
     """
+    if isinstance(group, TurnGroup):
+        return _extreme_of_turns(x, dims, largest, group)
     return cast(Tensor, _AllExtreme.apply(x, dims, largest, group))
 
 
@@ -91,12 +98,48 @@ class _Completed(_AllSum):
         return x.view_as(x)
 
 
+def _own_extreme(x: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
+    return x.amax(dims, True) if largest else x.amin(dims, True)
+
+
+def _extreme_of_turns(
+    x: Tensor, dims: tuple[int, ...], largest: bool, group: TurnGroup
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot count
+
+    def own() -> Tensor:
+        return _own_extreme(x.detach(), dims, largest)
+
+    found = group.ask(Extreme(largest), own, trains=False)
+    if not x.requires_grad:
+        return found
+    ties = group.ask(
+        Sum(), lambda: (x.detach() == found).sum(dims, keepdim=True).to(wide), trains=False
+    )
+    return group.ask(Shared(), lambda: cast(Tensor, _Tied.apply(x, found, ties)), trains=True)
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: Tensor, ties: Tensor) -> Tensor:
+        ctx.save_for_backward(x, found, ties)
+        return found.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, found, ties = ctx.saved_tensors
+        return (x == found) * (grads[0] / ties).to(grads[0].dtype), None, None
+
+
 class _AllExtreme(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dims: tuple[int, ...], largest: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        own = x.amax(dims, True) if largest else x.amin(dims, True)
+        own = _own_extreme(x, dims, largest)
         every = comm.all_gather(own, group, Tag.HALO)
         found = every.amax(0) if largest else every.amin(0)
         ctx.save_for_backward(x, found)

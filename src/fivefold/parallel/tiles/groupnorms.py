@@ -22,16 +22,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.parallel.norms import global_batch_norm, laid_out
+from fivefold.parallel.program.asked import added
 from fivefold.parallel.program.rule import Local, Moment, Operation, as_held, call, rule, want_of
 from fivefold.parallel.program.spread import Spread
 from fivefold.parallel.program.sums import all_sum
 from fivefold.parallel.tiles.along import widened
 from fivefold.parallel.tiles.norms import owned_slices
 from fivefold.torch_private import AnyInstanceNorm
-from fivefold.trace import Tag
 
 __all__ = ["GroupNorm", "InstanceNorm", "InstanceNormModule", "LayerNorm", "RmsNorm"]
 
@@ -215,7 +214,7 @@ def _over_all(new: Tensor, group: dist.ProcessGroup, counted: bool) -> Tensor:
     if counted:
         total[0] = new.shape[0]
         total[1:] = new.detach().sum(0)
-    comm.all_reduce(total, group, Tag.BATCH_NORM)
+    total = added(total, group)
     return total[1:] / total[0]
 
 

@@ -1,0 +1,283 @@
+"""A net whose tiles one process computes by turns.
+
+Every turn has the program that a tile rank would have, of the same recording; in place of groups of ranks there
+are those of turns. Turns divide what the tile axes give to a process, so that the two multiply:
+
+    height=2 and two turns along it      rows of rank 0 | rows of rank 1
+                                         turn 0, turn 1 | turn 0, turn 1
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh, Part, attach, part_of
+from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.graph.marked import is_pointwise
+from fivefold.parallel.graph.names import is_users
+from fivefold.parallel.graph.tape import Tape
+from fivefold.parallel.intercept import Share
+from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.pipeline.batch import Batch
+from fivefold.parallel.pipeline.gradients import StageGradients
+from fivefold.parallel.program.asked import Processes, Turn, TurnGroup
+from fivefold.parallel.program.costs import Costs, measured_processor
+from fivefold.parallel.program.loss import TileLoss
+from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet, Seat
+from fivefold.parallel.program.program import Program
+from fivefold.parallel.program.run import returned
+from fivefold.parallel.program.spread import Division, Grid, Spread
+from fivefold.parallel.reduce import without_effect
+from fivefold.parallel.trees import flatten, leaves, map_tensors, unflatten
+from fivefold.parallel.turns.segments import Segment, segments_of
+from fivefold.parallel.turns.step import Step, TurnUnderWay
+from fivefold.plan import AXES
+from fivefold.trace import Tag
+
+__all__ = ["TurnedNet"]
+
+_VISIT_S = 5e-4
+"""what a turn takes to stop and to go on, beside what it computes"""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A net as one turn sees it."""
+
+    turn: Turn
+    net: RecordedNet
+    loss: TileLoss | None
+
+
+class TurnedNet:
+    """The user's net, `turns` by tile axis. Creating it is collective: it makes groups.
+
+    Raises `UsageError` where turns do not go together with the rest of the plan.
+    """
+
+    def __init__(
+        self, net: nn.Module, mesh: Mesh, turns: Mapping[str, int], loss: SharedLoss | None
+    ) -> None:
+        self._net, self._mesh = net, mesh
+        held = [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
+        self._group = mesh.own_group("data", *TILE_DIMS)
+        comm.broadcast_all(held, self._group, Tag.GRADIENTS)
+        self._gradients = StageGradients(lambda: [*net.parameters()], self._group)
+        self.tiles = RecordedNet(net, mesh, Costs())
+        """the tiles of processes, each as a whole"""
+        flops_per_s, copied = measured_processor(mesh.device)
+        costs = Costs(_VISIT_S, copied, flops_per_s, copied)
+        size = {axis: getattr(mesh.layout, axis) * turns.get(axis, 1) for axis in TILE_DIMS}
+        axes = [axis for axis in TILE_DIMS if size[axis] > 1]
+        sizes = [size[axis] for axis in axes]
+        if self.tiles.grid.data is not None:
+            axes, sizes = ["data", *axes], [mesh.layout.data, *sizes]
+        grid = Grid(tuple(axes), tuple(sizes))
+        self._views: list[_View] = []
+        first: RecordedNet | None = None
+        for place in itertools.product(*(self._range(axis, turns) for axis in axes)):
+            rank, turn = _row_major(place, sizes), Turn()
+            groups = _groups(mesh, grid, place, turns, turn)
+            seat = Seat(grid, rank, groups, None if first is None else first.programs)
+            view = RecordedNet(net, mesh, costs, seat=seat)
+            first = first or view
+            self._views.append(_View(turn, view, None if loss is None else TileLoss(loss, view)))
+        self._segments: dict[int, tuple[Program, list[Segment]]] = {}
+        self._asks: dict[tuple[Any, ...], int] = {}
+
+    def _range(self, axis: str, turns: Mapping[str, int]) -> range:
+        """Where the turns of this process are along an axis."""
+        count, here = turns.get(axis, 1), self._mesh.coordinate(axis)
+        return range(here * count, (here + 1) * count)
+
+    @property
+    def programs(self) -> Any:
+        """Of all turns."""
+        return self._views[0].net.programs
+
+    # ---- running
+
+    def run(self, batch: Batch) -> Outputs:
+        """This process's part of what the net returns, without gradients. Collective."""
+        with torch.no_grad():
+            step = self._prepared(batch)
+            return self._together(step.outputs(), step.ready)
+
+    def step(
+        self,
+        batch: Batch,
+        targets: Any,
+        weight: Any,
+        scaled: Callable[[Tensor], Tensor],
+        on_outputs: Callable[[Outputs], None] | None,
+    ) -> Tensor:
+        """Forward and backward; gradients are complete on return. Returns the loss, detached. Collective."""
+        self._gradients.begin()
+        step, share = self._prepared(batch), batch.share
+
+        def own(turn: int, outputs: Outputs) -> Tensor:
+            loss = self._views[turn].loss
+            assert loss is not None
+            return loss.share(outputs, targets, weight, share)
+
+        kind = tuple((leaf.shape, part_of(leaf)) for leaf in leaves(targets))
+        with without_effect(() if share.rows else self._net.parameters()):
+            total, outputs = step.train(own, scaled, kind, keep=on_outputs is not None)
+        self._gradients.launch()
+        if on_outputs is not None:
+            on_outputs(self._together(outputs, step.ready))
+        self._gradients.finish()
+        if not share.rows:
+            total.zero_()
+        return comm.all_reduce(total, self._group, Tag.LOSS)
+
+    def _prepared(self, batch: Batch) -> Step:
+        inputs = map_tensors(functools.partial(self._noted, share=batch.share), batch.inputs)
+        first = self._views[0]
+        parts = map_tensors(functools.partial(self._tile, first.net), inputs)
+        (ready,) = first.net.prepare(batch.call, [parts], batch.share)
+        _check(ready.program.tape)
+        state = first.net.state(ready)
+        turns = [self._under_way(first, ready, state)]
+        for view in self._views[1:]:
+            parts = map_tensors(functools.partial(self._tile, view.net), inputs)
+            turns.append(self._under_way(view, view.net.prepared_as(ready, parts), state))
+        return Step(turns, self._asks, self._mesh.device)
+
+    def _under_way(
+        self, view: _View, ready: Prepared, state: Mapping[str, Tensor]
+    ) -> TurnUnderWay:
+        segments, updates = self._segments_of(ready.program), view is self._views[0]
+        return TurnUnderWay(view.turn, view.net, ready, segments, state, updates)
+
+    def _segments_of(self, program: Program) -> list[Segment]:
+        if id(program) not in self._segments:
+            found = segments_of(program, returned(program))
+            self._segments[id(program)] = (program, found)  # kept, so that the id stays its
+        return self._segments[id(program)][1]
+
+    def _noted(self, leaf: Tensor, share: Share) -> Tensor:
+        """A leaf that says which part it is of what, which it may leave out where it is whole images."""
+        if part_of(leaf) is not None or self.tiles.grid.tiles > 1 or not leaf.dim():
+            return leaf
+        origin = (share.origin, *(0,) * (leaf.dim() - 1))
+        return attach(leaf.view_as(leaf), Part((share.total, *leaf.shape[1:]), origin))
+
+    def _tile(self, view: RecordedNet, leaf: Tensor) -> Tensor:
+        """A turn's tile of what this process has."""
+        part = part_of(leaf)
+        if part is None:
+            return leaf
+        whole = tuple(leaf.shape[1:]) == part.shape[1:]
+        spread = view.spread_of((leaf.shape[0], *part.shape[1:]), channels=whole)
+        if spread.is_whole:
+            return leaf
+        _, *box = spread.owned(view.grid, view.here.rank)
+        where = [slice(a - o, b - o) for (a, b), o in zip(box, part.origin[1:], strict=True)]
+        piece = leaf[(slice(None), *where)]
+        return attach(piece, Part(part.shape, (part.origin[0], *(a for a, _ in box))))
+
+    def _together(self, outputs: Sequence[Outputs], ready: Prepared) -> Outputs:
+        """What all turns have, as one: this process's tiles of what is tiled, all else as the first has it."""
+        flat = [flatten(one.parts)[0] for one in outputs]
+        tree = flatten(outputs[0].parts)[1]
+        spreads = flatten(outputs[0].spreads, lambda leaf: isinstance(leaf, Spread))[0]
+        joined = [
+            self._joined([every[number] for every in flat], spread)
+            if isinstance(spread, Spread)
+            else flat[0][number]
+            for number, spread in enumerate(spreads)
+        ]
+        lie = [self._lies(one) if isinstance(one, Spread) else one for one in spreads]
+        return Outputs(unflatten(joined, tree), unflatten(lie, tree), ready)
+
+    def _lies(self, spread: Spread) -> Spread:
+        """How the turns of all processes together have what is spread so, by process."""
+        grid, whole = self._views[0].net.grid, self.tiles.grid
+        for dim in spread.cut_dims:
+            cut = spread.cuts[dim]
+            assert cut is not None
+            (axis,) = cut.axes
+            name = grid.axes[axis]
+            turns = grid.sizes[axis] // getattr(self._mesh.layout, name)
+            at = None
+            if name in whole.axes:
+                at = Division.at((whole.axes.index(name),), cut.bounds[::turns])
+            spread = spread.with_cut(dim, at)
+        return spread
+
+    def _joined(self, parts: Sequence[Tensor], spread: Spread) -> Tensor:
+        """The tiles of this process's turns, put together."""
+        if spread.is_whole:
+            return parts[0]
+        views = [view.net for view in self._views]
+        boxes = [spread.owned(view.grid, view.here.rank) for view in views]
+        first = [min(box[dim][0] for box in boxes) for dim in range(len(spread.shape))]
+        last = [max(box[dim][1] for box in boxes) for dim in range(len(spread.shape))]
+        made = parts[0].new_empty([b - a for a, b in zip(first, last, strict=True)])
+        for box, part in zip(boxes, parts, strict=True):
+            made[tuple(slice(a - o, b - o) for (a, b), o in zip(box, first, strict=True))] = part
+        return made
+
+
+def _row_major(place: Sequence[int], sizes: Sequence[int]) -> int:
+    number = 0
+    for here, size in zip(place, sizes, strict=True):
+        number = number * size + here
+    return number
+
+
+def _groups(
+    mesh: Mesh, grid: Grid, place: Sequence[int], turns: Mapping[str, int], turn: Turn
+) -> Mapping[tuple[tuple[int, ...], bool], TurnGroup]:
+    """For every choice of axes of the grid, with the data axis and without: who asks each other."""
+    found: dict[tuple[tuple[int, ...], bool], TurnGroup] = {}
+    at = dict(zip(grid.axes, place, strict=True)) | {"data": mesh.coordinate("data")}
+    indices = range(len(grid.axes))
+    for size in range(len(grid.axes) + 1):
+        for axes in itertools.combinations(indices, size):
+            for joint in (False, True):
+                names = {grid.axes[index] for index in axes} | ({"data"} if joint else set())
+                along = [axis for axis in AXES if axis in names]
+                sizes = tuple(getattr(mesh.layout, axis) for axis in along)
+                each = tuple(turns.get(axis, 1) for axis in along)
+                alone = math.prod(sizes) == 1
+                processes = Processes(sizes, each, None if alone else mesh.group(*along))
+                whole = [s * t for s, t in zip(sizes, each, strict=True)]
+                number = _row_major([at[axis] for axis in along], whole)
+                line = tuple(at[axis] for axis in grid.axes if axis not in names)
+                found[axes, joint] = TurnGroup(turn, number, line, processes)
+    return found
+
+
+def _check(tape: Tape) -> None:
+    """Refuse what turns cannot do yet what tile ranks can."""
+    remedy = "leave tiles.turns empty, and use tile axes"
+    if tape.effects:
+        raise UsageError(
+            "the forward leaves something behind in attributes or buffers, which images that are computed "
+            f"by turns would leave in pieces: {remedy}"
+        )
+    if tape.carried:
+        raise UsageError(
+            "the forward reads what an earlier one has left in attributes, which images that are computed by "
+            f"turns do not carry on: {remedy}"
+        )
+    for node in tape.nodes:
+        if node.name == "hooked":
+            raise UsageError(f"{node.where} has hooks, which see the whole gradient: {remedy}")
+        if is_users(node.function) and node.grad and not is_pointwise(node.function):
+            raise UsageError(
+                f"{node.where} has a backward of its own, and takes whole images: mark it with "
+                f"fivefold.pointwise if it looks at one element at a time, or {remedy}"
+            )
