@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,8 @@ from fivefold.parallel.program.run import execute
 from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.randomness import key_of
 from fivefold.parallel.trees import call_with, leaves
-from fivefold.plan import Layout
+from fivefold.parallel import parallelize
+from fivefold.plan import Layout, Numerics, Plan, Tiles
 from ranks import run_ranks
 
 __all__ = ["expect_tiles", "grid_of", "spread_of"]
@@ -97,12 +99,64 @@ def expect_tiles(
                 tolerance,
                 f"gradient of the input of rank {rank}",
             )
+    if not recompute:
+        _expect_turns(case, plain, x.grad, weights, [leaf.detach() for leaf in outputs], layout, tolerance)
     for name, parameter in plain.named_parameters():
         have = [found["gradients"][name] for found in ranks]
         have = [part for part in have if part is not None]
         assert (parameter.grad is not None) == bool(have), name
         if parameter.grad is not None:
             _close(sum(have, torch.zeros(())), parameter.grad, tolerance, f"gradient of {name}")
+
+
+class _Weighted(nn.Module):
+    """As `_weighted`."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, outputs: Any, _targets: Any) -> Tensor:
+        return _weighted(leaves(outputs), self.weights, [1] * len(self.weights))
+
+
+def _expect_turns(
+    case: _Case,
+    plain: nn.Module,
+    dx: Tensor | None,
+    weights: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    layout: Layout,
+    tolerance: float,
+) -> None:
+    """One process that computes the same tiles by turns."""
+    options = case.options
+    turns = Tiles(fuse=str(options.fuse), strict=options.strict, turns=str(layout))
+    plan = Plan(tiles=turns, numerics=Numerics(seed=_SEED))
+    net, image = copy.deepcopy(case.net), case.image.clone().requires_grad_()
+    seen: list[Tensor] = []
+
+    def check(mesh: Mesh) -> None:
+        model = parallelize(net, mesh, loss=_Weighted(weights))
+        model.steps = _STEP
+        model.on_outputs = lambda made: seen.extend(leaves(made))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.step(image, image.detach())
+
+    run_ranks(1, check, plan=plan, timeout_s=40)
+    for number, (part, whole) in enumerate(zip(seen, outputs, strict=True)):
+        _close(part, whole, tolerance, f"output {number} by turns")
+    for name, buffer in plain.named_buffers():
+        _close(dict(net.named_buffers())[name], buffer, tolerance, f"buffer {name} by turns")
+    if dx is not None:
+        assert image.grad is not None
+        _close(image.grad, dx, tolerance, "gradient of the input by turns")
+    for name, parameter in plain.named_parameters():
+        found = dict(net.named_parameters())[name].grad
+        assert (parameter.grad is None) == (found is None), name
+        if parameter.grad is not None:
+            _close(found, parameter.grad, tolerance, f"gradient of {name} by turns")
 
 
 @dataclass

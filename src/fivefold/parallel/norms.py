@@ -131,7 +131,7 @@ def _statistics(x: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor
     `count` of the values per channel are this rank's to give.
     """
     every = comm.all_gather(_own_statistics(x, count), group, Tag.BATCH_NORM)
-    total, mean, m2 = _taken_apart(_merged(every))
+    total, mean, m2 = _merged(every)
     return mean, m2 / total, total
 
 
@@ -157,13 +157,13 @@ def _taken_apart(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, statistics[..., 1 : channels + 1], statistics[..., channels + 1 :]
 
 
-def _merged(every: Tensor) -> Tensor:
-    """[n, mean, M2] of all of (parts, 1 + 2 channels)."""
+def _merged(every: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """n (), mean and M2 (channels,) of all, from [n, mean, M2] of each, (parts, 1 + 2 channels)."""
     counts, means, m2s = _taken_apart(every)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     m2 = (m2s + counts * (means - mean).square()).sum(0)
-    return torch.cat([total.reshape(1), mean, m2])
+    return total, mean, m2
 
 
 def _local_gradients(  # noqa: PLR0917 - as torch has them
@@ -266,7 +266,8 @@ class _Merge:
         every = own
         if processes.group is not None:
             every = comm.all_gather(own, processes.group, Tag.BATCH_NORM).flatten(0, 1)
-        found = _merged(every)
+        total, mean, m2 = _merged(every)
+        found = torch.cat([total.reshape(1), mean, m2])
         for one, deposit in zip(everyone, own, strict=True):
             one.own, one.all = deposit, found
         return [lambda: found] * len(deposits)

@@ -152,7 +152,9 @@ class TurnGroup(dist.ProcessGroup):
         """equal for the turns of this process that ask each other"""
 
     def ask(self, question: Question, deposit: Callable[[], Tensor], *, trains: bool) -> Tensor:
-        """See `Turn.ask`."""
+        """See `Turn.ask`. Who asks nobody but itself has what it deposits."""
+        if self.size() == 1:
+            return deposit()
         return self.turn.ask(question, self, deposit, trains=trains and torch.is_grad_enabled())
 
 

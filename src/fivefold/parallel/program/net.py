@@ -416,15 +416,16 @@ class RecordedNet:
         ]
         return unflatten(own, tree)
 
-    def settled(self, outputs: Outputs, *, whole: bool = False) -> Outputs:
+    def settled(self, outputs: Outputs, *, whole: bool = False, pieces: bool = True) -> Outputs:
         """The same with all samples of this replica on each of its ranks, images in tiles.
 
-        With `whole`, images whole on the first tile rank, and nothing on the others. Collective over the grid.
+        With `whole`, images whole on the first tile rank, and nothing on the others. Without `pieces`, dims whole
+        that are divided along several axes of the grid. Collective over the grid.
         """
         flat, tree = flatten(outputs.parts)
         spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]
         found = [
-            self._settled(leaf, spread, outputs.samples, whole)
+            self._settled(leaf, spread, outputs.samples, whole, pieces)
             if isinstance(spread, Spread)
             else (leaf, spread)
             for leaf, spread in zip(flat, spreads, strict=True)
@@ -433,7 +434,7 @@ class RecordedNet:
         return replace(outputs, parts=unflatten(parts, tree), spreads=unflatten(lie, tree))
 
     def _settled(
-        self, leaf: Tensor, spread: Spread, samples: GridSamples, whole: bool
+        self, leaf: Tensor, spread: Spread, samples: GridSamples, whole: bool, pieces: bool
     ) -> tuple[Tensor, Spread]:
         grid = self.grid
         rows = spread.shape[:1] == (max(samples.rows, 1),)
@@ -442,6 +443,9 @@ class RecordedNet:
             tiles = tuple(axis for axis in range(len(grid.axes)) if axis != grid.data)
             others = (((0, 0),),) * (grid.tiles - 1)
             wants = [Want(tiles, (((0, n),), *others)) for n in spread.shape]
+        for dim in () if pieces else spread.cut_dims:
+            if len(getattr(spread.cuts[dim], "axes", ())) > 1:
+                wants[dim], lies = Want.all_of(spread.shape[dim]), lies.with_cut(dim, None)
         if rows and grid.data is not None:
             wants[0] = samples.want(grid.data)
             lies = lies.with_cut(0, Division.at((grid.data,), samples.bounds))

@@ -75,8 +75,7 @@ class TurnedNet:
         self._gradients = StageGradients(lambda: [*net.parameters()], self._group)
         self.tiles = RecordedNet(net, mesh, Costs())
         """the tiles of processes, each as a whole"""
-        flops_per_s, copied = measured_processor(mesh.device)
-        costs = Costs(_VISIT_S, copied, flops_per_s, copied)
+        costs = self._costs()
         size = {axis: getattr(mesh.layout, axis) * turns.get(axis, 1) for axis in TILE_DIMS}
         axes = [axis for axis in TILE_DIMS if size[axis] > 1]
         sizes = [size[axis] for axis in axes]
@@ -94,6 +93,13 @@ class TurnedNet:
             self._views.append(_View(turn, view, None if loss is None else TileLoss(loss, view)))
         self._segments: dict[int, tuple[Program, list[Segment]]] = {}
         self._asks: dict[tuple[Any, ...], int] = {}
+
+    def _costs(self) -> Costs:
+        """What plans go by: all processes have to make the same. Collective."""
+        told = torch.tensor(measured_processor(self._mesh.device), device=self._mesh.device)
+        comm.broadcast_all([told], self._group, Tag.CONTROL)
+        flops_per_s, copied = told.tolist()
+        return Costs(_VISIT_S, copied, flops_per_s, copied)
 
     def _range(self, axis: str, turns: Mapping[str, int]) -> range:
         """Where the turns of this process are along an axis."""
@@ -207,9 +213,9 @@ class TurnedNet:
         for dim in spread.cut_dims:
             cut = spread.cuts[dim]
             assert cut is not None
-            (axis,) = cut.axes
-            name = grid.axes[axis]
-            turns = grid.sizes[axis] // getattr(self._mesh.layout, name)
+            assert len(cut.axes) == 1, "who settled it has what is in several pieces whole"
+            name = grid.axes[cut.axes[0]]
+            turns = grid.sizes[cut.axes[0]] // getattr(self._mesh.layout, name)
             at = None
             if name in whole.axes:
                 at = Division.at((whole.axes.index(name),), cut.bounds[::turns])

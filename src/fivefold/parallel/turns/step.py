@@ -258,7 +258,7 @@ class Step:
     def _settled(self, outputs: Sequence[Outputs]) -> list[Outputs]:
         if not outputs:
             return []
-        return self._in_the_end(lambda turn, one: one.net.settled(outputs[turn]), [])
+        return self._in_the_end(lambda turn, one: one.net.settled(outputs[turn], pieces=False), [])
 
     # ---- training
 
