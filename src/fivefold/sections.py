@@ -135,8 +135,8 @@ class Tiles:
     strict: bool = False
     """whether an operation that is not known in tiles is an error, instead of gathered with a warning"""
     turns: str = ""
-    """into how many tiles a rank divides its part of an image, such as "height=4,width=4": it computes them one
-    after the other and holds one at a time; empty: it computes its part at once"""
+    """into how many tiles a rank divides its part of an image, such as "height=4,width=4": it computes them
+    one after the other and holds one at a time; empty: it computes its part at once"""
 
     def __post_init__(self) -> None:
         self.turns_by_axis()
@@ -155,7 +155,8 @@ class Tiles:
         wrong = [axis for axis in AXES if axis not in TILE_AXES and getattr(found, axis) > 1]
         if wrong:
             raise PlanError(
-                f"tiles.turns = {self.turns!r} names {wrong[0]}, which is no tile axis: use {', '.join(TILE_AXES)}"
+                f"tiles.turns = {self.turns!r} names {wrong[0]}, which is no tile axis: use "
+                f"{', '.join(TILE_AXES)}"
             )
         return {axis: n for axis in TILE_AXES if (n := int(getattr(found, axis))) > 1}
 

@@ -107,7 +107,9 @@ def _alike(line: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)  # two jobs, either of which may take the 100 s of `ran` where cores are shared
+@pytest.mark.timeout(
+    240
+)  # two jobs, either of which may take the 100 s of `ran` where cores are shared
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_they_do_what_others_do(words: list[str], folder: Path) -> None:
     # One that fails would end the other at any moment.

@@ -40,7 +40,8 @@ from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
 from fivefold.parallel.program.loss import TileLoss, whole_images
 from fivefold.parallel.program.memory import Predicted
-from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.table import table
 from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import (
@@ -54,7 +55,7 @@ from fivefold.parallel.refuse import (
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.trained import check_given, check_trained
 from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
-from fivefold.parallel.turns.net import TurnedNet
+from fivefold.parallel.turns.net import turned
 from fivefold.parallel.wrapped import Wrapped
 from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, span
@@ -130,23 +131,24 @@ class ParallelModel(Wrapped):
         self._group = mesh.group("data")
         self._of_loss = loss_parameters(loss, net, mesh)
         modules = [one for one in (net, loss) if isinstance(one, nn.Module)]
-        turns = mesh.plan.tiles.turns_by_axis()
-        self._hooks = ParameterHooks(*modules) if mesh.size > 1 or turns else None
         before = dict(net.named_parameters())
         self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
+        self._turns = turned(net, mesh, self._loss)
+        several = mesh.size > 1 or self._turns is not None
+        self._hooks = ParameterHooks(*modules) if several else None
         tiled = mesh.layout.tiles > 1
-        joined = mesh.layout.data > 1 and mesh.layout.pipe == 1 and not (tiled or turns)
+        apart = mesh.layout.pipe == 1 and not tiled and self._turns is None
+        joined = mesh.layout.data > 1 and apart
         self._rows = Rows(net, mesh) if joined and mesh.plan.parallel.rows == "auto" else None
         """finds out whether samples depend on each other, where replicas call the net itself"""
         self._apart = joined and self._rows is None
         """whether no step has ranks tell each other what they are going to do"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         self.placeholder = None
-        self._turns = TurnedNet(net, mesh, turns, self._loss) if turns else None
-        self._tiles = RecordedNet(net, mesh) if tiled and not (turns or self._stages) else None
-        if self._turns is not None:
-            self._tiles = self._turns.tiles
+        self._tiles = None if self._turns is None else self._turns.tiles
+        if tiled and self._turns is None and self._stages is None:
+            self._tiles = RecordedNet(net, mesh)
         if self._stages is not None:
             self._tiles = self._stages.tiles
             self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device))
@@ -160,7 +162,12 @@ class ParallelModel(Wrapped):
             else None
         )
         self._memory = StepMemory(
-            net, mesh, self._loss, self._tiles, self._stages, compiles=compiles
+            net,
+            mesh,
+            self._loss if self._turns is None else None,
+            self._tiles,
+            self._stages,
+            compiles=compiles,
         )
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
@@ -247,7 +254,9 @@ class ParallelModel(Wrapped):
         """A step without stages, but for the hooks of parameters and what the loss trains."""
         assert self._loss is not None
         if self._turns is not None:
-            return self._step_by_turns(self._turns, inputs, targets, share, scaler)
+            scaled = _as_it_is if scaler is None else scaler.scale
+            batch = Batch(call_with, inputs, share)
+            return self._turns.step(batch, targets, scaled, self.on_outputs)
         if self._memory.recorded is not None:
             return self._step_in_tiles(*self._memory.recorded, inputs, targets, share, scaler)
         if self._tiles is not None:
@@ -319,19 +328,6 @@ class ParallelModel(Wrapped):
         with span(Phase.BACKWARD), torch.autocast(self._mesh.device.type, enabled=False):
             scaled = _as_it_is if scaler is None else scaler.scale
             return self._reducer[0].backward(own, scaled, counted=outputs.samples.rows > 0)
-
-    def _step_by_turns(
-        self, turns: TurnedNet, inputs: Any, targets: Any, share: Share, scaler: Any
-    ) -> Tensor:
-        assert self._loss is not None
-        assert self._tile_loss is not None
-        cut = self._tile_loss.in_tiles(targets)
-        weight = self._loss.begin(targets, self._everyone if cut else None)
-        scaled = _as_it_is if scaler is None else scaler.scale
-        batch = Batch(call_with, inputs, share)
-        own = self.on_outputs
-        told = None if own is None else lambda outputs: own(turns.tiles.own(outputs))
-        return turns.step(batch, targets, weight, scaled, told)
 
     def _step_in_stages(
         self, stages: PipelinedNet, inputs: Any, targets: Any, share: Share, scaler: Any
@@ -428,7 +424,9 @@ class ParallelModel(Wrapped):
         if self._turns is not None:
             turns, share = self._turns, self._share(inputs, draws=False)
             outputs = turns.tiles.own(turns.run(Batch(_call_both, inputs, share)))
-            return bare.refused(outputs, "images that are computed by turns have no graph of the net")
+            return bare.refused(
+                outputs, "images that are computed by turns have no graph of the net"
+            )
         if self._tiles is not None:
             tiles, share = self._tiles, self._share(inputs, draws=self.training)
             outputs = tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))

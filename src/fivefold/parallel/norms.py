@@ -15,7 +15,7 @@ the same order, so all of them get the same bits. torch's SyncBatchNorm does thi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
+from fivefold.parallel.asked import Processes, TurnGroup
 from fivefold.parallel.graph.tape import Node
-from fivefold.parallel.program.asked import Processes, TurnGroup
 from fivefold.torch_private import AnyBatchNorm
 from fivefold.trace import Tag
 
@@ -136,7 +136,7 @@ def _statistics(x: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def _own_statistics(x: Tensor, count: int) -> Tensor:
-    """[n, mean, M2] (1 + 2 channels,), float64, of values of which `count` per channel are this rank's to give."""
+    """[n, mean, M2] (1 + 2 channels,), float64; `count` of the values per channel are this rank's to give."""
     channels = x.shape[1]
     local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if count:
@@ -151,14 +151,14 @@ def _own_statistics(x: Tensor, count: int) -> Tensor:
 
 
 def _taken_apart(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """n (), mean and M2 (channels,) of [n, mean, M2]; of several, one after the other, with a dim for them."""
+    """N (), mean and M2 (channels,) of [n, mean, M2]; with a dim for each of several, if they have one."""
     channels = statistics.shape[-1] // 2
     first = statistics[..., :1] if statistics.dim() > 1 else statistics[0]
     return first, statistics[..., 1 : channels + 1], statistics[..., channels + 1 :]
 
 
 def _merged(every: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """n (), mean and M2 (channels,) of all, from [n, mean, M2] of each, (parts, 1 + 2 channels)."""
+    """N (), mean and M2 (channels,) of all, from [n, mean, M2] of each, (parts, 1 + 2 channels)."""
     counts, means, m2s = _taken_apart(every)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
@@ -282,9 +282,10 @@ class _Merge:
         total = torch.stack([*grads]).sum(0)
         if processes.group is not None:
             comm.all_reduce(total, processes.group, Tag.BATCH_NORM)
-        return [one._given_back(total) for one in everyone]
+        return [one.given_back(total) for one in everyone]
 
-    def _given_back(self, grad: Tensor) -> Tensor:
+    def given_back(self, grad: Tensor) -> Tensor:
+        """The gradient of what it deposited."""
         count, own, _ = _taken_apart(self.own)
         total, mean, _ = _taken_apart(self.all)
         _, dmean, dm2 = _taken_apart(grad)
@@ -293,9 +294,7 @@ class _Merge:
         ])  # fmt: skip
 
 
-def _statistics_of_turns(
-    x: Tensor, count: int, group: TurnGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_of_turns(x: Tensor, count: int, group: TurnGroup) -> tuple[Tensor, Tensor, Tensor]:
     """As `_statistics`, but differentiable."""
     found = group.ask(
         _Merge(), lambda: cast(Tensor, _Deposited.apply(x, count)), trains=x.requires_grad
@@ -352,7 +351,9 @@ class _Normalised(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
-        dx, dweight, dbias = _local_gradients(grads[0], x, weight, mean, var, ctx.eps, needs_dx=True)
+        dx, dweight, dbias = _local_gradients(
+            grads[0], x, weight, mean, var, ctx.eps, needs_dx=True
+        )
         inverse = torch.rsqrt(var + ctx.eps)
         scale = inverse if weight is None else inverse * weight
         scale = scale if ctx.counted else torch.zeros_like(scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -182,4 +183,5 @@ def _kind_of(folder: Path) -> str:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    return flat.detach().view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    """The memory of a tensor (n,), which has to live as long; `numpy` would keep it from being resized."""
+    return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())).cast("B")

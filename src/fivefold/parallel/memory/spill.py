@@ -156,6 +156,10 @@ class Spilled:
         if not self.is_here:
             self._fetched = self._pool.store.back(self._slot, self._like)
 
+    def release(self) -> None:
+        """Let what has been fetched go again; its copy stays."""
+        self._fetched = None
+
     def get(self) -> Tensor:
         """The tensor. Raises `RuntimeError` if it was changed since, as autograd does."""
         if self._source is not None and version_of(self._source) != self._version:

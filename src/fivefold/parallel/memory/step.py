@@ -51,7 +51,7 @@ from fivefold.parallel.trees import kinds, leaves
 from fivefold.plan import Memory
 from fivefold.sections import bytes_of
 
-__all__ = ["Decision", "StepBudget"]
+__all__ = ["Decision", "StepBudget", "store_of"]
 
 _TIMED = 2
 """real steps that are timed before a choice is made again; where workspaces count there is one between"""
@@ -139,7 +139,7 @@ class StepBudget:
             flops_per_s, copied = measured_processor(mesh.device)
             costs = replace(costs, flops_per_s=flops_per_s, copied_bytes_per_s=copied)
         self._costs, self._span_s = costs, measured_span(mesh.device)
-        self._store = _store(memory, mesh.device)
+        self._store = store_of(memory, mesh.device)
         self._link = None if self._store is None else measured_link(self._store, mesh.device)
         self._known: dict[tuple[Any, ...], Decision] = {}
         self._batch: _Batch | None = None
@@ -426,7 +426,8 @@ def _fastest(
     return min(fitting, key=lambda one: float(simulator.run([one[0]]).seconds[0]))
 
 
-def _store(memory: Memory, device: torch.device) -> Store | None:
+def store_of(memory: Memory, device: torch.device) -> Store | None:
+    """Where a plan lets tensors be spilled. Raises `UsageError` for a disk beside a GPU."""
     limit = bytes_of(memory.host) if memory.host else None
     ranks = locate().local_size
     if device.type == "cuda":

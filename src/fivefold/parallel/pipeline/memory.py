@@ -40,7 +40,7 @@ from fivefold.parallel.program.memory import (
     whole_stand_in,
     with_parts,
 )
-from fivefold.parallel.program.net import Outputs, Prepared
+from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.program import Program
 from fivefold.parallel.program.weightless import counting, weightless
 from fivefold.parallel.trees import call_with, leaves, map_tensors

@@ -53,7 +53,8 @@ from fivefold.parallel.pipeline.statistics import (
 from fivefold.parallel.pipeline.timing import agreed_node_s
 from fivefold.parallel.pipeline.wires import Wire
 from fivefold.parallel.program.costs import Costs
-from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.program import Program
 from fivefold.parallel.sharded import joint_norm, local
 from fivefold.parallel.torch_losses import split_loss

@@ -24,7 +24,8 @@ from fivefold.parallel.pipeline.schedule import Action, Op, Row, Schedule
 from fivefold.parallel.pipeline.stages import Crossing, Stage
 from fivefold.parallel.pipeline.statistics import Notes
 from fivefold.parallel.pipeline.wires import Arriving, Wire
-from fivefold.parallel.program.net import Prepared, RecordedNet
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.prepared import Prepared
 from fivefold.parallel.program.program import Compute
 from fivefold.parallel.program.run import carry_out, returned
 from fivefold.parallel.reduce import without_effect

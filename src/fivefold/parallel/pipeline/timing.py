@@ -27,7 +27,8 @@ from fivefold.parallel.graph.hooks import Hooked
 from fivefold.parallel.graph.refs import Value
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.program.costs import Costs
-from fivefold.parallel.program.net import Prepared, RecordedNet
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.prepared import Prepared
 from fivefold.parallel.program.program import Compute, Program
 from fivefold.parallel.program.run import carry_out, execute
 from fivefold.parallel.trees import call_with, leaves, map_tensors

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
-from fivefold.parallel.program.asked import Processes, TurnGroup
+from fivefold.parallel.asked import Processes, TurnGroup
 from fivefold.parallel.program.spread import Box, Grid, Range, Spread
 from fivefold.trace import Tag
 
@@ -262,8 +262,8 @@ class _RangeExchange(torch.autograd.Function):
 
 # ---- Between turns of one process
 #
-# A turn deposits what others want of its part, each piece once, whoever wants it. Putting together what it has
-# and what it is given is left to itself, when it goes on.
+# A turn deposits what others want of its part, each piece once, whoever wants it. It puts together what it has
+# and what it is given when it goes on.
 
 
 class Strips:
@@ -317,9 +317,10 @@ class Strips:
             for peer, which in one.which.items()
         }
         boxes |= processes.swap(boxes, wanted, grads[0])
-        return [one._given_back(boxes, grads[0]) for one in everyone]
+        return [one.given_back(boxes, grads[0]) for one in everyone]
 
-    def _given_back(self, boxes: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
+    def given_back(self, boxes: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
+        """The gradient of what it deposited."""
         found = like.new_zeros(sum(self.sizes))
         parts = found.split(self.sizes)
         for peer, which in self.which.items():

@@ -17,7 +17,8 @@ from fivefold.mesh import part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.program.exchange import Exchange, exchange
-from fivefold.parallel.program.net import GridSamples, Outputs, RecordedNet
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.prepared import GridSamples, Outputs
 from fivefold.parallel.program.rule import everything, want_of
 from fivefold.parallel.program.spread import Spread
 from fivefold.parallel.torch_losses import Loss

@@ -26,6 +26,7 @@ from fivefold.parallel.intercept import Share, warn_layout
 from fivefold.parallel.memory.budget import Budgeted
 from fivefold.parallel.program.costs import Costs, Options, measured
 from fivefold.parallel.program.exchange import Exchange, Lines, Want, exchange
+from fivefold.parallel.program.prepared import GridSamples, Outputs, Prepared
 from fivefold.parallel.program.program import Program, planned
 from fivefold.parallel.program.programs import Programs
 from fivefold.parallel.program.rule import Here, Moment, Piece, as_held, everything
@@ -37,7 +38,7 @@ from fivefold.parallel.trained import check_read
 from fivefold.parallel.trees import call_with, flatten, leaves, map_tensors, unflatten
 from fivefold.plan import AXES
 
-__all__ = ["ALIKE", "GridSamples", "Outputs", "Prepared", "RecordedNet", "Seat", "grid_of", "no_budget"]
+__all__ = ["ALIKE", "RecordedNet", "Seat", "grid_of", "no_budget"]
 
 ALIKE = "give all of them the same, and let the net draw the same random numbers on all"
 
@@ -47,63 +48,6 @@ def grid_of(mesh: Mesh, *, samples: bool = False) -> Grid:
     axes = ("data",) if samples and mesh.layout.data > 1 else ()
     axes += tuple(axis for axis in TILE_DIMS if getattr(mesh.layout, axis) > 1)
     return Grid(axes, tuple(int(getattr(mesh.layout, axis)) for axis in axes))
-
-
-@dataclass(frozen=True)
-class GridSamples:
-    """The samples that a grid computes together."""
-
-    bounds: tuple[int, ...]
-    """replica i has [bounds[i], bounds[i + 1]) of them"""
-    pieces: tuple[Piece, ...]
-    """where they stand in the global batch"""
-    replica: int = 0
-    """whose rank this is"""
-
-    @property
-    def rows(self) -> int:
-        """Their number."""
-        return self.bounds[-1]
-
-    @property
-    def fewest(self) -> int:
-        """Those of the smallest replica."""
-        return min(b - a for a, b in itertools.pairwise(self.bounds))
-
-    @property
-    def own(self) -> int:
-        """Those of this replica."""
-        return self.bounds[self.replica + 1] - self.bounds[self.replica]
-
-    def want(self, axis: int) -> Want:
-        """To want those of one's own replica, `axis` being the data axis of the grid."""
-        return Want.ranges((axis,), tuple(itertools.pairwise(self.bounds)))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything to run a net on one batch."""
-
-    program: Program
-    inputs: tuple[Tensor, ...]
-    """this rank's parts, as the plan has them"""
-    moment: Moment
-    share: Share
-    samples: GridSamples
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a net returns: this rank's parts, and how they lie. Both trees have the same structure."""
-
-    parts: Any
-    spreads: Any
-    ready: Prepared
-
-    @property
-    def samples(self) -> GridSamples:
-        """The samples that were computed together."""
-        return self.ready.samples
 
 
 _Groups = Mapping[tuple[tuple[int, ...], bool], dist.ProcessGroup]
@@ -342,7 +286,7 @@ class RecordedNet:
         check_read(program.tape)
         carried = [found.now() for found in program.tape.carried]
         moment = Moment(
-            groups=lambda axes, joint: self._groups[axes, joint],
+            groups=self._group,
             lines=self.lines,
             rows=samples.rows,
             total=share.total,
@@ -357,6 +301,9 @@ class RecordedNet:
         given = (*(leaf for leaf, _ in located), *carried)
         return Prepared(program, given, moment, share, samples)
 
+    def _group(self, axes: tuple[int, ...], joint: bool) -> dist.ProcessGroup:
+        return self._groups[axes, joint]
+
     def prepared_as(self, ready: Prepared, inputs: Any) -> Prepared:
         """What another rank of this process has prepared, for this one and its part of the batch."""
         parts = [self.lies(leaf)[0] for leaf in leaves(inputs)]
@@ -364,9 +311,7 @@ class RecordedNet:
             parts = [_one_row(part) for part in parts]
         program, before = ready.program.of_rank(self.here.rank), ready.moment
         here = None if before.here is None else replace(before.here, rank=self.here.rank)
-        moment = replace(
-            before, groups=lambda axes, joint: self._groups[axes, joint], lines=self.lines, here=here
-        )
+        moment = replace(before, groups=self._group, lines=self.lines, here=here)
         return replace(ready, program=program, inputs=(*parts,), moment=moment)
 
     def state(self, ready: Prepared) -> Mapping[str, Tensor]:
@@ -419,8 +364,8 @@ class RecordedNet:
     def settled(self, outputs: Outputs, *, whole: bool = False, pieces: bool = True) -> Outputs:
         """The same with all samples of this replica on each of its ranks, images in tiles.
 
-        With `whole`, images whole on the first tile rank, and nothing on the others. Without `pieces`, dims whole
-        that are divided along several axes of the grid. Collective over the grid.
+        With `whole`, images whole on the first tile rank, and nothing on the others. Without `pieces`, dims
+        whole that are divided along several axes of the grid. Collective over the grid.
         """
         flat, tree = flatten(outputs.parts)
         spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold import comm
-from fivefold.parallel.program.asked import Extreme, Shared, Sum, TurnGroup
+from fivefold.parallel.asked import Extreme, Shared, Sum, TurnGroup
 from fivefold.trace import Tag
 
 __all__ = ["all_extreme", "all_sum", "complete_gradient", "shared_gradient"]
@@ -102,9 +102,7 @@ def _own_extreme(x: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
     return x.amax(dims, True) if largest else x.amin(dims, True)
 
 
-def _extreme_of_turns(
-    x: Tensor, dims: tuple[int, ...], largest: bool, group: TurnGroup
-) -> Tensor:
+def _extreme_of_turns(x: Tensor, dims: tuple[int, ...], largest: bool, group: TurnGroup) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot count
 
     def own() -> Tensor:

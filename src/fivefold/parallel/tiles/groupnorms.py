@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.errors import UsageError
+from fivefold.parallel.asked import added
 from fivefold.parallel.norms import global_batch_norm, laid_out
-from fivefold.parallel.program.asked import added
 from fivefold.parallel.program.rule import Local, Moment, Operation, as_held, call, rule, want_of
 from fivefold.parallel.program.spread import Spread
 from fivefold.parallel.program.sums import all_sum

@@ -1,7 +1,7 @@
 """A net whose tiles one process computes by turns.
 
-Every turn has the program that a tile rank would have, of the same recording; in place of groups of ranks there
-are those of turns. Turns divide what the tile axes give to a process, so that the two multiply:
+Every turn has the program that a tile rank would have, of the same recording; in place of groups of ranks
+there are those of turns. Turns divide what the tile axes give to a process, so that the two multiply:
 
     height=2 and two turns along it      rows of rank 0 | rows of rank 1
                                          turn 0, turn 1 | turn 0, turn 1
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold import comm
-from fivefold.errors import UsageError
+from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, Part, attach, part_of
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.parallel.asked import Processes, Turn, TurnGroup
 from fivefold.parallel.graph.marked import is_pointwise
 from fivefold.parallel.graph.names import is_users
 from fivefold.parallel.graph.tape import Tape
@@ -30,21 +31,23 @@ from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.pipeline.batch import Batch
 from fivefold.parallel.pipeline.gradients import StageGradients
-from fivefold.parallel.program.asked import Processes, Turn, TurnGroup
 from fivefold.parallel.program.costs import Costs, measured_processor
 from fivefold.parallel.program.loss import TileLoss
-from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet, Seat
+from fivefold.parallel.program.net import RecordedNet, Seat
+from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.program import Program
 from fivefold.parallel.program.run import returned
 from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.reduce import without_effect
 from fivefold.parallel.trees import flatten, leaves, map_tensors, unflatten
+from fivefold.parallel.turns.budget import TurnBudget
 from fivefold.parallel.turns.segments import Segment, segments_of
+from fivefold.parallel.turns.shelf import Shelf
 from fivefold.parallel.turns.step import Step, TurnUnderWay
 from fivefold.plan import AXES
 from fivefold.trace import Tag
 
-__all__ = ["TurnedNet"]
+__all__ = ["TurnedNet", "turned"]
 
 _VISIT_S = 5e-4
 """what a turn takes to stop and to go on, beside what it computes"""
@@ -59,6 +62,29 @@ class _View:
     loss: TileLoss | None
 
 
+def turned(net: nn.Module, mesh: Mesh, loss: SharedLoss | None) -> TurnedNet | None:
+    """A net by turns, if the plan has some. Collective then.
+
+    Raises `PlanError` for a plan with which turns do not go.
+    """
+    plan = mesh.plan
+    if not (turns := plan.tiles.turns_by_axis()):
+        return None
+    problems = {
+        "a pipe axis": plan.layout.pipe > 1,
+        f'memory.shard = "{plan.memory.shard}"': plan.memory.shard != "none",
+        f"memory.recompute = {plan.memory.recompute!r}": plan.memory.recompute not in {0, "none"},
+        "parallel.compile": plan.parallel.compile,
+        'parallel.batch_norm = "replica"': plan.parallel.batch_norm == "replica",
+    }
+    for what, there in problems.items():
+        if there:
+            raise PlanError(
+                f"tiles.turns = {plan.tiles.turns!r} does not go with {what}: use one of them"
+            )
+    return TurnedNet(net, mesh, turns, loss)
+
+
 class TurnedNet:
     """The user's net, `turns` by tile axis. Creating it is collective: it makes groups.
 
@@ -68,13 +94,14 @@ class TurnedNet:
     def __init__(
         self, net: nn.Module, mesh: Mesh, turns: Mapping[str, int], loss: SharedLoss | None
     ) -> None:
-        self._net, self._mesh = net, mesh
+        self._net, self._mesh, self._loss = net, mesh, loss
         held = [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
         self._group = mesh.own_group("data", *TILE_DIMS)
         comm.broadcast_all(held, self._group, Tag.GRADIENTS)
         self._gradients = StageGradients(lambda: [*net.parameters()], self._group)
         self.tiles = RecordedNet(net, mesh, Costs())
         """the tiles of processes, each as a whole"""
+        self._budget = TurnBudget(net, mesh) if mesh.plan.memory.budget else None
         costs = self._costs()
         size = {axis: getattr(mesh.layout, axis) * turns.get(axis, 1) for axis in TILE_DIMS}
         axes = [axis for axis in TILE_DIMS if size[axis] > 1]
@@ -96,7 +123,10 @@ class TurnedNet:
 
     def _costs(self) -> Costs:
         """What plans go by: all processes have to make the same. Collective."""
-        told = torch.tensor(measured_processor(self._mesh.device), device=self._mesh.device)
+        flops_per_s, copied = measured_processor(self._mesh.device)
+        if self._budget is not None:
+            copied = min(copied, self._budget.keeps_bytes_per_s)
+        told = torch.tensor([flops_per_s, copied], device=self._mesh.device)
         comm.broadcast_all([told], self._group, Tag.CONTROL)
         flops_per_s, copied = told.tolist()
         return Costs(_VISIT_S, copied, flops_per_s, copied)
@@ -123,25 +153,31 @@ class TurnedNet:
         self,
         batch: Batch,
         targets: Any,
-        weight: Any,
         scaled: Callable[[Tensor], Tensor],
-        on_outputs: Callable[[Outputs], None] | None,
+        on_outputs: Callable[[Any], None] | None,
     ) -> Tensor:
-        """Forward and backward; gradients are complete on return. Returns the loss, detached. Collective."""
+        """Forward and backward; gradients are complete on return. Returns the loss, detached. Collective.
+
+        `on_outputs` is called with what the net returned for this process's part.
+        """
+        loss, share, losses = self._loss, batch.share, [view.loss for view in self._views]
+        assert loss is not None
+        cut = losses[0] is not None and losses[0].in_tiles(targets)
+        weight = loss.begin(targets, self._group if cut else None)
         self._gradients.begin()
-        step, share = self._prepared(batch), batch.share
+        step = self._prepared(batch)
 
         def own(turn: int, outputs: Outputs) -> Tensor:
-            loss = self._views[turn].loss
-            assert loss is not None
-            return loss.share(outputs, targets, weight, share)
+            tiled = losses[turn]
+            assert tiled is not None
+            return tiled.share(outputs, targets, weight, share)
 
         kind = tuple((leaf.shape, part_of(leaf)) for leaf in leaves(targets))
         with without_effect(() if share.rows else self._net.parameters()):
             total, outputs = step.train(own, scaled, kind, keep=on_outputs is not None)
         self._gradients.launch()
         if on_outputs is not None:
-            on_outputs(self._together(outputs, step.ready))
+            on_outputs(self.tiles.own(self._together(outputs, step.ready)))
         self._gradients.finish()
         if not share.rows:
             total.zero_()
@@ -153,18 +189,32 @@ class TurnedNet:
         parts = map_tensors(functools.partial(self._tile, first.net), inputs)
         (ready,) = first.net.prepare(batch.call, [parts], batch.share)
         _check(ready.program.tape)
-        state = first.net.state(ready)
-        turns = [self._under_way(first, ready, state)]
+        every = [ready]
         for view in self._views[1:]:
             parts = map_tensors(functools.partial(self._tile, view.net), inputs)
-            turns.append(self._under_way(view, view.net.prepared_as(ready, parts), state))
-        return Step(turns, self._asks, self._mesh.device)
+            every.append(view.net.prepared_as(ready, parts))
+        state = first.net.state(ready)
+        shelf = self._shelf([one.program for one in every], leaves(inputs), state)
+        turns = [
+            self._under_way(view, one, state, shelf)
+            for view, one in zip(self._views, every, strict=True)
+        ]
+        return Step(turns, self._asks, shelf, self._mesh.device)
 
     def _under_way(
-        self, view: _View, ready: Prepared, state: Mapping[str, Tensor]
+        self, view: _View, ready: Prepared, state: Mapping[str, Tensor], shelf: Shelf
     ) -> TurnUnderWay:
         segments, updates = self._segments_of(ready.program), view is self._views[0]
-        return TurnUnderWay(view.turn, view.net, ready, segments, state, updates)
+        return TurnUnderWay(view.turn, view.net, ready, segments, state, shelf, updates)
+
+    def _shelf(
+        self, programs: Sequence[Program], batch: Sequence[Tensor], state: Mapping[str, Tensor]
+    ) -> Shelf:
+        """What is kept between visits: under a budget as much as it leaves."""
+        if self._budget is None:
+            return Shelf()
+        turns = [(program, self._segments_of(program)) for program in programs]
+        return self._budget.shelf(turns, batch, (*batch, *state.values()))
 
     def _segments_of(self, program: Program) -> list[Segment]:
         if id(program) not in self._segments:
@@ -194,7 +244,7 @@ class TurnedNet:
         return attach(piece, Part(part.shape, (part.origin[0], *(a for a, _ in box))))
 
     def _together(self, outputs: Sequence[Outputs], ready: Prepared) -> Outputs:
-        """What all turns have, as one: this process's tiles of what is tiled, all else as the first has it."""
+        """What all turns have, as one: this process's part of what is tiled, all else as the first has it."""
         flat = [flatten(one.parts)[0] for one in outputs]
         tree = flatten(outputs[0].parts)[1]
         spreads = flatten(outputs[0].spreads, lambda leaf: isinstance(leaf, Spread))[0]

@@ -1,13 +1,14 @@
 """A program in segments, each of which begins with steps that ask other turns, the first one apart.
 
-    steps     v1 = conv(v0)   v1' = halo of v1   v2 = batch norm(v1')   v3 = relu(v2)   v4' = halo of v3 ...
-    asks                      yes                yes                                    yes
-    segments  | 0            | 1                                                       | 2
-    head of 1                 ..................................
+steps     v1 = conv(v0)   v1' = halo of v1   v2 = batch norm(v1')   v3 = relu(v2)   v4' = halo of v3 ...
+asks                      yes                yes                                    yes
+segments  | 0            | 1                                                       | 2
+head of 1                 ..................................
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from fivefold.parallel.program.program import Compute, Move, Program
@@ -38,7 +39,7 @@ def segments_of(program: Program, wanted: set[int]) -> list[Segment]:
     bounds = [0, *(head.start for head in heads if head.start), len(program.steps)]
     by_start = {head.start: head for head in heads}
     found: list[Segment] = []
-    for first, stop in zip(bounds, bounds[1:], strict=False):
+    for first, stop in itertools.pairwise(bounds):
         dying = {index for step in program.dying[first:stop] for index in step}
         span = segment_of(program, wanted, range(first, stop))
         head = by_start.get(first, range(first, first))

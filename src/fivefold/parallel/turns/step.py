@@ -4,8 +4,8 @@
     loss       each turn computes the last segment and its share of the loss, and goes backward at once
     backward   segment by segment in reverse: deposits get their gradients, and each turn goes on backward
 
-Between segments autograd's graph is cut. Of a segment only what crosses its ends is kept, and what its head was
-answered: what else backward needs is computed again.
+Between segments autograd's graph is cut. Of a segment only what crosses its ends is kept, and what its head
+was answered: what else backward needs is computed again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.parallel.program.asked import Parked, Turn
-from fivefold.parallel.program.net import Outputs, Prepared, RecordedNet
+from fivefold.parallel.asked import Parked, Turn
+from fivefold.parallel.program.net import RecordedNet
+from fivefold.parallel.program.prepared import Outputs, Prepared
+from fivefold.parallel.program.rule import Moment
 from fivefold.parallel.program.run import carry_out, returned, run_steps
 from fivefold.parallel.trees import map_tensors
 from fivefold.parallel.turns.segments import Segment
+from fivefold.parallel.turns.shelf import Shelf
 from fivefold.trace import Phase, span
 
 __all__ = ["Step", "TurnUnderWay"]
@@ -40,14 +45,19 @@ class TurnUnderWay:
     ready: Prepared
     segments: list[Segment]
     state: Mapping[str, Tensor]
+    shelf: Shelf
     updates: bool
     """whether it is the turn that updates running statistics"""
     values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """what is read later on, each cut out of the graph in which it was made"""
-    made: list[list[tuple[Tensor, Tensor]]] = field(
-        default_factory=list[list[tuple[Tensor, Tensor]]]
+    made: list[list[tuple[GradientEdge | None, Tensor]]] = field(
+        default_factory=list[list["tuple[GradientEdge | None, Tensor]"]]
     )
-    """the inputs, and by segment: what takes part in autograd, within its graph and as it is read later on"""
+    """the inputs, and by segment what it has made: where in its graph, and as it is read later on"""
+    taken: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
+    """by segment: what it has read"""
+    heads: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    """by segment: likewise, while its head asked"""
 
     def __post_init__(self) -> None:
         inputs = zip(self.ready.program.tape.inputs, self.ready.inputs, strict=True)
@@ -55,16 +65,20 @@ class TurnUnderWay:
 
     def _keep(self, made: Mapping[int, Tensor]) -> None:
         """Cut what a segment has made out of its graph."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[GradientEdge | None, Tensor]] = []
         for index, tensor in made.items():
-            self.values[index] = leaf = tensor.detach().requires_grad_(tensor.requires_grad)
-            if tensor.requires_grad:
-                pairs.append((tensor, leaf))
+            trains = tensor.requires_grad
+            self.values[index] = leaf = self.shelf.keep(tensor).requires_grad_(trains)
+            pairs.append((get_gradient_edge(tensor) if trains else None, leaf))
         self.made.append(pairs)
 
-    def _moment(self, *, again: bool) -> Any:
+    def _moment(self, *, again: bool) -> Moment:
         moment = self.ready.moment
         return replace(moment, updates=moment.updates and self.updates and not again)
+
+    def reads(self, number: int) -> list[Tensor]:
+        """What a segment takes of earlier ones."""
+        return [self.values[index] for index in self.segments[number].span.takes]
 
     def compute(self, number: int, answers: Sequence[Tensor]) -> None:
         """Compute a segment, whose head has been answered, and keep what is read later on."""
@@ -81,15 +95,22 @@ class TurnUnderWay:
             )  # fmt: skip
             return tuple(made[index] for index in gives)
 
-        made = _recomputed(body, [self.values[index] for index in takes])
+        taken = self.reads(number)
+        made = _recomputed(body, taken)
+        trains = torch.is_grad_enabled()
+        self.taken.append(taken if trains else [])
         for index in segment.dies:
-            self.values.pop(index, None)
+            tensor = self.values.pop(index, None)
+            if tensor is not None and not trains:
+                self.shelf.drop([tensor])
         self._keep(dict(zip(gives, made, strict=True)))
 
     def ask(self, number: int, answers: Sequence[Tensor]) -> Parked | None:
         """What the head of a segment asks next; None if it does not."""
         segment, asked = self.segments[number], list[Parked]()
-        takes = segment.span.takes
+        takes, reads = segment.span.takes, self.reads(number)
+        if torch.is_grad_enabled():
+            self.heads[number] = reads
 
         def body(*taken: Tensor) -> tuple[Tensor, ...]:
             self.turn.begin(answers)
@@ -101,11 +122,13 @@ class TurnUnderWay:
             except Parked as parked:
                 deposit = parked.deposit
                 if not asked:
-                    asked.append(parked.with_traceback(None))  # which has all that the head has made
+                    asked.append(
+                        parked.with_traceback(None)
+                    )  # which has all that the head has made
                 return (deposit,)
             return ()
 
-        made = _recomputed(body, [self.values[index] for index in takes])
+        made = _recomputed(body, reads)
         if not made:
             return None
         (asked[0].deposit,) = made
@@ -124,11 +147,42 @@ class TurnUnderWay:
         """What the net returns, of this tile."""
         return self.net.finish(self.ready, self.values if values is None else values)
 
-    def back(self) -> None:
-        """Go backward through the graph of the segment that was computed last, of those that are left."""
-        pairs = [(tensor, leaf.grad) for tensor, leaf in self.made.pop() if leaf.grad is not None]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs])
+    def back_from(self, deposit: Callable[[], None] | None, number: int) -> None:
+        """Go backward from a deposit to what segment `number` reads, whose head asked."""
+        with self._reached(self.heads[number]):
+            if deposit is not None:
+                deposit()
+
+    def back(self, deposit: Callable[[], None] | None, number: int) -> None:
+        """Go backward through the segment before `number`, from what that one deposited first."""
+        pairs = self.made.pop()
+        leaves, taken = [leaf for _, leaf in pairs], self.taken.pop() if self.taken else []
+        with self._reached([*self.heads.pop(number, []), *leaves, *taken]):
+            if deposit is not None:
+                deposit()
+            trained = [
+                (edge, leaf.grad)
+                for edge, leaf in pairs
+                if edge is not None and leaf.grad is not None
+            ]
+            if trained:
+                torch.autograd.backward([e for e, _ in trained], [grad for _, grad in trained])
+        self.shelf.drop([*leaves, *(grad for _, grad in trained)])
+
+    @contextmanager
+    def _reached(self, leaves: Sequence[Tensor]) -> Generator[None]:
+        """Within the block leaves are here, with their gradients, which change."""
+        before = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        self.shelf.take([*leaves, *before])
+        yield
+        self.keep_gradients(leaves, before)
+
+    def keep_gradients(self, leaves: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        """Keep the gradients of leaves, of which there were some before."""
+        self.shelf.changed(before)
+        known = {id(grad) for grad in before}
+        found = {id(one.grad): one.grad for one in leaves if one.grad is not None}
+        self.shelf.put(grad for key, grad in found.items() if key not in known)
 
 
 def _recomputed(body: Callable[..., tuple[Tensor, ...]], taken: list[Tensor]) -> tuple[Tensor, ...]:
@@ -169,8 +223,9 @@ class Meeting:
             found.setdefault(parked.group.line, []).append((parked.group.number, number))
         return [[number for _, number in sorted(line)] for _, line in sorted(found.items())]
 
-    def back(self) -> None:
-        """Let deposits have their gradients, and go backward from there. Collective over processes."""
+    def back(self) -> list[Callable[[], None] | None]:
+        """By turn: goes backward from what it deposited. Collective over processes."""
+        found: list[Callable[[], None] | None] = [None] * len(self.asked)
         for line in self._lines() if self.asked[0].trains else ():
             first = self.asked[line[0]]
             grads = first.question.back(
@@ -180,7 +235,8 @@ class Meeting:
             )
             for number, grad in zip(line, grads, strict=True):
                 if (deposit := self.asked[number].deposit).requires_grad:
-                    torch.autograd.backward(deposit, grad)
+                    found[number] = partial(torch.autograd.backward, deposit, grad)
+        return found
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -193,6 +249,7 @@ class Step:
     Args:
         turns: of this process, in order.
         asks: how many questions heads ask, by program and segment, as far as it is known: it is noted there.
+        shelf: what turns hold between visits.
         device: of the mesh.
     """
 
@@ -200,9 +257,10 @@ class Step:
         self,
         turns: Sequence[TurnUnderWay],
         asks: dict[tuple[Any, ...], int],
+        shelf: Shelf,
         device: torch.device,
     ) -> None:
-        self._turns, self._asks, self._device = turns, asks, device.type
+        self._turns, self._asks, self._shelf, self._device = turns, asks, shelf, device.type
         self.ready = turns[0].ready
         self._last = len(turns[0].segments) - 1
         self._meetings: list[list[Meeting]] = [[] for _ in range(self._last + 2)]
@@ -217,22 +275,40 @@ class Step:
         """Compute segments up to number `stop`."""
         for number in range(stop):
             self._meet(number)
-            for turn, one in enumerate(self._turns):
+            order = self._order(number)
+            for at, (turn, one) in enumerate(order):
+                self._shelf.take(one.reads(number))
+                for _, following in order[at + 1 : at + 2]:
+                    self._shelf.ahead(following.reads(number))
                 one.compute(number, self._answers(number, turn))
+                self._shelf.put_away()
+
+    def _order(self, number: int) -> list[tuple[int, TurnUnderWay]]:
+        """Turns as they compute a segment: who stopped last goes on first, while its values are here."""
+        turns = list(enumerate(self._turns))
+        return turns[::-1] if number % 2 else turns
 
     def _meet(self, number: int) -> None:
         """Answer all that the head of a segment asks."""
         meetings, key = self._meetings[number], (id(self.ready.program), number)
         while self._turns[0].segments[number].head and len(meetings) != self._asks.get(key):
-            asked = list[Parked]()
+            asked: dict[int, Parked] = {}
             for turn, one in enumerate(self._turns):
+                self._shelf.take(one.reads(number))
                 parked = one.ask(number, self._answers(number, turn))
                 if parked is None:
                     assert not asked, "turns ask as each other"
                     self._asks[key] = len(meetings)
                     return
-                asked.append(parked)
-            meetings.append(Meeting(asked))
+                asked[turn] = parked
+                self._shelf.put_away()
+            meetings.append(self._met([asked[turn] for turn in range(len(asked))]))
+
+    def _met(self, asked: list[Parked]) -> Meeting:
+        meeting = Meeting(asked)
+        for answer in meeting.answers:
+            self._shelf.stays(answer)
+        return meeting
 
     def _in_the_end(
         self, work: Callable[[int, TurnUnderWay], _T], meetings: list[Meeting]
@@ -242,13 +318,14 @@ class Step:
             done, asked = list[_T](), list[Parked]()
             for turn, one in enumerate(self._turns):
                 one.turn.begin([meeting.answers[turn] for meeting in meetings])
+                self._shelf.take(one.values.values())
                 try:
                     done.append(work(turn, one))
                 except Parked as parked:
                     asked.append(parked.with_traceback(None))
             if not asked:
                 return done
-            meetings.append(Meeting(asked))
+            meetings.append(self._met(asked))
 
     def outputs(self) -> list[Outputs]:
         """What the net returns, by turn: tiles of images, of all samples. Without gradients. Collective."""
@@ -281,7 +358,9 @@ class Step:
             last, apart = self._last, self._is_apart(share, kind)
             if apart:
                 for turn, one in enumerate(self._turns):
+                    self._shelf.take(one.reads(last))
                     one.compute(last, self._answers(last, turn))
+                    self._shelf.put_away()
 
         def end(turn: int, one: TurnUnderWay) -> tuple[Tensor, Outputs | None]:
             with span(Phase.FORWARD):
@@ -292,6 +371,8 @@ class Step:
                 own = share(turn, outputs)
             with self._backwards():
                 scaled(own).backward()
+            one.keep_gradients([*one.values.values()], [])
+            self._shelf.put_away()
             parts = map_tensors(Tensor.detach, outputs.parts) if keep else None
             return own.detach().reshape(()), replace(outputs, parts=parts) if keep else None
 
@@ -320,11 +401,18 @@ class Step:
     def _back(self, number: int) -> None:
         """Go backward from what segment `number` has read."""
         for segment in range(number, -1, -1):
-            for meeting in reversed(self._meetings[segment]):
-                meeting.back()
-            self._meetings[segment].clear()
-            for one in self._turns:
-                one.back()
+            first: list[Callable[[], None] | None] = [None] * len(self._turns)
+            while meetings := self._meetings[segment]:
+                first = meetings.pop().back()
+                for turn, one in enumerate(self._turns) if meetings else ():
+                    one.back_from(first[turn], segment)
+                    self._shelf.put_away()
+            order = self._order(segment - 1)[::-1]
+            for at, (turn, one) in enumerate(order):
+                for _, following in order[at + 1 : at + 2]:
+                    self._shelf.ahead(following.taken[-1] if following.taken else ())
+                one.back(first[turn], segment)
+                self._shelf.put_away()
 
     @contextmanager
     def _backwards(self) -> Generator[None]:

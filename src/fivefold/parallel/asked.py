@@ -1,7 +1,7 @@
 """What the tiles that one process computes by turns ask each other, in place of messages.
 
-A turn runs until it asks what only all turns together can tell. There it is parked: the exception carries what it
-deposits. When all have deposited, the question is answered, and each goes on from the step that asked.
+A turn runs until it asks what only all turns together can tell. There it is parked: the exception carries what
+it deposits. When all have deposited, the question is answered, and each goes on from the step that asked.
 
     turn 0   steps ... asks |                  | answered ... steps ... asks |
     turn 1                  | steps ... asks   |                             | answered ...
@@ -46,7 +46,7 @@ class Question(Protocol):
         ...
 
 
-class Parked(Exception):  # noqa: N818 - no error: a turn waits for the others
+class Parked(Exception):
     """A turn cannot go on."""
 
     def __init__(self, question: Question, group: TurnGroup, deposit: Tensor, trains: bool) -> None:
@@ -146,7 +146,7 @@ class TurnGroup(dist.ProcessGroup):
         line: tuple[int, ...],
         processes: Processes,
     ) -> None:
-        super().__init__(number, processes.size)
+        super().__init__(number, processes.size)  # pyright: ignore[reportCallIssue]
         self.turn, self.number, self.processes = turn, number, processes
         self.line = line
         """equal for the turns of this process that ask each other"""
@@ -158,9 +158,7 @@ class TurnGroup(dist.ProcessGroup):
         return self.turn.ask(question, self, deposit, trains=trains and torch.is_grad_enabled())
 
 
-def _added(
-    tensors: Sequence[Tensor], processes: Processes
-) -> Sequence[Callable[[], Tensor]]:
+def _added(tensors: Sequence[Tensor], processes: Processes) -> Sequence[Callable[[], Tensor]]:
     total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         total += tensor.detach()

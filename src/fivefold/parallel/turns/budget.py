@@ -1,0 +1,128 @@
+"""What turns may keep between their visits under `memory.budget`.
+
+budget = parameters, gradients, the optimiser's state, the batch      there anyway
+       + what one turn takes while it computes a segment              an upper bound, from shapes
+       + what all turns keep between visits                           the rest: what is more goes to a disk
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel.memory.link import measured_link
+from fivefold.parallel.memory.optimizers import OptimizerStates
+from fivefold.parallel.memory.spill import Pool
+from fivefold.parallel.memory.step import store_of
+from fivefold.parallel.program.program import Move, Program
+from fivefold.parallel.turns.segments import Segment
+from fivefold.parallel.turns.shelf import Shelf
+from fivefold.plan import Memory
+from fivefold.sections import bytes_of
+
+__all__ = ["TurnBudget"]
+
+_KEPT_BYTES_PER_S = 1e8
+"""what keeping counts as where nothing but memory keeps: it is scarce then"""
+_WINDOW = 8
+"""a part of what is kept, on its way out, and as much on its way back"""
+_FLOWS = 2
+"""times the largest value: what backward has under way beside what it was given"""
+
+
+class TurnBudget:
+    """Of one net. Raises `UsageError` where nothing can be spilled to what the plan names."""
+
+    def __init__(self, net: nn.Module, mesh: Mesh) -> None:
+        memory: Memory = mesh.plan.memory
+        self._net, self._told = net, memory.budget
+        self._budget_bytes = bytes_of(memory.budget)
+        self._store = store_of(memory, mesh.device)
+        self._optimizers = OptimizerStates(net, mesh.device)
+        self.keeps_bytes_per_s = _KEPT_BYTES_PER_S
+        """how fast what is kept is put away"""
+        if self._store is not None:
+            self.keeps_bytes_per_s = measured_link(self._store, mesh.device).out_bytes_per_s
+        self._pools: dict[int, Pool] = {}
+
+    def shelf(
+        self,
+        turns: Sequence[tuple[Program, Sequence[Segment]]],
+        batch: Iterable[Tensor],
+        mine: Iterable[Tensor],
+    ) -> Shelf:
+        """For one step. Raises `UsageError` where too little is left."""
+        trains = torch.is_grad_enabled()
+        visit = max(_visit_bytes(program, one) for program, every in turns for one in every)
+        standing = self._standing_bytes(batch, trains=trains)
+        limit = self._budget_bytes - standing - visit
+        if limit <= 0:
+            raise UsageError(
+                f"memory.budget = {self._told} is too little: {_mib(standing)} are parameters, gradients, "
+                f"the optimiser's state and the batch, and a turn takes up to {_mib(visit)}: let tiles.turns "
+                "make more of them, or allow more"
+            )
+        if self._store is None:
+            kept = sum(_kept_bytes(program, every) for program, every in turns) if trains else 0
+            if kept > limit:
+                raise UsageError(
+                    f"memory.budget = {self._told} is too little: turns keep up to {_mib(kept)} between "
+                    f"their visits, and {_mib(limit)} are left for that. Name a local disk as memory.disk, "
+                    "let more layers share an exchange (tiles.fuse), or allow more"
+                )
+            return Shelf()
+        window = limit // _WINDOW
+        return Shelf(limit - 2 * window, self._pool(window), mine)
+
+    def _pool(self, window_bytes: int) -> Pool:
+        assert self._store is not None
+        if window_bytes not in self._pools:
+            self._pools[window_bytes] = Pool(self._store, window_bytes)
+        return self._pools[window_bytes]
+
+    def _standing_bytes(self, batch: Iterable[Tensor], *, trains: bool) -> int:
+        """What is there anyway; of the optimiser's state, until it is seen, twice what is trained."""
+        held = sum(t.nbytes for t in (*self._net.parameters(), *self._net.buffers(), *batch))
+        if not trains:
+            return held
+        trained = sum(p.nbytes for p in self._net.parameters() if p.requires_grad)
+        return held + trained + self._optimizers.bytes_of(2 * trained)
+
+
+def _visit_bytes(program: Program, segment: Segment) -> int:
+    """At most what one turn has while it computes a segment, forward or backward."""
+    made = [size for number in segment.steps for size in _made_bytes(program, number)]
+    taken = sum(_bytes(program, index) for index in segment.span.takes)
+    return taken + sum(made) + _FLOWS * max(made, default=0)
+
+
+def _kept_bytes(program: Program, segments: Sequence[Segment]) -> int:
+    """At most what one turn keeps: what segments give, and the gradients of what one of them takes."""
+    gives = [[_bytes(program, index) for index in one.span.gives] for one in segments[:-1]]
+    takes = (sum(_bytes(program, index) for index in one.span.takes) for one in segments)
+    return sum(map(sum, gives)) + (max(takes) if gives else 0)
+
+
+def _made_bytes(program: Program, number: int) -> list[int]:
+    step = program.steps[number]
+    if isinstance(step, Move):
+        each = program.tape.element_bytes(step.source)
+        return [math.prod(step.exchange.result) * each]
+    return [_bytes(program, index) for index in step.node.outputs]
+
+
+def _bytes(program: Program, index: int) -> int:
+    here, spread = program.here, program.spreads.get(index)
+    if here is None or spread is None or index not in program.tape.dtypes:
+        return 0  # what a move made: it lives within a segment
+    elements = math.prod(spread.local_shape(here.grid, here.rank))
+    return elements * program.tape.dtypes[index].itemsize
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"
