@@ -1,7 +1,8 @@
 """What the tiles that one process computes by turns ask each other, in place of messages.
 
-A turn runs until it asks what only all turns together can tell. There it is parked: the exception carries what
-it deposits. When all have deposited, the question is answered, and each goes on from the step that asked.
+A turn runs until it asks what only all turns together can tell. It is parked there: the exception carries
+what it deposits. When all have deposited, the question is answered, and each goes on from the step that
+asked.
 
     turn 0   steps ... asks |                  | answered ... steps ... asks |
     turn 1                  | steps ... asks   |                             | answered ...

@@ -135,47 +135,32 @@ class ParallelModel(Wrapped):
         self._loss = None if loss is None else SharedLoss(loss, mesh, net)
         self._watched = watched_modules(net)
         self._turns = turned(net, mesh, self._loss)
-        several = mesh.size > 1 or self._turns is not None
-        self._hooks = ParameterHooks(*modules) if several else None
-        tiled = mesh.layout.tiles > 1
-        apart = mesh.layout.pipe == 1 and not tiled and self._turns is None
-        joined = mesh.layout.data > 1 and apart
+        turns = self._turns is not None
+        self._hooks = ParameterHooks(*modules) if mesh.size > 1 or turns else None
+        joined = mesh.layout.data > 1 and mesh.layout.pipe * mesh.layout.tiles == 1 and not turns
         self._rows = Rows(net, mesh) if joined and mesh.plan.parallel.rows == "auto" else None
         """finds out whether samples depend on each other, where replicas call the net itself"""
         self._apart = joined and self._rows is None
         """whether no step has ranks tell each other what they are going to do"""
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
-        self.placeholder = None
-        self._tiles = None if self._turns is None else self._turns.tiles
-        if tiled and self._turns is None and self._stages is None:
-            self._tiles = RecordedNet(net, mesh)
-        if self._stages is not None:
-            self._tiles = self._stages.tiles
-            self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device))
+        staged = self._stages is not None
+        self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device)) if staged else None
+        within = self._turns or self._stages
+        alone = RecordedNet(net, mesh) if mesh.layout.tiles > 1 and within is None else None
+        self._tiles = alone if within is None else within.tiles
         self._batches = Batches(mesh, self._tiles)
-        self._tile_loss = (
-            TileLoss(self._loss, self._tiles) if self._tiles and self._loss is not None else None
-        )
-        self._joined_loss = (
-            TileLoss(self._loss, self._rows.tiles)
-            if self._rows and self._loss is not None
-            else None
-        )
+        self._tile_loss = _in_tiles(self._loss, self._tiles)
+        self._joined_loss = _in_tiles(self._loss, self._rows.tiles if self._rows else None)
         self._memory = StepMemory(
-            net,
-            mesh,
-            self._loss if self._turns is None else None,
-            self._tiles,
-            self._stages,
-            compiles=compiles,
+            net, mesh, None if turns else self._loss, self._tiles, self._stages, compiles=compiles
         )
         self._everyone = mesh.group("data", *TILE_DIMS)
         self.on_outputs: Callable[[Any], None] | None = None
         """called in every step with what the net returned for this rank's part: for metrics of training"""
         # In a tuple, so that neither the reducer nor what it wraps is a submodule of ours.
         self._reducer = (self._own_reducer(net),)
-        if mesh.layout.pipe > 1 or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):
-            refuse_joint(net, before, staged=mesh.layout.pipe > 1)
+        if staged or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):
+            refuse_joint(net, before, staged=staged)
 
     def _own_reducer(self, net: nn.Module) -> Reducer:
         """Who completes the gradients. Collective."""
@@ -592,6 +577,10 @@ def sums_of(sums: Any) -> Tensor:
             f"score returned {found}: it has to return the sums of a batch, a tensor of one dim, float64"
         )
     return sums
+
+
+def _in_tiles(loss: SharedLoss | None, tiles: RecordedNet | None) -> TileLoss | None:
+    return None if loss is None or tiles is None else TileLoss(loss, tiles)
 
 
 def _as_it_is(loss: Tensor) -> Tensor:

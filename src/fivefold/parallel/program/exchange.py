@@ -262,8 +262,8 @@ class _RangeExchange(torch.autograd.Function):
 
 # ---- Between turns of one process
 #
-# A turn deposits what others want of its part, each piece once, whoever wants it. It puts together what it has
-# and what it is given when it goes on.
+# A turn deposits what others want of its part, each piece once, whoever wants it. It puts together what it
+# has and what it is given when it goes on.
 
 
 class Strips:
