@@ -101,7 +101,7 @@ def parallelize(
         mesh.agreement.check(given(net, mesh, example, loss), "the arguments of parallelize")
     compiles = compiled or mesh.plan.parallel.compile
     model = ParallelModel(net.to(mesh.device), mesh, loss, example, compiles=compiles)
-    if example is not None and mesh.layout.tiles > 1:
+    if example is not None and (mesh.layout.tiles > 1 or mesh.plan.tiles.turns_by_axis()):
         model.tile_plan(example)
     return model
 
@@ -351,11 +351,11 @@ class ParallelModel(Wrapped):
 
         Raises `UsageError` for what cannot be computed in tiles, and for a layout without tile axes.
         """
-        if self._tiles is None:
+        tiles = self._tiles if self._turns is None else self._turns.first
+        if tiles is None:
             raise UsageError(
                 "the layout has no tile axes, so there is no plan of tiles: set height, width or depth"
             )
-        tiles = self._tiles
         with torch.no_grad():  # a net is recorded with its parameters whole
             program = self._reducer[0].forward(
                 lambda: tiles.plan_for(example, self._mesh.share), step=False
@@ -549,7 +549,8 @@ class ParallelModel(Wrapped):
         self._mesh.agreement.position = position
         if position is not None and position.epoch > self._epoch:
             self._epoch = position.epoch
-            for tiles in (self._tiles, self._rows.tiles if self._rows is not None else None):
+            rows = self._rows.tiles if self._rows is not None else None
+            for tiles in (self._tiles if self._turns is None else self._turns.first, rows):
                 if tiles is not None:
                     tiles.programs.look_again()
         return self._batches.share(inputs, self.seed, self.steps, draws=draws, told_as=told_as)

@@ -137,9 +137,9 @@ class TurnedNet:
         return range(here * count, (here + 1) * count)
 
     @property
-    def programs(self) -> Any:
-        """Of all turns."""
-        return self._views[0].net.programs
+    def first(self) -> RecordedNet:
+        """The net as the first turn of this process computes it."""
+        return self._views[0].net
 
     # ---- running
 

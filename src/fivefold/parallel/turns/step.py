@@ -360,6 +360,7 @@ class Step:
                 for turn, one in enumerate(self._turns):
                     self._shelf.take(one.reads(last))
                     one.compute(last, self._answers(last, turn))
+                    one.heads[last + 1] = [*one.values.values()]
                     self._shelf.put_away()
 
         def end(turn: int, one: TurnUnderWay) -> tuple[Tensor, Outputs | None]:

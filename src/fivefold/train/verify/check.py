@@ -172,7 +172,8 @@ def _judged(
 def _described(schedules: Schedules | None, mesh: Mesh) -> str:
     """The layout, and how a pipe axis works."""
     if schedules is None:
-        return str(mesh.layout)
+        turns = mesh.plan.tiles.turns
+        return f"{mesh.layout}, by turns of {turns}" if turns else str(mesh.layout)
     usual = schedules.usual
     many = f" over {usual.micro_batches} micro-batches" if usual.micro_batches > 1 else ""
     return f"{mesh.layout} ({usual.name}{many})"

@@ -1,0 +1,205 @@
+"""Training steps on images by turns, beside the same steps on the image in one piece.
+
+    python benchmarks/any-size/run.py [--parts edsr,resnet50] [--disk DIR]
+
+Every step is made in a process of its own, after one on a small image. Where an image fits in one piece, both
+ways take turns; then one step is made on an image that has sixteen times as many pixels as the largest piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
+from figures import Median, environment, ratio, table
+from publishing import Page, conditions
+from rounds import order
+
+import fivefold as ff
+from fivefold.recipes import models
+
+HERE = Path(__file__).resolve().parent
+MIB = 2**20
+SMALL = 128
+"""pixels of the image before, which loads what is loaded once"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A net, and the sizes of its images."""
+
+    net: str
+    pair: int
+    """pixels of an edge, where both ways are timed"""
+    pair_turns: int
+    """along each edge"""
+    piece: int
+    """the largest that is computed in one piece"""
+    large: int
+    large_turns: int
+    budget: str = ""
+    """for the large one"""
+
+
+PARTS = {
+    "edsr": Part("edsr_small", 512, 2, 1024, 4096, 16),
+    "resnet50": Part("resnet50", 1024, 2, 1024, 4096, 8, "1GiB"),
+    "tiny": Part("edsr_small", 192, 2, 192, 256, 2),
+}
+"""the last one tries the script"""
+WAYS = ("in one piece", "by turns")
+
+
+# ---- in a process of its own
+
+
+def one(net: str, pixels: int, turns: int, budget: str, disk: str) -> dict[str, Any]:
+    """Seconds of a step, and the most bytes of memory that it took beyond what was there."""
+    torch.manual_seed(0)
+    made = models.build(net, 10)
+    picture = models.returns(net) == "picture"
+    loss: nn.Module = nn.L1Loss() if picture else nn.CrossEntropyLoss()
+    told = f'tiles.turns = "height={turns},width={turns}"\n' if turns > 1 else ""
+    told += f'memory.budget = "{budget}"\nmemory.disk = "{disk}"\n' if budget else ""
+    with ff.start(ff.Plan.parse(told)) as mesh:
+        model = ff.parallelize(made, mesh, loss=loss) if turns > 1 else None
+
+        def step(edge: int) -> float:
+            x = torch.randn(1, 3, edge, edge)
+            y: Tensor = torch.rand(1, 3, 2 * edge, 2 * edge) if picture else torch.tensor([1])
+            made.zero_grad()
+            before = resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            began = time.perf_counter()
+            if model is None:
+                loss(made(x), y).backward()
+            else:
+                model.step(x, y)
+            seconds = time.perf_counter() - began
+            found.update(peak_bytes=resident("VmHWM") - before)
+            return seconds
+
+        found: dict[str, Any] = {}
+        step(SMALL)
+        wrote = written()
+        found["seconds"] = step(pixels)
+        return {**found, "written_bytes": written() - wrote}
+
+
+def resident(name: str) -> int:
+    """Bytes of this process."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
+    return int(line.split()[1]) * 1024
+
+
+def written() -> int:
+    """Bytes that this process has written to disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("write_bytes")).split()[1])
+
+
+# ---- around them
+
+
+def asked(part: Part, pixels: int, turns: int, disk: Path, budget: str = "") -> dict[str, Any]:
+    """One step of a way."""
+    words = [part.net, str(pixels), str(turns), budget, str(disk)]
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", *words],
+        check=True, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(name: str, rounds: int, disk: Path, *, large: bool) -> dict[str, Any]:
+    """One part."""
+    part, before = PARTS[name], environment()
+    pairs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        for way in order([*WAYS], number):
+            turns = 1 if way == WAYS[0] else part.pair_turns
+            pairs[way].append(asked(part, part.pair, turns, disk))
+        print(f"{name}, round {number + 1}: {_ratio(pairs)}", flush=True)
+    found: dict[str, Any] = {"pairs": pairs, "piece": asked(part, part.piece, 1, disk)}
+    if large:
+        found["large"] = asked(part, part.large, part.large_turns, disk, part.budget)
+    more = {"torch": torch.__version__, "disturbed_rounds": 0}
+    return {"benchmark": "any-size", "part": name, "rounds": rounds, "found": found,
+            "environment": {**before, **more}}  # fmt: skip
+
+
+def _ratio(pairs: dict[str, list[dict[str, Any]]]) -> Median:
+    seconds = {way: [told["seconds"] for told in every] for way, every in pairs.items()}
+    return ratio(seconds[WAYS[1]], seconds[WAYS[0]])
+
+
+def section(result: dict[str, Any]) -> str:
+    """A table of one part."""
+    name, found = result["part"], result["found"]
+    part, rows = PARTS[name], list[tuple[str, ...]]()
+
+    def row(way: str, pixels: int, told: list[dict[str, Any]], compared: str) -> None:
+        seconds = sorted(one["seconds"] for one in told)[len(told) // 2]
+        peak = sorted(one["peak_bytes"] for one in told)[len(told) // 2]
+        disk = max(one["written_bytes"] for one in told)
+        rows.append((
+            way, f"{pixels} x {pixels}", f"{seconds:.1f}", f"{1e6 * seconds / pixels**2:.2f}", compared,
+            f"{peak / MIB:,.0f}", f"{disk / MIB:,.0f}",
+        ))  # fmt: skip
+
+    row(WAYS[0], part.pair, found["pairs"][WAYS[0]], "")
+    tiles = f"{part.pair_turns} x {part.pair_turns} turns"
+    row(tiles, part.pair, found["pairs"][WAYS[1]], str(_ratio(found["pairs"])))
+    row(WAYS[0], part.piece, [found["piece"]], "")
+    if "large" in found:
+        way = f"{part.large_turns} x {part.large_turns} turns"
+        way += f", budget {part.budget}, a disk" if part.budget else ""
+        row(way, part.large, [found["large"]], "")
+    header = (
+        "way", "pixels", "seconds", "us per pixel", "of one piece", "peak, MiB", "written to the disk, MiB",
+    )  # fmt: skip
+    return f"### {part.net}\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
+PAGE = Page(HERE, section, tuple(PARTS)[:-1])
+
+
+def main() -> int:
+    """Measure what is asked for; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PAGE.order))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--disk", type=Path, default=Path.cwd())
+    parser.add_argument("--no-large", action="store_true")
+    parser.add_argument("--results", type=Path, default=PAGE.home / "results")
+    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.one is not None:
+        net, pixels, turns, budget, disk = told.one
+        print(json.dumps(one(net, int(pixels), int(turns), budget, disk)))
+        return 0
+    parts = told.parts.split(",")
+    if strange := [word for word in parts if word not in PARTS]:
+        parser.error(f"there is no {strange[0]}; valid: {', '.join(PARTS)}")
+    return PAGE.publish(
+        parts,
+        lambda name: measured(name, told.rounds, told.disk, large=not told.no_large),
+        told.results,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

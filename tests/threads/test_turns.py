@@ -1,0 +1,335 @@
+"""Tiles that one process computes by turns, against one process that computes images whole.
+
+Every rule is tested by turns where it is tested in tiles, see `expect_tiles`; here are whole models, and turns
+beside replicas, tile ranks, budgets and what users do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import PlanError, UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel import ParallelModel, parallelize
+from fivefold.parallel.turns import shelf
+from fivefold.plan import Layout, Memory, Parallel, Plan, Tiles
+from ranks import run_ranks
+from small_models import CLASSES, SMALL, batch_of, judged, loss_of, net_of
+
+ONE = Layout()
+
+
+def plan_of(turns: str, layout: Layout = ONE, **memory: Any) -> Plan:
+    return Plan(layout=layout, tiles=Tiles(strict=True, turns=turns), memory=Memory(**memory))
+
+
+def expect_exact(name: str, plan: Plan, steps: int = 2) -> None:
+    report = judged(net_of(name), plan, steps, loss_of(name), lambda: batch_of(name))
+    assert report.passed, (report.verdict(), report.notes, report.worst)
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("turns", ["height=2", "height=2,width=3"])
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "unet3d"])
+def test_models(name: str, turns: str) -> None:
+    expect_exact(name, plan_of(turns))
+
+
+@pytest.mark.parametrize("turns", ["depth=3", "depth=2,height=2,width=2"])
+def test_volumes(turns: str) -> None:
+    expect_exact("unet3d", plan_of(turns))
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize(
+    ("name", "layout", "turns"),
+    [
+        ("resnet20", Layout(data=2), "height=2,width=2"),
+        ("unet", Layout(height=2), "height=2"),  # both along the same axis
+        ("edsr", Layout(width=2), "height=3"),
+        ("shufflenet_v2_x1_0", Layout(height=2), "width=2"),
+        ("resnet20", Layout(data=2, width=2), "height=2,width=2"),
+        ("unet3d", Layout(depth=2), "depth=2,width=2"),
+    ],
+    ids=str,
+)
+def test_beside_ranks(name: str, layout: Layout, turns: str) -> None:
+    expect_exact(name, plan_of(turns, layout))
+
+
+@pytest.mark.parametrize("fuse", ["never", "100"])
+def test_however_many_layers_share_an_exchange(fuse: str) -> None:
+    plan = Plan(tiles=Tiles(strict=True, fuse=fuse, turns="height=2,width=2"))
+    expect_exact("edsr", plan)
+
+
+# ---- under a budget
+
+
+def test_what_does_not_fit_is_on_a_disk_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_away: list[int] = []
+    before = shelf.Shelf._put_away
+
+    def counted(self: Any, item: Any) -> None:
+        put_away.append(item.size_bytes)
+        before(self, item)
+
+    monkeypatch.setattr(shelf, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(shelf.Shelf, "_put_away", counted)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
+        nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1),
+    )  # fmt: skip
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.randn(1, 3, 128, 96), torch.randn(1, 3, 128, 96)
+
+    plan = plan_of("height=4,width=2", budget="2400KiB", disk=str(tmp_path))
+    report = judged(net, plan, 2, nn.MSELoss(), batch)
+    assert report.passed, (report.verdict(), report.notes, report.worst)
+    assert sum(put_away) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [("200KiB", r"a turn takes up to 0 MiB|a turn takes up to"), ("2MiB", "Name a local disk")],
+)
+def test_too_little_is_refused(budget: str, says: str) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 3, 3, padding=1)
+    )
+    refused(net, plan_of("height=4", budget=budget), says, (1, 3, 128, 96))
+
+
+# ---- what users do
+
+
+def by_turns(
+    net: nn.Module, work: Callable[[ParallelModel], Any], loss: Any, turns: str = "height=2,width=2"
+) -> Any:
+    def check(mesh: Mesh) -> Any:
+        return work(parallelize(net, mesh, loss=loss))
+
+    return run_ranks(1, check, plan=plan_of(turns))[0]
+
+
+class Head(nn.Module):
+    """Logits of an image, and of its pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Tanh())
+        self.head = nn.Conv2d(6, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+X = torch.randn(2, 3, 15, 13, dtype=torch.float64)
+Y = torch.randint(0, CLASSES, (2, 15, 13))
+
+
+def test_gradients_accumulate_and_hooks_see_them_once() -> None:
+    net = Head().double()
+    plain, seen = copy.deepcopy(net), list[Tensor]()
+    loss = nn.CrossEntropyLoss()
+    net.head.weight.register_hook(lambda grad: seen.append(grad.clone()))
+
+    def work(model: ParallelModel) -> None:
+        for _ in range(2):
+            model.step(X, Y)
+
+    by_turns(net, work, loss)
+    for _ in range(2):
+        loss(plain(X), Y).backward()
+    for (name, have), (_, want) in zip(
+        net.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(have.grad, want.grad, msg=name, rtol=1e-9, atol=1e-12)
+    assert len(seen) == 2
+    torch.testing.assert_close(sum(seen), plain.head.weight.grad)
+
+
+def test_a_gradient_of_the_input() -> None:
+    net, x = Head().double(), X.clone().requires_grad_()
+    plain, own = copy.deepcopy(net), X.clone().requires_grad_()
+    loss = nn.CrossEntropyLoss()
+    by_turns(net, lambda model: model.step(x, Y), loss)
+    loss(plain(own), Y).backward()
+    torch.testing.assert_close(x.grad, own.grad)
+
+
+def test_frozen_parameters_stay_so() -> None:
+    net = Head().double()
+    net.body.requires_grad_(False)
+    plain = copy.deepcopy(net)
+    loss = nn.CrossEntropyLoss()
+    by_turns(net, lambda model: model.step(X, Y), loss)
+    loss(plain(X), Y).backward()
+    assert net.body[0].weight.grad is None
+    torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
+
+
+def test_outputs_are_whole() -> None:
+    net, found = Head().double(), list[Tensor]()
+    plain = copy.deepcopy(net)
+
+    def work(model: ParallelModel) -> tuple[Tensor, Tensor]:
+        model.on_outputs = found.append
+        model.step(X, Y)
+        model.eval()
+        sums = model.evaluate(X, Y, lambda out, _: out.sum().double().reshape(1))
+        return model(X), sums
+
+    made, sums = by_turns(net, work, nn.CrossEntropyLoss())
+    torch.testing.assert_close(found[0], plain(X).detach())
+    want = plain.eval()(X).detach()
+    torch.testing.assert_close(made, want)
+    torch.testing.assert_close(sums, want.sum().reshape(1))
+
+
+def test_a_scaled_step() -> None:
+    net = Head().double()
+    plain = copy.deepcopy(net)
+    loss = nn.CrossEntropyLoss()
+
+    class Scaler:
+        def scale(self, value: Tensor) -> Tensor:
+            return value * 4
+
+    told = by_turns(net, lambda model: model.step(X, Y, Scaler()), loss)
+    want = loss(plain(X), Y)
+    (want * 4).backward()
+    torch.testing.assert_close(told, want.detach())
+    torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
+
+
+def test_masks_are_the_same_however_many_turns() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(8, 2, 1)).double()
+    y = torch.randn(2, 2, 15, 13, dtype=torch.float64)
+    found: list[Tensor] = []
+    for turns in ("height=2", "height=3,width=2"):
+        own = copy.deepcopy(net)
+        by_turns(own, lambda model: model.step(X, y), nn.MSELoss(), turns)
+        assert own[0].weight.grad is not None
+        found.append(own[0].weight.grad)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:the loss cannot be computed in tiles")
+def test_a_loss_that_sees_whole_images() -> None:
+    net = Head().double()
+    plain = copy.deepcopy(net)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        picked = outputs.softmax(1).gather(1, targets[:, None])
+        return 1 - picked.sum() / picked.square().sum()
+
+    told = by_turns(net, lambda model: model.step(X, Y), loss)
+    want = loss(plain(X), Y)
+    want.backward()
+    torch.testing.assert_close(told, want.detach())
+    torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
+    torch.testing.assert_close(net.body[0].weight.grad, plain.body[0].weight.grad)
+
+
+# ---- refusals
+
+
+def refused(net: nn.Module, plan: Plan, says: str, shape: tuple[int, ...] = (2, 3, 15, 13)) -> None:
+    def check(mesh: Mesh) -> None:
+        model = parallelize(net.double(), mesh, loss=nn.MSELoss())
+        x = torch.randn(*shape, dtype=torch.float64)
+        with torch.no_grad():
+            y = copy.deepcopy(net)(x)
+        with pytest.raises((UsageError, PlanError), match=says):
+            model.step(x, y)
+
+    run_ranks(plan.layout, check, plan=plan)
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.conv(x)
+        return self.seen * 2
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.cumsum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
+        return grads[0].flip(-1).cumsum(-1).flip(-1)
+
+
+class WithOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Own.apply(self.conv(x))  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.filterwarnings("ignore:.* is not known to Fivefold's tiles")
+@pytest.mark.parametrize(
+    ("net", "says"),
+    [(Leaves(), "leaves something behind"), (WithOwn(), "fivefold.pointwise")],
+    ids=["leaves", "own function"],
+)
+def test_what_turns_cannot_do_is_told(net: nn.Module, says: str) -> None:
+    refused(net, Plan(tiles=Tiles(turns="height=2")), says)
+
+
+def test_images_smaller_than_turns_are_refused() -> None:
+    refused(Head(), plan_of("height=16"), "too few for height=16", (2, 3, 15, 13))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tiles=Tiles(turns="height=2"), memory=Memory(recompute="auto")),
+        Plan(tiles=Tiles(turns="height=2"), parallel=Parallel(compile=True)),
+        Plan(tiles=Tiles(turns="height=2"), parallel=Parallel(batch_norm="replica")),
+        Plan(
+            layout=Layout(data=2), tiles=Tiles(turns="height=2"), memory=Memory(shard="optimizer")
+        ),
+        Plan(layout=Layout(pipe=2), tiles=Tiles(turns="height=2")),
+    ],
+    ids=["recompute", "compile", "batch norm", "shard", "pipe"],
+)
+def test_plans_with_which_turns_do_not_go(plan: Plan) -> None:
+    def check(mesh: Mesh) -> None:
+        with pytest.raises(PlanError, match=r"tiles\.turns = 'height=2' does not go with"):
+            parallelize(Head(), mesh, example=torch.zeros(4, 3, 15, 13), loss=nn.MSELoss())
+
+    run_ranks(plan.layout, check, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("turns", "says"),
+    [
+        ("data=2", "data, which is no tile axis: use depth, height, width"),
+        ("hight=2", "did you mean 'height'"),
+        ("height", "is not AXIS=NUMBER"),
+    ],
+)
+def test_turns_that_mean_nothing(turns: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Tiles(turns=turns)
