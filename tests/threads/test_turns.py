@@ -1,7 +1,7 @@
 """Tiles that one process computes by turns, against one process that computes images whole.
 
-Every rule is tested by turns where it is tested in tiles, see `expect_tiles`; here are whole models, and turns
-beside replicas, tile ranks, budgets and what users do.
+Every rule is tested by turns where it is tested in tiles, see `expect_tiles`; here are whole models, and
+turns beside replicas, tile ranks, budgets and what users do.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def test_plans_with_which_turns_do_not_go(plan: Plan) -> None:
     ("turns", "says"),
     [
         ("data=2", "data, which is no tile axis: use depth, height, width"),
-        ("hight=2", "did you mean 'height'"),
+        ("widht=2", "did you mean 'width'"),
         ("height", "is not AXIS=NUMBER"),
     ],
 )

@@ -112,8 +112,8 @@ class StepMemory:
             return self._budget.told(inputs, targets)
         if self._mesh.plan.tiles.turns_by_axis():
             raise UsageError(
-                "memory is not predicted for images that are computed by turns: set memory.budget, which they "
-                "keep to, or leave tiles.turns empty"
+                "memory is not predicted for images that are computed by turns: set memory.budget, which "
+                "they keep to, or leave tiles.turns empty"
             )
         if self._compiles:
             raise UsageError(
