@@ -200,7 +200,7 @@ def iterate_elsewhere(options: dict[str, Any]) -> None:
     """A helper that says it has another torch and another processor."""
     from fivefold.helpers import versions
 
-    fields = {**versions.versions(), "torch": "2.10.0", "cpu": "AVX2"}
+    fields = {**versions.versions(), "torch": "2.10.0", "cpu": "another"}
     with patch.object(versions, "_found", return_value=tuple(fields.items())):
         iterate(options)
 

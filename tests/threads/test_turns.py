@@ -77,14 +77,14 @@ def test_what_does_not_fit_is_on_a_disk_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_away: list[int] = []
-    before = shelf.Shelf._put_away
+    before = shelf.Shelf.put_away_item
 
     def counted(self: Any, item: Any) -> None:
         put_away.append(item.size_bytes)
         before(self, item)
 
     monkeypatch.setattr(shelf, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(shelf.Shelf, "_put_away", counted)
+    monkeypatch.setattr(shelf.Shelf, "put_away_item", counted)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
         nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1),
@@ -142,7 +142,11 @@ def test_gradients_accumulate_and_hooks_see_them_once() -> None:
     net = Head().double()
     plain, seen = copy.deepcopy(net), list[Tensor]()
     loss = nn.CrossEntropyLoss()
-    net.head.weight.register_hook(lambda grad: seen.append(grad.clone()))
+
+    def see(grad: Tensor) -> None:
+        seen.append(grad.clone())
+
+    net.head.weight.register_hook(see)
 
     def work(model: ParallelModel) -> None:
         for _ in range(2):
@@ -220,8 +224,9 @@ def test_masks_are_the_same_however_many_turns() -> None:
     for turns in ("height=2", "height=3,width=2"):
         own = copy.deepcopy(net)
         by_turns(own, lambda model: model.step(X, y), nn.MSELoss(), turns)
-        assert own[0].weight.grad is not None
-        found.append(own[0].weight.grad)
+        grad = next(own.parameters()).grad
+        assert grad is not None
+        found.append(grad)
     torch.testing.assert_close(*found)
 
 
@@ -265,7 +270,7 @@ class Leaves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = self.conv(x)
-        return self.seen * 2
+        return self.conv(x) * 2
 
 
 class Own(torch.autograd.Function):
@@ -333,3 +338,91 @@ def test_plans_with_which_turns_do_not_go(plan: Plan) -> None:
 def test_turns_that_mean_nothing(turns: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Tiles(turns=turns)
+
+
+class Counting(nn.Module):
+    """A loss whose weight grows with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return (outputs - targets).abs().mean() * self.calls
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.mean += outputs.detach().mean()
+        return (outputs - targets - self.mean).abs().mean()
+
+
+@pytest.mark.filterwarnings("ignore:the loss cannot be computed in tiles")
+@pytest.mark.parametrize(
+    ("loss", "says"), [(Counting(), "changes its calls"), (Remembering(), "changes its mean")],
+    ids=["a counter", "a buffer"],
+)  # fmt: skip
+def test_a_loss_that_changes_as_it_is_called_is_refused(loss: nn.Module, says: str) -> None:
+    def work(model: ParallelModel) -> None:
+        with pytest.raises(UsageError, match=says):
+            model.step(X, torch.randn(2, CLASSES, 15, 13, dtype=torch.float64))
+
+    by_turns(Head().double(), work, loss)
+
+
+class Reads(nn.Module):
+    """Statistics that it has just updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        assert self.norm.running_mean is not None
+        return y + self.norm.running_mean[:, None, None]
+
+
+def test_statistics_that_are_read_in_the_same_forward_are_refused() -> None:
+    refused(Reads(), plan_of("height=2"), "reads running statistics|leaves something behind")
+
+
+def test_training_and_evaluation_take_turns() -> None:
+    """Heads ask more questions where there are gradients."""
+
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).amax((2, 3))
+
+    net, y = Largest().double(), torch.randn(2, 4, dtype=torch.float64)
+    plain = copy.deepcopy(net)
+
+    def work(model: ParallelModel) -> list[Tensor]:
+        found: list[Tensor] = []
+        for _ in range(2):
+            model.train()
+            found.append(model.step(X, y))
+            model.eval()
+            with torch.no_grad():
+                found.append(model(X))
+        return found
+
+    loss = nn.MSELoss()
+    first, out, second, again = by_turns(net, work, loss)
+    want = plain(X)
+    torch.testing.assert_close(out, want.detach())
+    torch.testing.assert_close(again, want.detach())
+    torch.testing.assert_close(first, loss(want, y).detach())
+    torch.testing.assert_close(second, first)
+    for _ in range(2):
+        loss(plain(X), y).backward()
+    torch.testing.assert_close(net.conv.weight.grad, plain.conv.weight.grad)

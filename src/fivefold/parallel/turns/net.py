@@ -26,9 +26,11 @@ from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.asked import Processes, Turn, TurnGroup
 from fivefold.parallel.graph.marked import is_pointwise
 from fivefold.parallel.graph.names import is_users
+from fivefold.parallel.graph.refs import StateRef
 from fivefold.parallel.graph.tape import Tape
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
+from fivefold.parallel.norms import uses_batch
 from fivefold.parallel.pipeline.batch import Batch
 from fivefold.parallel.pipeline.gradients import StageGradients
 from fivefold.parallel.program.costs import Costs, measured_processor
@@ -39,12 +41,14 @@ from fivefold.parallel.program.program import Program
 from fivefold.parallel.program.run import returned
 from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.reduce import without_effect
+from fivefold.parallel.trained import check_trained
 from fivefold.parallel.trees import flatten, leaves, map_tensors, unflatten
 from fivefold.parallel.turns.budget import TurnBudget
 from fivefold.parallel.turns.segments import Segment, segments_of
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.parallel.turns.step import Step, TurnUnderWay
 from fivefold.plan import AXES
+from fivefold.torch_private import version_of
 from fivefold.trace import Tag
 
 __all__ = ["TurnedNet", "turned"]
@@ -167,14 +171,23 @@ class TurnedNet:
         self._gradients.begin()
         step = self._prepared(batch)
 
+        modules = [one for one in (self._net, loss.loss) if isinstance(one, nn.Module)]
+        parameters = [p for one in modules for p in one.parameters()]
+
         def own(turn: int, outputs: Outputs) -> Tensor:
             tiled = losses[turn]
             assert tiled is not None
-            return tiled.share(outputs, targets, weight, share)
+            found = tiled.share(outputs, targets, weight, share)
+            if not turn and found.requires_grad:
+                known = (*parameters, *leaves(batch.inputs), *leaves(targets), *step.cut(turn))
+                check_trained(found, known)
+            return found
 
         kind = tuple((leaf.shape, part_of(leaf)) for leaf in leaves(targets))
+        before = _state_of(loss.loss)
         with without_effect(() if share.rows else self._net.parameters()):
             total, outputs = step.train(own, scaled, kind, keep=on_outputs is not None)
+        _check_loss(before, _state_of(loss.loss))
         self._gradients.launch()
         if on_outputs is not None:
             on_outputs(self.tiles.own(self._together(outputs, step.ready)))
@@ -316,6 +329,27 @@ def _groups(
     return found
 
 
+def _state_of(loss: object) -> dict[str, Any]:
+    """What a loss that is a module may change as it is called, as far as it can be compared."""
+    found: dict[str, Any] = {}
+    for path, module in loss.named_modules() if isinstance(loss, nn.Module) else ():
+        start = f"{path}." if path else ""
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+        found |= {start + name: value for name, value in plain.items()}
+        buffers = module.named_buffers(recurse=False)
+        found |= {start + name: (id(b), version_of(b)) for name, b in buffers}
+    return found
+
+
+def _check_loss(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise UsageError(
+                f"the loss changes its {name} as it is called, and is called for every turn where one "
+                "process calls it once: let the script change it, between steps, or leave tiles.turns empty"
+            )
+
+
 def _check(tape: Tape) -> None:
     """Refuse what turns cannot do yet what tile ranks can."""
     remedy = "leave tiles.turns empty, and use tile axes"
@@ -330,6 +364,13 @@ def _check(tape: Tape) -> None:
             f"turns do not carry on: {remedy}"
         )
     for node in tape.nodes:
+        read = [one for one in node.operands if isinstance(one, StateRef)]
+        norms = uses_batch(node) or "instance_norm" in node.name
+        if not norms and any(one.name in tape.statistics for one in read):
+            raise UsageError(
+                f"{node.where} reads running statistics that the same forward updates, which turns do at "
+                f"another time: {remedy}"
+            )
         if node.name == "hooked":
             raise UsageError(f"{node.where} has hooks, which see the whole gradient: {remedy}")
         if is_users(node.function) and node.grad and not is_pointwise(node.function):

@@ -159,11 +159,12 @@ class Shelf:
             if self._here_bytes <= self._limit:
                 break
             if item.here and id(item) not in needed:
-                self._put_away(item)
+                self.put_away_item(item)
         for item in [one for one in self._leaving if one.copy is None or one.copy.is_out]:
             self._leave(item)
 
-    def _put_away(self, item: _Item) -> None:
+    def put_away_item(self, item: _Item) -> None:
+        """Make a copy of a memory, unless there is one, and let it go then."""
         assert self._pool is not None
         item.here = False
         self._here_bytes -= item.size_bytes

@@ -121,10 +121,8 @@ class TurnUnderWay:
                 )  # fmt: skip
             except Parked as parked:
                 deposit = parked.deposit
-                if not asked:
-                    asked.append(
-                        parked.with_traceback(None)
-                    )  # which has all that the head has made
+                if not asked:  # without its traceback, which has all that the head has made
+                    asked.append(parked.with_traceback(None))
                 return (deposit,)
             return ()
 
@@ -266,6 +264,15 @@ class Step:
         self._meetings: list[list[Meeting]] = [[] for _ in range(self._last + 2)]
         """by segment that asks, and those of the loss"""
 
+        state = turns[0].state.values()
+        self._kind = torch.is_grad_enabled(), tuple(tensor.requires_grad for tensor in state)
+        """what heads ask may differ by"""
+
+    def cut(self, turn: int) -> list[Tensor]:
+        """Where the graph of what a turn computes last begins, beside parameters."""
+        answers = [meeting.answers[turn] for every in self._meetings for meeting in every]
+        return [*self._turns[turn].values.values(), *answers]
+
     def _answers(self, number: int, turn: int) -> list[Tensor]:
         return [meeting.answers[turn] for meeting in self._meetings[number]]
 
@@ -290,7 +297,7 @@ class Step:
 
     def _meet(self, number: int) -> None:
         """Answer all that the head of a segment asks."""
-        meetings, key = self._meetings[number], (id(self.ready.program), number)
+        meetings, key = self._meetings[number], (id(self.ready.program), number, self._kind)
         while self._turns[0].segments[number].head and len(meetings) != self._asks.get(key):
             asked: dict[int, Parked] = {}
             for turn, one in enumerate(self._turns):
@@ -386,7 +393,7 @@ class Step:
 
     def _is_apart(self, share: Callable[[int, Outputs], Tensor], kind: Any) -> bool:
         """Whether the loss asks something, so that the last segment has to be cut off before."""
-        key = (id(self.ready.program), kind)
+        key = (id(self.ready.program), self._kind, kind)
         if key not in self._asks:
             one = self._turns[0]
             with torch.no_grad():
