@@ -34,6 +34,8 @@ HERE = Path(__file__).resolve().parent
 MIB = 2**20
 SMALL = 128
 """pixels of the image before, which loads what is loaded once"""
+PLANNED = 1024
+"""pixels of an edge up to which a step is made before: plans are made once for a size"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def one(net: str, pixels: int, turns: int, budget: str, disk: str) -> dict[str, 
 
         found: dict[str, Any] = {}
         step(SMALL)
+        if pixels <= PLANNED:
+            step(pixels)
         wrote = written()
         found["seconds"] = step(pixels)
         return {**found, "written_bytes": written() - wrote}
