@@ -80,7 +80,8 @@ class Shelf:
             made = tensor.detach()
             self.put([made])
             return made
-        region = mmap.mmap(-1, tensor.nbytes)
+        # Private: pages that are shared would stay with the system when the mapping lets them go.
+        region = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         flat = torch.frombuffer(region, dtype=tensor.dtype)
         like = torch.empty_like(tensor, device="meta")  # of its memory order, without gaps
         made = flat.as_strided(like.shape, like.stride())
