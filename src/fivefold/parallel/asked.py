@@ -36,8 +36,8 @@ class Question(Protocol):
 
     def meet(
         self, everyone: Sequence[Any], deposits: Sequence[Tensor], processes: Processes
-    ) -> Sequence[Callable[[], Tensor]]:
-        """How to make the answer of each turn, as often as it is needed. Collective."""
+    ) -> Sequence[Tensor]:
+        """The answer of each turn. Collective."""
         ...
 
     def back(
@@ -159,14 +159,14 @@ class TurnGroup(dist.ProcessGroup):
         return self.turn.ask(question, self, deposit, trains=trains and torch.is_grad_enabled())
 
 
-def _added(tensors: Sequence[Tensor], processes: Processes) -> Sequence[Callable[[], Tensor]]:
+def _added(tensors: Sequence[Tensor], processes: Processes) -> Sequence[Tensor]:
     total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         total += tensor.detach()
     if processes.group is not None:
         real = torch.view_as_real(total) if total.is_complex() else total
         comm.all_reduce(real, processes.group, Tag.HALO)
-    return [lambda: total] * len(tensors)
+    return [total] * len(tensors)
 
 
 class Sum:
@@ -177,7 +177,7 @@ class Sum:
         everyone: Sequence[Any],  # noqa: ARG002 - see `Question`
         deposits: Sequence[Tensor],
         processes: Processes,
-    ) -> Sequence[Callable[[], Tensor]]:
+    ) -> Sequence[Tensor]:
         """See `Question`."""
         return _added(deposits, processes)
 
@@ -188,7 +188,7 @@ class Sum:
         processes: Processes,
     ) -> Sequence[Tensor]:
         """See `Question`."""
-        return [make() for make in _added(grads, processes)]
+        return _added(grads, processes)
 
 
 def added(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,9 +206,9 @@ class Shared(Sum):
         everyone: Sequence[Any],  # noqa: ARG002 - see `Question`
         deposits: Sequence[Tensor],
         processes: Processes,  # noqa: ARG002 - likewise
-    ) -> Sequence[Callable[[], Tensor]]:
+    ) -> Sequence[Tensor]:
         """See `Question`."""
-        return [deposit.detach for deposit in deposits]
+        return [deposit.detach() for deposit in deposits]
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,11 @@ class Extreme(Sum):
         everyone: Sequence[Any],  # noqa: ARG002 - see `Question`
         deposits: Sequence[Tensor],
         processes: Processes,
-    ) -> Sequence[Callable[[], Tensor]]:
+    ) -> Sequence[Tensor]:
         """See `Question`."""
         own = torch.stack([deposit.detach() for deposit in deposits])
         found = own.amax(0) if self.largest else own.amin(0)
         if processes.group is not None:
             every = comm.all_gather(found, processes.group, Tag.HALO)
             found = every.amax(0) if self.largest else every.amin(0)
-        return [lambda: found] * len(deposits)
+        return [found] * len(deposits)

@@ -179,8 +179,6 @@ def _local_gradients(  # noqa: PLR0917 - as torch has them
     """`w dy / sqrt(var + eps)` if it is needed, sum(dy xhat) and sum(dy), per channel: by the kernel that
     is meant for inference.
     """
-    if _misleads(x):
-        x, dy = x.contiguous(), dy.contiguous()
     # None would do on CPUs alone: for saved statistics, and for a weight whose gradient is asked for.
     unsaved = mean.new_empty(0)
     factor = mean.new_ones(x.shape[1]) if weight is None and not x.is_cpu else weight
@@ -260,7 +258,7 @@ class _Merge:
 
     def meet(
         self, everyone: Sequence[_Merge], deposits: Sequence[Tensor], processes: Processes
-    ) -> Sequence[Callable[[], Tensor]]:
+    ) -> Sequence[Tensor]:
         """See `Question`."""
         own = torch.stack([deposit.detach() for deposit in deposits])
         every = own
@@ -270,7 +268,7 @@ class _Merge:
         found = torch.cat([total.reshape(1), mean, m2])
         for one, deposit in zip(everyone, own, strict=True):
             one.own, one.all = deposit, found
-        return [lambda: found] * len(deposits)
+        return [found] * len(deposits)
 
     def back(
         self,
@@ -350,14 +348,16 @@ class _Normalised(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator renames
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
         x, weight, mean, var = ctx.saved_tensors
-        dx, dweight, dbias = _local_gradients(
-            grads[0], x, weight, mean, var, ctx.eps, needs_dx=True
-        )
+        if _misleads(x):
+            x, dy = x.contiguous(), dy.contiguous()
+        dx, dweight, dbias = _local_gradients(dy, x, weight, mean, var, ctx.eps, needs_dx=True)
         inverse = torch.rsqrt(var + ctx.eps)
         scale = inverse if weight is None else inverse * weight
-        scale = scale if ctx.counted else torch.zeros_like(scale)
         own = (dx, None if weight is None else dweight, dbias if ctx.shifted else None)
+        if not ctx.counted:  # a stand-in adds nothing, even where it gave NaN
+            return (*own, torch.zeros_like(mean), torch.zeros_like(var), None, None)
         return (*own, -scale * dbias, -0.5 * scale * inverse * dweight, None, None)
 
 

@@ -283,7 +283,7 @@ class Strips:
 
     def meet(
         self, everyone: Sequence[Strips], deposits: Sequence[Tensor], processes: Processes
-    ) -> Sequence[Callable[[], Tensor]]:
+    ) -> Sequence[Tensor]:
         """See `Question`."""
         parts = [d.detach().split(one.sizes) for one, d in zip(everyone, deposits, strict=True)]
         boxes = {
@@ -295,7 +295,7 @@ class Strips:
             (peer, one.number): size for one in everyone for peer, size in one.expects.items()
         }
         boxes |= processes.swap(boxes, wanted, deposits[0])
-        return [functools.partial(one.received, boxes, deposits[0]) for one in everyone]
+        return [one.received(boxes, deposits[0]) for one in everyone]
 
     def received(self, boxes: Mapping[tuple[int, int], Tensor], like: Tensor) -> Tensor:
         """What it gets, one after the other."""

@@ -107,6 +107,8 @@ class Program:
 
     compiled: dict[Any, list[Any]] = field(default_factory=dict[Any, list[Any]])
     """steps that are compiled, see `compiled_span`"""
+    found: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    """what those who carry it out by turns have found out about it"""
     lowered: Callable[[Here], Program] | None = None
     """makes the plan of another rank"""
     others: dict[int, Program] = field(default_factory=dict[int, "Program"])

@@ -20,7 +20,7 @@ from fivefold.parallel.memory.optimizers import OptimizerStates
 from fivefold.parallel.memory.spill import Pool
 from fivefold.parallel.memory.step import store_of
 from fivefold.parallel.program.program import Move, Program
-from fivefold.parallel.turns.segments import Segment
+from fivefold.parallel.turns.segments import Segment, segments_of
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.plan import Memory
 from fivefold.sections import bytes_of
@@ -52,13 +52,14 @@ class TurnBudget:
 
     def shelf(
         self,
-        turns: Sequence[tuple[Program, Sequence[Segment]]],
+        programs: Sequence[Program],
         batch: Iterable[Tensor],
         mine: Iterable[Tensor],
     ) -> Shelf:
         """For one step. Raises `UsageError` where too little is left."""
         trains = torch.is_grad_enabled()
-        visit = max(_visit_bytes(program, one) for program, every in turns for one in every)
+        sizes = [_bytes_of_turn(program) for program in programs]
+        visit = max(visit for visit, _ in sizes)
         standing = self._standing_bytes(batch, trains=trains)
         limit = self._budget_bytes - standing - visit
         if limit <= 0:
@@ -68,7 +69,7 @@ class TurnBudget:
                 "make more of them, or allow more"
             )
         if self._store is None:
-            kept = sum(_kept_bytes(program, every) for program, every in turns) if trains else 0
+            kept = sum(kept for _, kept in sizes) if trains else 0
             if kept > limit:
                 raise UsageError(
                     f"memory.budget = {self._told} is too little: turns keep up to {_mib(kept)} between "
@@ -92,6 +93,15 @@ class TurnBudget:
             return held
         trained = sum(p.nbytes for p in self._net.parameters() if p.requires_grad)
         return held + trained + self._optimizers.bytes_of(2 * trained)
+
+
+def _bytes_of_turn(program: Program) -> tuple[int, int]:
+    """What a turn has at most while it computes, and what it keeps at most between; found once."""
+    if "bytes" not in program.found:
+        segments = segments_of(program)
+        visit = max(_visit_bytes(program, one) for one in segments)
+        program.found["bytes"] = visit, _kept_bytes(program, segments)
+    return program.found["bytes"]
 
 
 def _visit_bytes(program: Program, segment: Segment) -> int:

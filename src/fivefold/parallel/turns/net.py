@@ -38,13 +38,12 @@ from fivefold.parallel.program.loss import TileLoss
 from fivefold.parallel.program.net import RecordedNet, Seat
 from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.program import Program
-from fivefold.parallel.program.run import returned
 from fivefold.parallel.program.spread import Division, Grid, Spread
 from fivefold.parallel.reduce import without_effect
 from fivefold.parallel.trained import check_trained
 from fivefold.parallel.trees import flatten, leaves, map_tensors, unflatten
 from fivefold.parallel.turns.budget import TurnBudget
-from fivefold.parallel.turns.segments import Segment, segments_of
+from fivefold.parallel.turns.segments import segments_of
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.parallel.turns.step import Step, TurnUnderWay
 from fivefold.plan import AXES
@@ -122,8 +121,6 @@ class TurnedNet:
             view = RecordedNet(net, mesh, costs, seat=seat)
             first = first or view
             self._views.append(_View(turn, view, None if loss is None else TileLoss(loss, view)))
-        self._segments: dict[int, tuple[Program, list[Segment]]] = {}
-        self._asks: dict[tuple[Any, ...], int] = {}
 
     def _costs(self) -> Costs:
         """What plans go by: all processes have to make the same. Collective."""
@@ -168,9 +165,7 @@ class TurnedNet:
         assert loss is not None
         cut = losses[0] is not None and losses[0].in_tiles(targets)
         weight = loss.begin(targets, self._group if cut else None)
-        self._gradients.begin()
         step = self._prepared(batch)
-
         modules = [one for one in (self._net, loss.loss) if isinstance(one, nn.Module)]
         parameters = [p for one in modules for p in one.parameters()]
 
@@ -185,14 +180,16 @@ class TurnedNet:
 
         kind = tuple((leaf.shape, part_of(leaf)) for leaf in leaves(targets))
         before = _state_of(loss.loss)
-        with without_effect(() if share.rows else self._net.parameters()):
+        self._gradients.begin()
+        counted = step.ready.samples.rows > 0  # of the grid: who has none may compute another's
+        with without_effect(() if counted else self._net.parameters()):
             total, outputs = step.train(own, scaled, kind, keep=on_outputs is not None)
-        _check_loss(before, _state_of(loss.loss))
         self._gradients.launch()
+        self._gradients.finish()
+        _check_loss(before, _state_of(loss.loss))
         if on_outputs is not None:
             on_outputs(self.tiles.own(self._together(outputs, step.ready)))
-        self._gradients.finish()
-        if not share.rows:
+        if not counted:
             total.zero_()
         return comm.all_reduce(total, self._group, Tag.LOSS)
 
@@ -212,12 +209,12 @@ class TurnedNet:
             self._under_way(view, one, state, shelf)
             for view, one in zip(self._views, every, strict=True)
         ]
-        return Step(turns, self._asks, shelf, self._mesh.device)
+        return Step(turns, shelf, self._mesh.device)
 
     def _under_way(
         self, view: _View, ready: Prepared, state: Mapping[str, Tensor], shelf: Shelf
     ) -> TurnUnderWay:
-        segments, updates = self._segments_of(ready.program), view is self._views[0]
+        segments, updates = segments_of(ready.program), view is self._views[0]
         return TurnUnderWay(view.turn, view.net, ready, segments, state, shelf, updates)
 
     def _shelf(
@@ -226,14 +223,7 @@ class TurnedNet:
         """What is kept between visits: under a budget as much as it leaves."""
         if self._budget is None:
             return Shelf()
-        turns = [(program, self._segments_of(program)) for program in programs]
-        return self._budget.shelf(turns, batch, (*batch, *state.values()))
-
-    def _segments_of(self, program: Program) -> list[Segment]:
-        if id(program) not in self._segments:
-            found = segments_of(program, returned(program))
-            self._segments[id(program)] = (program, found)  # kept, so that the id stays its
-        return self._segments[id(program)][1]
+        return self._budget.shelf(programs, batch, (*batch, *state.values()))
 
     def _noted(self, leaf: Tensor, share: Share) -> Tensor:
         """A leaf that says which part it is of what, which it may leave out where it is whole images."""

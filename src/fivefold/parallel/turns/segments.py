@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fivefold.parallel.program.program import Compute, Move, Program
 from fivefold.parallel.program.recompute import StepSpan, segment_of
+from fivefold.parallel.program.run import returned
 
 __all__ = ["Segment", "segments_of"]
 
@@ -33,8 +34,14 @@ class Segment:
         return range(self.span.first, self.span.stop)
 
 
-def segments_of(program: Program, wanted: set[int]) -> list[Segment]:
-    """Those of a program of which `wanted` are the values that are asked for in the end."""
+def segments_of(program: Program) -> list[Segment]:
+    """Those of a program, found once."""
+    if "segments" not in program.found:
+        program.found["segments"] = _divided(program, returned(program))
+    return program.found["segments"]
+
+
+def _divided(program: Program, wanted: set[int]) -> list[Segment]:
     heads = _heads(program)
     bounds = [0, *(head.start for head in heads if head.start), len(program.steps)]
     by_start = {head.start: head for head in heads}

@@ -112,6 +112,8 @@ class Shelf:
         """Forget copies of tensors that are here, and other ones than before."""
         for item in self._found(tensors):
             item.copy = None
+            if item in self._leaving:
+                self._leaving.remove(item)
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Have tensors here, until `put_away`."""

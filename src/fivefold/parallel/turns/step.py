@@ -66,7 +66,10 @@ class TurnUnderWay:
     def _keep(self, made: Mapping[int, Tensor]) -> None:
         """Cut what a segment has made out of its graph."""
         pairs: list[tuple[GradientEdge | None, Tensor]] = []
+        outputs = returned(self.ready.program)
         for index, tensor in made.items():
+            if index in outputs:  # those of all turns are put together in the end
+                self.shelf.stays(tensor)
             trains = tensor.requires_grad
             self.values[index] = leaf = self.shelf.keep(tensor).requires_grad_(trains)
             pairs.append((get_gradient_edge(tensor) if trains else None, leaf))
@@ -205,13 +208,13 @@ class Meeting:
         made: dict[int, Tensor] = {}
         for line in self._lines():
             first = self.asked[line[0]]
-            makers = first.question.meet(
+            answers = first.question.meet(
                 [self.asked[n].question for n in line],
                 [self.asked[n].deposit for n in line],
                 first.group.processes,
             )
-            for number, make in zip(line, makers, strict=True):
-                made[number] = make().detach().requires_grad_(self.asked[number].trains)
+            for number, answer in zip(line, answers, strict=True):
+                made[number] = answer.detach().requires_grad_(self.asked[number].trains)
         self.answers = [made[number] for number in range(len(self.asked))]
 
     def _lines(self) -> list[list[int]]:
@@ -246,7 +249,6 @@ class Step:
 
     Args:
         turns: of this process, in order.
-        asks: how many questions heads ask, by program and segment, as far as it is known: it is noted there.
         shelf: what turns hold between visits.
         device: of the mesh.
     """
@@ -254,12 +256,13 @@ class Step:
     def __init__(
         self,
         turns: Sequence[TurnUnderWay],
-        asks: dict[tuple[Any, ...], int],
         shelf: Shelf,
         device: torch.device,
     ) -> None:
-        self._turns, self._asks, self._shelf, self._device = turns, asks, shelf, device.type
+        self._turns, self._shelf, self._device = turns, shelf, device.type
         self.ready = turns[0].ready
+        self._asks: dict[Any, int] = self.ready.program.found
+        """how many questions heads ask, by segment, and whether the loss does, as far as it is known"""
         self._last = len(turns[0].segments) - 1
         self._meetings: list[list[Meeting]] = [[] for _ in range(self._last + 2)]
         """by segment that asks, and those of the loss"""
@@ -297,7 +300,7 @@ class Step:
 
     def _meet(self, number: int) -> None:
         """Answer all that the head of a segment asks."""
-        meetings, key = self._meetings[number], (id(self.ready.program), number, self._kind)
+        meetings, key = self._meetings[number], (number, self._kind)
         while self._turns[0].segments[number].head and len(meetings) != self._asks.get(key):
             asked: dict[int, Parked] = {}
             for turn, one in enumerate(self._turns):
@@ -330,6 +333,7 @@ class Step:
                     done.append(work(turn, one))
                 except Parked as parked:
                     asked.append(parked.with_traceback(None))
+                self._shelf.put_away()
             if not asked:
                 return done
             meetings.append(self._met(asked))
@@ -380,7 +384,6 @@ class Step:
             with self._backwards():
                 scaled(own).backward()
             one.keep_gradients([*one.values.values()], [])
-            self._shelf.put_away()
             parts = map_tensors(Tensor.detach, outputs.parts) if keep else None
             return own.detach().reshape(()), replace(outputs, parts=parts) if keep else None
 
@@ -393,9 +396,10 @@ class Step:
 
     def _is_apart(self, share: Callable[[int, Outputs], Tensor], kind: Any) -> bool:
         """Whether the loss asks something, so that the last segment has to be cut off before."""
-        key = (id(self.ready.program), self._kind, kind)
+        key = ("loss", self._kind, kind)
         if key not in self._asks:
             one = self._turns[0]
+            self._shelf.take(one.values.values())
             with torch.no_grad():
                 values = one.last(self._answers(self._last, 0), again=True)
                 one.turn.begin(())
@@ -404,6 +408,7 @@ class Step:
                     self._asks[key] = 0
                 except Parked:
                     self._asks[key] = 1
+            self._shelf.put_away()
         return bool(self._asks[key])
 
     def _back(self, number: int) -> None:
