@@ -63,6 +63,18 @@ def test_where_a_tensor_begins_does_not_matter(
     pool.close()
 
 
+def test_what_waits_to_be_written_is_kept(tmp_path: Path) -> None:
+    pool, size = Pool(FileStore(on_disk(tmp_path)), 1 << 26), 1 << 20
+    wholes = [torch.full((size + 1,), one, dtype=torch.uint8) for one in range(40)]
+    # They begin where torch's own never do, so that the store writes copies, which only it knows of.
+    items = [pool.put(flat_of(torch.from_numpy(whole.numpy()[1:]))) for whole in wholes]
+    others = [torch.full((size,), 99, dtype=torch.uint8) for _ in items]
+    pool.settle()
+    del others
+    assert [item.get().unique().tolist() for item in items] == [[one] for one in range(40)]
+    pool.close()
+
+
 def test_a_nan_and_a_negative_zero_too(tmp_path: Path) -> None:
     pool = Pool(FileStore(on_disk(tmp_path)))
     made = torch.tensor([float("nan"), -0.0, float("inf"), 5e-324])

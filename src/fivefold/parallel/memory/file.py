@@ -12,6 +12,7 @@ import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,5 +184,7 @@ def _kind_of(folder: Path) -> str:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a tensor (n,), which has to live as long; `numpy` would keep it from being resized."""
-    return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())).cast("B")
+    """The memory of a tensor (n,), which lives as long; `numpy` would keep it from being resized."""
+    memory: Any = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    memory.owner = flat
+    return memoryview(memory).cast("B")
