@@ -124,7 +124,7 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml $(CONSTRAINTS) $(NATIVE)
 
 $(VENV)/.develop: $(VENV)/.torch pyproject.toml $(CONSTRAINTS) $(NATIVE)
 	@echo "installing Fivefold and its tools into $(VENV)"
-	$(INSTALL) -e '.[recipes,images,mpi,vision,fsspec,gpu,serve,exports,docs,dev]'
+	$(INSTALL) -e '.[recipes,images,mpi,vision,diffusers,fsspec,gpu,serve,exports,docs,dev]'
 	@# MPICH, which the tests start as well, apart: its programs are called like those of Open MPI.
 	$(BIN)/python -m venv --without-pip $(VENV)/mpich
 	$(BIN)/python -m pip --python $(VENV)/mpich/bin/python $(INSTALL_FLAGS) mpich

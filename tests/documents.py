@@ -42,6 +42,7 @@ from sybil.parsers.markdown import SkipParser
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
 from commands import programs
+from real_torchvision import declare_missing
 
 __all__ = [
     "DATA",
@@ -190,6 +191,7 @@ def _bash(line: str, folder: str) -> tuple[int, str]:
 def _python(example: Example) -> None:
     region = Region(example.region.start, example.region.end, parsed=example.parsed.source)
     inner = Example(example.document, example.line, example.column, region, example.namespace)
+    declare_missing()  # which packages that a block imports may import
     with contextlib.chdir(example.namespace[_FOLDER]):
         PythonEvaluator()(inner)
 

@@ -13,9 +13,18 @@ from types import ModuleType
 import pytest
 import torch
 
-__all__ = ["torchvision_models"]
+__all__ = ["declare_missing", "torchvision_models"]
 
 _kept: list[torch.library.Library] = []  # a schema disappears with its Library
+
+
+def declare_missing() -> None:
+    """Let torchvision be imported beside a build of torch for which its operators do not load."""
+    for name in ("nms", "qnms") if torch.version.cuda is None else ():
+        if not hasattr(torch.ops.torchvision, name):
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _kept.append(library)
 
 
 def torchvision_models() -> ModuleType:
@@ -24,11 +33,7 @@ def torchvision_models() -> ModuleType:
         pytest.skip(
             "torchvision is not installed; pip install --no-deps -c constraints.txt torchvision"
         )
-    for name in ("nms", "qnms") if torch.version.cuda is None else ():
-        if not hasattr(torch.ops.torchvision, name):
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _kept.append(library)
+    declare_missing()
     from torchvision import models
 
     return models

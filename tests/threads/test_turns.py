@@ -315,6 +315,41 @@ class Leaves(nn.Module):
         return self.conv(x) * 2
 
 
+class Counts(nn.Module):
+    """Computes something else in every forward, and leaves a list where there was none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, CLASSES, 3, padding=1), nn.BatchNorm2d(CLASSES)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = [*getattr(self, "seen", ()), self.calls]
+        return self.norm(self.conv(x)) * sum(self.seen)
+
+
+def test_numbers_that_a_forward_leaves_are_left_once() -> None:
+    torch.manual_seed(1)
+    net = Counts().double()
+    plain, y = copy.deepcopy(net), torch.randn(2, CLASSES, 15, 13, dtype=torch.float64)
+
+    def work(model: ParallelModel) -> None:
+        for _ in range(3):
+            model.step(X, y)
+            nn.functional.l1_loss(plain(X), y).backward()
+            found = model.module
+            assert isinstance(found, Counts)
+            assert (found.calls, found.seen) == (plain.calls, plain.seen)
+            for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+                assert one.grad is not None
+                assert torch.allclose(one.grad, other.grad, rtol=1e-10)
+        with torch.no_grad():
+            assert torch.allclose(model.eval()(X), plain.eval()(X), rtol=1e-10)
+
+    by_turns(net, work, nn.L1Loss())
+
+
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -337,7 +372,7 @@ class WithOwn(nn.Module):
 @pytest.mark.filterwarnings("ignore:.* is not known to Fivefold's tiles")
 @pytest.mark.parametrize(
     ("net", "says"),
-    [(Leaves(), "leaves something behind"), (WithOwn(), "fivefold.pointwise")],
+    [(Leaves(), "leaves tensors behind"), (WithOwn(), "fivefold.pointwise")],
     ids=["leaves", "own function"],
 )
 def test_what_turns_cannot_do_is_told(net: nn.Module, says: str) -> None:
@@ -431,7 +466,7 @@ class Reads(nn.Module):
 
 
 def test_statistics_that_are_read_in_the_same_forward_are_refused() -> None:
-    refused(Reads(), plan_of("height=2"), "reads running statistics|leaves something behind")
+    refused(Reads(), plan_of("height=2"), "reads running statistics|leaves tensors behind")
 
 
 def test_training_and_evaluation_take_turns() -> None:

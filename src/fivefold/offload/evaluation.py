@@ -21,8 +21,7 @@ from fivefold.mesh import Mesh
 from fivefold.offload.slices import Sums
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.arithmetic import Arithmetic
-from fivefold.parallel.model import sums_of
-from fivefold.parallel.modes import evaluating
+from fivefold.parallel.modes import evaluating, sums_of
 from fivefold.parallel.trees import call_with
 from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, recording, span

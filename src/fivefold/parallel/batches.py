@@ -169,6 +169,22 @@ class Batches:
         joint = self._group if self._joint else None
         return Share(rows, origin, total, seed, step, joint, draws, bounds=bounds)
 
+    def is_shared(self, inputs: Any) -> bool:
+        """Whether these are this rank's samples of a batch of all replicas, which then judge the same."""
+        first = leaves(inputs)[0]
+        part = part_of(first)
+        if part is None:
+            return False
+        mine = self._mesh.share(part.shape[0])
+        return (part.origin[0], len(first)) == (mine.start, len(mine))
+
+    def share_alone(self, inputs: Any, seed: int, step: int) -> Share:
+        """Which samples a rank would have of a batch like its own, if all ranks had as many."""
+        rows, replicas = max(rows_of(inputs, "inputs"), 1), self._group.size()
+        bounds = tuple(rows * replica for replica in range(replicas + 1))
+        origin = bounds[self._group.rank()]
+        return Share(rows, origin, bounds[-1], seed, step, None, draws=False, bounds=bounds)
+
     def _compare(self, inputs: Any, told_as: str) -> None:
         """Warn if the shares of all replicas are the same samples. Collective."""
         self._compared.add(told_as)

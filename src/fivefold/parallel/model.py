@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.launch.progress import own_progress
-from fivefold.mesh import Mesh, part_of
+from fivefold.mesh import Mesh
 from fivefold.mesh.agreement import position_of
 from fivefold.mesh.duty import help_instead
 from fivefold.mesh.ownership import TILE_DIMS
@@ -33,12 +33,12 @@ from fivefold.parallel.intercept import Share, exact, watched_modules
 from fivefold.parallel.loss_parameters import loss_parameters
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.memory.model import StepMemory
-from fivefold.parallel.modes import evaluating
+from fivefold.parallel.modes import evaluating, sums_of
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
 from fivefold.parallel.pipeline.shards import ShardedStages
-from fivefold.parallel.program.loss import TileLoss, whole_images
+from fivefold.parallel.program.loss import TileLoss, whole_outputs
 from fivefold.parallel.program.memory import Predicted
 from fivefold.parallel.program.net import RecordedNet
 from fivefold.parallel.program.prepared import Outputs, Prepared
@@ -47,15 +47,17 @@ from fivefold.parallel.reduce import Alone, Reducer, reducer_for
 from fivefold.parallel.refuse import (
     check_compiled,
     check_loss,
+    check_method,
     check_net,
     check_scaler,
+    net_of,
     refuse_joint,
     uncompiled,
 )
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.trained import check_given, check_trained
-from fivefold.parallel.trees import call_with, leaves, map_tensors, rows_of, stand_in
-from fivefold.parallel.turns.net import turned
+from fivefold.parallel.trees import Method, leaves, map_tensors, rows_of, stand_in
+from fivefold.parallel.turns.net import TurnedNet, turned
 from fivefold.parallel.wrapped import Wrapped
 from fivefold.plan import AXES
 from fivefold.trace import Phase, Tag, span
@@ -67,7 +69,7 @@ _SELDOM = 256
 
 
 def parallelize(
-    net: nn.Module,
+    net: nn.Module | Callable[..., Any],
     mesh: Mesh,
     *,
     example: object = None,
@@ -80,7 +82,8 @@ def parallelize(
 
     Args:
         net: any `nn.Module`. One that `torch.compile` was given as a whole is taken as it was before, and
-            compiled as with `parallel.compile`.
+            compiled as with `parallel.compile`. Or a method of one, such as `net.decode`, which is called
+            in place of its forward then.
         mesh: what `fivefold.start` returned.
         example: inputs with the shapes of the global batch, meta tensors will do. With tile axes the plan
             for this shape is made at once, so that what cannot be computed in tiles is told before training.
@@ -93,14 +96,18 @@ def parallelize(
             no example for a layout with a `pipe` axis; or ranks were given different things.
     """
     check_compiled(mesh.plan)
+    net, method = net_of(net, mesh.plan)
     net, compiled = uncompiled(net, mesh.plan.memory)
     check_net(net, mesh.layout.data)
     check_loss(loss)
     check_shard(net, mesh)
     if mesh.size > 1:
-        mesh.agreement.check(given(net, mesh, example, loss), "the arguments of parallelize")
+        lines = given(net, mesh, example, loss)
+        mesh.agreement.check([(method, "the method"), *lines], "the arguments of parallelize")
     compiles = compiled or mesh.plan.parallel.compile
-    model = ParallelModel(net.to(mesh.device), mesh, loss, example, compiles=compiles)
+    model = ParallelModel(
+        net.to(mesh.device), mesh, loss, example, compiles=compiles, method=method
+    )
     if example is not None and (mesh.layout.tiles > 1 or mesh.plan.tiles.turns_by_axis()):
         model.tile_plan(example)
     return model
@@ -117,9 +124,11 @@ class ParallelModel(Wrapped):
         example: object = None,
         *,
         compiles: bool = False,
+        method: str = "",
     ) -> None:
         super().__init__()
         self.module = net
+        self._call = Method(method)
         self.steps = 0
         """number of `step` calls so far: random masks are a function of it"""
         self.samples = 0
@@ -145,9 +154,7 @@ class ParallelModel(Wrapped):
         self._stages = pipelined(net, mesh, example, loss) if mesh.layout.pipe > 1 else None
         staged = self._stages is not None
         self.placeholder = nn.Parameter(torch.zeros(1, device=mesh.device)) if staged else None
-        within = self._turns or self._stages
-        alone = RecordedNet(net, mesh) if mesh.layout.tiles > 1 and within is None else None
-        self._tiles = alone if within is None else within.tiles
+        self._tiles = _tiles_of(net, mesh, self._turns or self._stages)
         self._batches = Batches(mesh, self._tiles)
         self._tile_loss = _in_tiles(self._loss, self._tiles)
         self._joined_loss = _in_tiles(self._loss, self._rows.tiles if self._rows else None)
@@ -240,14 +247,14 @@ class ParallelModel(Wrapped):
         assert self._loss is not None
         if self._turns is not None:
             scaled = _as_it_is if scaler is None else scaler.scale
-            batch = Batch(call_with, inputs, share)
+            batch = Batch(self._call, inputs, share)
             return self._turns.step(batch, targets, scaled, self.on_outputs)
         if self._memory.recorded is not None:
             return self._step_in_tiles(*self._memory.recorded, inputs, targets, share, scaler)
         if self._tiles is not None:
             assert self._tile_loss is not None
             return self._step_in_tiles(self._tiles, self._tile_loss, inputs, targets, share, scaler)
-        if self._rows is not None and self._rows.meet(call_with, inputs, share):
+        if self._rows is not None and self._rows.meet(self._call, inputs, share):
             assert self._joined_loss is not None
             self._check_shards(self._rows.found or "the net")
             tiles = self._rows.tiles
@@ -258,7 +265,7 @@ class ParallelModel(Wrapped):
                 self._reducer[0].begin()
                 with mode:
                     outputs = self._reducer[0].forward(
-                        lambda: self._or_stand_in(inputs, share.rows, call_with), step=True
+                        lambda: self._or_stand_in(inputs, share.rows, self._call), step=True
                     )
                 if self.on_outputs is not None:
                     self.on_outputs(outputs)
@@ -304,7 +311,7 @@ class ParallelModel(Wrapped):
         with span(Phase.FORWARD):
             self._reducer[0].begin()
             outputs = self._reducer[0].forward(
-                lambda: tiles.run(call_with, inputs, share), step=True
+                lambda: tiles.run(self._call, inputs, share), step=True
             )
             if self.on_outputs is not None:
                 self.on_outputs(tiles.own(outputs))
@@ -332,7 +339,7 @@ class ParallelModel(Wrapped):
             return tile_loss.of_micro_batch(outputs, some_rows(targets, rows), weight, ready.share)
 
         scaled = _as_it_is if scaler is None else scaler.scale
-        batch = Batch(call_with, inputs, share)
+        batch = Batch(self._call, inputs, share)
         divided = loss.split is None and loss.shares
         total = stages.step(batch, own, scaled, divided=divided, of_loss=self._of_loss)
         if scaler is not None:
@@ -358,7 +365,7 @@ class ParallelModel(Wrapped):
             )
         with torch.no_grad():  # a net is recorded with its parameters whole
             program = self._reducer[0].forward(
-                lambda: tiles.plan_for(example, self._mesh.share), step=False
+                lambda: tiles.plan_for(example, self._mesh.share, self._call), step=False
             )
         return table(program, tiles.here)
 
@@ -381,22 +388,35 @@ class ParallelModel(Wrapped):
         return mine[0] if len(mine) == 1 else mine
 
     def whole(self, tree: Any) -> Any:
-        """A batch of tiles, as a loader of windows yields them, with whole images of this replica's samples.
+        """Tiles, as a loader of windows yields them and the model returns them, put together: whole images of
+        this replica's samples, without gradients.
 
         Collective over the tiles of a replica. Other tensors, and all where there are no tiles, stay as
         they are.
         """
-        return tree if self._tiles is None else whole_images(self._tiles, tree)
+        return tree if self._tiles is None else whole_outputs(self._tiles, tree)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs for this rank's samples. In training mode, batch statistics are the mesh's.
 
         With a `pipe` axis all of its ranks get the outputs, without gradients.
         """
+        return self._outputs(Method(self._call.name, both=True), args, kwargs)
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What a method of the net returns, such as "decode", as calling the model is to its forward.
+
+        It is recorded like the forward, of which it shares parameters, buffers, and what one call leaves in
+        attributes for the next. Raises `UsageError` if there is none, and with a `pipe` axis.
+        """
+        check_method(self.module, method, self._mesh.plan)
+        return self._outputs(Method(method, both=True), args, kwargs)
+
+    def _outputs(self, call: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = self._batches.moved((args, kwargs))
         forward = functools.partial(self._reducer[0].forward, step=False)
         if not leaves(inputs):
-            return forward(lambda: self.module(*args, **kwargs))
+            return forward(lambda: call(self.module, (args, kwargs)))
         if self._stages is not None:
             if self.training:
                 raise UsageError(
@@ -404,35 +424,40 @@ class ParallelModel(Wrapped):
                     "to `on_outputs`; to evaluate, call model.eval() first"
                 )
             stages, share = self._stages, self._share(inputs, draws=False)
-            outputs = forward(lambda: stages.outputs(Batch(_call_both, inputs, share)))
+            outputs = forward(lambda: stages.outputs(Batch(call, inputs, share)))
             return bare.refused(stages.tiles.own(outputs), "a pipe axis has no graph of the net")
         if self._turns is not None:
             turns, share = self._turns, self._share(inputs, draws=False)
-            outputs = turns.tiles.own(turns.run(Batch(_call_both, inputs, share)))
+            outputs = turns.tiles.own(turns.run(Batch(call, inputs, share)))
             return bare.refused(
                 outputs, "images that are computed by turns have no graph of the net"
             )
         if self._tiles is not None:
             tiles, share = self._tiles, self._share(inputs, draws=self.training)
-            outputs = tiles.own(forward(lambda: tiles.run(_call_both, inputs, share)))
+            outputs = tiles.own(forward(lambda: tiles.run(call, inputs, share)))
             return bare.refused(
                 outputs, "each rank has its tile of the outputs, and the loss of all"
             )
         if self._rows is not None:
-            alone = self._share(inputs) if self._is_shared(inputs) else self._share_alone(inputs)
-            self._rows.check_apart(_call_both, inputs, alone, norms=self.training)
+            shared = self._batches.is_shared(inputs)
+            alone = (
+                self._share(inputs)
+                if shared
+                else self._batches.share_alone(inputs, self.seed, self.steps)
+            )
+            self._rows.check_apart(call, inputs, alone, norms=self.training)
         rows = rows_of(inputs, "inputs")
         if self.training:
             share = self._share(inputs, draws=False)
             self._reducer[0].begin()
         else:
-            share = self._share_alone(inputs)
+            share = self._batches.share_alone(inputs, self.seed, self.steps)
         weight = self._weight(rows, share.bounds if self.training else None)
         weighing = bare.Weighing(weight, self.module)
         if self._group.size() > 1:
             inputs = weighing.entered(inputs)
         with exact(self._watched, share) as mode, mode:
-            outputs = forward(lambda: self._or_stand_in(inputs, rows, _call_both))
+            outputs = forward(lambda: self._or_stand_in(inputs, rows, call))
         return self._averaged(outputs, weighing)
 
     def _weight(self, rows: int, bounds: Sequence[int] | None = None) -> Callable[[], float]:
@@ -502,18 +527,18 @@ class ParallelModel(Wrapped):
         first = first and share.rows > 0
         if self._stages is not None:
             stages = self._stages
-            outputs = forward(lambda: stages.outputs(Batch(call_with, inputs, share)))
+            outputs = forward(lambda: stages.outputs(Batch(self._call, inputs, share)))
             return stages.tiles.own(outputs, whole=True), first
         if self._turns is not None:
-            outputs = self._turns.run(Batch(call_with, inputs, share))
+            outputs = self._turns.run(Batch(self._call, inputs, share))
             return self._turns.tiles.own(outputs, whole=True), first
-        meets = self._rows is not None and self._rows.meet(call_with, inputs, share)
+        meets = self._rows is not None and self._rows.meet(self._call, inputs, share)
         tiles = self._rows.tiles if self._rows is not None and meets else self._tiles
         if tiles is not None:
-            outputs = forward(lambda: tiles.run(call_with, inputs, share))
+            outputs = forward(lambda: tiles.run(self._call, inputs, share))
             return tiles.own(outputs, whole=True), first
         with exact(self._watched, share) as mode, mode:
-            return forward(lambda: self._or_stand_in(inputs, share.rows, call_with)), first
+            return forward(lambda: self._or_stand_in(inputs, share.rows, self._call)), first
 
     def _or_stand_in(self, inputs: Any, rows: int, call: Callable[..., Any]) -> Any:
         """What the net returns for some samples; for none, it runs on a stand-in: others wait for it."""
@@ -523,24 +548,6 @@ class ParallelModel(Wrapped):
         if rows:
             return outputs
         return map_tensors(lambda leaf: leaf[:0] if leaf.dim() else leaf, outputs)
-
-    def _is_shared(self, inputs: Any) -> bool:
-        """Whether these are this rank's samples of a batch of all replicas, which then judge the same."""
-        first = leaves(inputs)[0]
-        part = part_of(first)
-        if part is None:
-            return False
-        mine = self._mesh.share(part.shape[0])
-        return (part.origin[0], len(first)) == (mine.start, len(mine))
-
-    def _share_alone(self, inputs: Any) -> Share:
-        """Which samples a rank would have of a batch like its own, if all ranks had as many."""
-        rows, replicas = max(rows_of(inputs, "inputs"), 1), self._group.size()
-        bounds = tuple(rows * replica for replica in range(replicas + 1))
-        return Share(
-            rows, bounds[self._group.rank()], bounds[-1], self.seed, self.steps, None, draws=False,
-            bounds=bounds,
-        )  # fmt: skip
 
     def _share(
         self, inputs: Any, targets: Any = None, *, draws: bool = True, told_as: str = ""
@@ -570,14 +577,12 @@ class ParallelModel(Wrapped):
         return self._stages
 
 
-def sums_of(sums: Any) -> Tensor:
-    """What a score returned, which has to be sums (sums,), float64; else raises `UsageError`."""
-    if not isinstance(sums, Tensor) or sums.dim() != 1 or sums.dtype != torch.float64:
-        found = f"{sums.dtype} {tuple(sums.shape)}" if isinstance(sums, Tensor) else repr(sums)
-        raise UsageError(
-            f"score returned {found}: it has to return the sums of a batch, a tensor of one dim, float64"
-        )
-    return sums
+def _tiles_of(
+    net: nn.Module, mesh: Mesh, within: TurnedNet | PipelinedNet | None
+) -> RecordedNet | None:
+    if within is not None:
+        return within.tiles
+    return RecordedNet(net, mesh) if mesh.layout.tiles > 1 else None
 
 
 def _in_tiles(loss: SharedLoss | None, tiles: RecordedNet | None) -> TileLoss | None:
@@ -586,8 +591,3 @@ def _in_tiles(loss: SharedLoss | None, tiles: RecordedNet | None) -> TileLoss | 
 
 def _as_it_is(loss: Tensor) -> Tensor:
     return loss
-
-
-def _call_both(function: Callable[..., Any], inputs: Any) -> Any:
-    args, kwargs = inputs
-    return function(*args, **kwargs)

@@ -1,13 +1,17 @@
-"""Training and evaluation mode of nets."""
+"""Evaluation of nets: the mode of their modules, and the sums that scores are."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["evaluating"]
+from fivefold.errors import UsageError
+
+__all__ = ["evaluating", "sums_of"]
 
 
 @contextmanager
@@ -25,3 +29,13 @@ def evaluating(net: nn.Module) -> Generator[None]:
             net.train()
         for module, training in before.items():
             module.training = training
+
+
+def sums_of(sums: Any) -> Tensor:
+    """What a score returned, which has to be sums (sums,), float64; else raises `UsageError`."""
+    if not isinstance(sums, Tensor) or sums.dim() != 1 or sums.dtype != torch.float64:
+        found = f"{sums.dtype} {tuple(sums.shape)}" if isinstance(sums, Tensor) else repr(sums)
+        raise UsageError(
+            f"score returned {found}: it has to return the sums of a batch, a tensor of one dim, float64"
+        )
+    return sums

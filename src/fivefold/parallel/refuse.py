@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,47 @@ def check_net(net: nn.Module, replicas: int = 1) -> None:
         if reason:
             where = f"the module {name!r}" if name else "the net"
             raise UsageError(f"{where} {reason}")
+
+
+def net_of(net: object, plan: Plan) -> tuple[nn.Module, str]:
+    """The net, and the name of the method that is called in place of its forward; empty for none.
+
+    Raises `UsageError` for a method with which the plan does not go.
+    """
+    owner, name = getattr(net, "__self__", None), getattr(net, "__name__", "")
+    if isinstance(net, nn.Module) or not isinstance(owner, nn.Module):
+        return cast(nn.Module, net), ""  # `check_net` looks at it
+    if name in {"forward", "__call__"}:
+        return owner, ""
+    memory = plan.memory
+    others = {
+        "memory.budget": memory.budget,
+        "memory.recompute": memory.recompute not in {0, "none"},
+        "parallel.compile": plan.parallel.compile,
+    }
+    for what, there in others.items():
+        if there:
+            raise UsageError(
+                f"{what} is for nets that are called by their forward, not by {name}: leave it out, or let "
+                "forward do what is trained"
+            )
+    check_method(owner, name, plan)
+    return owner, name
+
+
+def check_method(net: nn.Module, name: str, plan: Plan) -> None:
+    """Raise `UsageError` for what is no method of a net, or cannot be called under a plan."""
+    if not callable(getattr(net, name, None)):
+        raise UsageError(f"{type(net).__name__} has no method {name!r}")
+    if plan.layout.pipe > 1:
+        raise UsageError(
+            f"a pipe axis cuts what the net's forward computes, so {name} cannot be called: use other axes"
+        )
+    if plan.layout.data > 1 and plan.memory.shard == "parameters":
+        raise UsageError(
+            'memory.shard = "parameters" gathers parameters as modules are called by their forward, so '
+            f'{name} cannot be called: use "optimizer"'
+        )
 
 
 def uncompiled(net: nn.Module, memory: Memory) -> tuple[nn.Module, bool]:

@@ -13,8 +13,8 @@ from fivefold.errors import UsageError
 from fivefold.torch_private import pytree
 
 __all__ = [
-    "Structure", "call_with", "flatten", "in_graph", "kinds", "leaves", "map_leaves", "map_tensors",
-    "rows_of", "stand_in", "unflatten",
+    "Method", "Structure", "call_with", "flatten", "in_graph", "kinds", "leaves", "map_leaves",
+    "map_tensors", "rows_of", "stand_in", "unflatten",
 ]  # fmt: skip
 
 
@@ -129,6 +129,23 @@ def call_with(function: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return function(*inputs)
     return function(inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Calls a method of a net as `call_with` does; `both`: with positional and keyword arguments at once."""
+
+    name: str = ""
+    """of the method; without one, the net itself is called"""
+    both: bool = False
+
+    def __call__(self, net: Any, inputs: Any) -> Any:
+        """What it returns."""
+        function = getattr(net, self.name) if self.name else net
+        if not self.both:
+            return call_with(function, inputs)
+        args, kwargs = inputs
+        return function(*args, **kwargs)
 
 
 def in_graph(made: Tensor, tree: object) -> Tensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fivefold import comm
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import part_of
 from fivefold.parallel.intercept import Share
@@ -24,8 +26,9 @@ from fivefold.parallel.program.spread import Spread
 from fivefold.parallel.torch_losses import Loss
 from fivefold.parallel.trees import flatten, in_graph, unflatten
 from fivefold.torch_private import base_of
+from fivefold.trace import Tag
 
-__all__ = ["TileLoss", "whole_images"]
+__all__ = ["TileLoss", "whole_images", "whole_outputs"]
 
 
 class TileLoss:
@@ -179,6 +182,50 @@ def whole_images(tiles: RecordedNet, tree: Any, everyone: GridSamples | None = N
         return leaf if plan.is_identity else exchange(leaf.contiguous(), plan, tiles.lines)
 
     return unflatten([gather(leaf) for leaf in flat], structure)
+
+
+def whole_outputs(tiles: RecordedNet, tree: Any) -> Any:
+    """As `whole_images`, for what a net returned too, whose tiles need not be those of inputs."""
+    flat, structure = flatten(tree)
+    known = [leaf for leaf in flat if isinstance(leaf, Tensor) and part_of(leaf) is not None]
+    if tiles.grid.tiles == 1 or not known:
+        return tree
+    own = [number for leaf in known for number in _box(leaf)]
+    told = torch.tensor(own, device=known[0].device)
+    every = comm.all_gather(told, tiles.lines.within, Tag.CONTROL).tolist()
+
+    def gather(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or part_of(leaf) is None:
+            return leaf
+        size = 2 * (leaf.dim() - 1)
+        boxes = [[one.pop(0) for _ in range(size)] for one in every]
+        return _assembled(tiles, leaf, boxes)
+
+    return unflatten([gather(leaf) for leaf in flat], structure)
+
+
+def _box(leaf: Tensor) -> list[int]:
+    """Where a tile is, and how large, without samples."""
+    part = part_of(leaf)
+    assert part is not None
+    return [*part.origin[1:], *leaf.shape[1:]]
+
+
+def _assembled(tiles: RecordedNet, leaf: Tensor, boxes: list[list[int]]) -> Tensor:
+    """A leaf of which every tile rank has a box."""
+    shape, dims = _global(leaf), leaf.dim() - 1
+    if all(box[dims:] == [*shape[1:]] for box in boxes):
+        return leaf
+    most = [max(box[dims + dim] for box in boxes) for dim in range(dims)]
+    padded = leaf.new_zeros((len(leaf), *most))
+    padded[(slice(None), *map(slice, leaf.shape[1:]))] = leaf.detach()
+    made = leaf.new_empty(shape)
+    for box, part in zip(
+        boxes, comm.all_gather(padded, tiles.lines.within, Tag.TILES_TO_BATCH), strict=True
+    ):
+        there = [slice(a, a + n) for a, n in zip(box[:dims], box[dims:], strict=True)]
+        made[(slice(None), *there)] = part[(slice(None), *map(slice, box[dims:]))]
+    return made
 
 
 def _global(leaf: Tensor, rows: int | None = None) -> tuple[int, ...]:

@@ -475,7 +475,12 @@ class RecordedNet:
             for ref, leaf in zip(refs, now, strict=False):
                 self.programs.note_left(leaf, program.spreads[ref.index].tight())
 
-    def plan_for(self, example: Any, share: Callable[[int], range]) -> Program:
+    def plan_for(
+        self,
+        example: Any,
+        share: Callable[[int], range],
+        call: Callable[..., Any] = call_with,
+    ) -> Program:
         """The plan for inputs with the shapes of `example`, a global batch; `share(n)` is this rank's."""
         first = leaves(example)[0].shape[0]
         replicas = range(self._mesh.layout.data)
@@ -495,7 +500,7 @@ class RecordedNet:
         ]
         fewest = first // len(replicas)
         with torch.enable_grad():
-            return self.programs.program(call_with, inputs, spreads, self._here(samples, fewest))
+            return self.programs.program(call, inputs, spreads, self._here(samples, fewest))
 
     # ---- programs
 

@@ -69,9 +69,8 @@ class Programs:
         self._known: dict[Any, list[_Known]] = {}
         self._computed: set[str] = set()
         """where a forward has left something computed, of which other ranks may have nothing"""
-        self._anew = 0
-        """recordings one after the other, for the same reason"""
-        self._reason = ""
+        self._anew: dict[Any, tuple[str, int]] = {}
+        """by what it is called with: recordings one after the other for the same reason"""
         self._volatile = False
         """whether the net does not do the same from one recording to the next"""
 
@@ -82,14 +81,14 @@ class Programs:
 
         Raises `UsageError` for what cannot be recorded or planned.
         """
-        around = (here.fewest >= self.grid.tiles, *settings(self._device))
+        around = (call, here.fewest >= self.grid.tiles, *settings(self._device))
         key, objects = _key(inputs, spreads, around)
         kept, reason = self._known.setdefault(key, []), ""
         for one in () if self._volatile else kept:
             assert one.program.tape.guards is not None
             reason = one.program.tape.guards.broken() or ""
             if not reason:
-                self._anew = 0
+                self._anew.pop(key, None)
                 kept.remove(one)
                 kept.insert(0, one)
                 return self._looked_at(one, call, inputs, spreads, here)
@@ -98,7 +97,7 @@ class Programs:
         program = self._planned(tape, call, inputs, spreads, here)
         kept.insert(0, _Known(program, program.marked(), 1, self.step, objects))
         del kept[_KEPT:]
-        self._tell_anew(reason, time.perf_counter() - begin)
+        self._tell_anew(key, reason, time.perf_counter() - begin)
         return program
 
     def _planned(
@@ -151,11 +150,12 @@ class Programs:
         )
         return self._planned(tape, call, inputs, spreads, here)
 
-    def _tell_anew(self, reason: str, seconds: float) -> None:
+    def _tell_anew(self, key: Any, reason: str, seconds: float) -> None:
         """Warn once of a net that is recorded in every step."""
-        self._anew = self._anew + 1 if reason and reason == self._reason else 1
-        self._reason = reason
-        if self._anew == _TOLD_AFTER:
+        before, times = self._anew.get(key, ("", 0))
+        times = times + 1 if reason and reason == before else 1
+        self._anew[key] = reason, times
+        if times == _TOLD_AFTER:
             warn(
                 f"{reason} is another one in every forward, so the net is recorded anew in every step "
                 f"({seconds:.2f} s each): exact, and slow. Keep counters and the like out of the forward",

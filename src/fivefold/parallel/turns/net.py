@@ -148,7 +148,9 @@ class TurnedNet:
         """This process's part of what the net returns, without gradients. Collective."""
         with torch.no_grad():
             step = self._prepared(batch)
-            return self._together(step.outputs(), step.ready)
+            outputs = self._together(step.outputs(), step.ready)
+            self.first.leave(step.ready, {})
+            return outputs
 
     def step(
         self,
@@ -186,6 +188,7 @@ class TurnedNet:
             total, outputs = step.train(own, scaled, kind, keep=on_outputs is not None)
         self._gradients.launch()
         self._gradients.finish()
+        self.first.leave(step.ready, {})
         _check_loss(before, _state_of(loss.loss))
         if on_outputs is not None:
             on_outputs(self.tiles.own(self._together(outputs, step.ready)))
@@ -343,9 +346,9 @@ def _check_loss(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
 def _check(tape: Tape) -> None:
     """Refuse what turns cannot do yet what tile ranks can."""
     remedy = "leave tiles.turns empty, and use tile axes"
-    if tape.effects:
+    if tape.effects.written or not all(one.plain for one in tape.effects.sets):
         raise UsageError(
-            "the forward leaves something behind in attributes or buffers, which images that are computed "
+            "the forward leaves tensors behind in attributes or buffers, which images that are computed "
             f"by turns would leave in pieces: {remedy}"
         )
     if tape.carried:
