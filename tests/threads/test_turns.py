@@ -7,6 +7,7 @@ turns beside replicas, tile ranks, budgets and what users do.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,34 @@ def test_outputs_stay_while_values_are_put_away(
         return parallelize(net, mesh)(x)
 
     torch.testing.assert_close(run_ranks(1, made, plan=plan)[0], want)
+
+
+def test_without_gradients_what_was_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, most = list[weakref.ref[Tensor]](), 0
+    keep, put_away = shelf.Shelf.keep, shelf.Shelf.put_away
+
+    def noted(self: shelf.Shelf, tensor: Tensor) -> Tensor:
+        kept.append(weakref.ref(found := keep(self, tensor)))
+        return found
+
+    def counted(self: shelf.Shelf) -> None:
+        nonlocal most
+        put_away(self)
+        most = max(most, sum(one.nbytes for ref in kept if (one := ref()) is not None))
+
+    monkeypatch.setattr(shelf.Shelf, "keep", noted)
+    monkeypatch.setattr(shelf.Shelf, "put_away", counted)
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()) for _ in range(6)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), *(m for layer in layers for m in layer)).double()
+    x = torch.randn(1, 3, 64, 48, dtype=torch.float64)
+    want, layer = copy.deepcopy(net)(x).detach(), 8 * 64 * 48 * 8
+
+    def made(mesh: Mesh) -> Tensor:
+        return parallelize(net, mesh)(x)
+
+    plan = Plan(tiles=Tiles(strict=True, fuse="never", turns="height=4,width=2"))
+    torch.testing.assert_close(run_ranks(1, made, plan=plan)[0], want)
+    assert most < 2.2 * layer, "a layer of all turns, and the next one of some"
 
 
 @pytest.mark.parametrize(

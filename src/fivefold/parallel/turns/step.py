@@ -73,7 +73,8 @@ class TurnUnderWay:
             trains = tensor.requires_grad
             self.values[index] = leaf = self.shelf.keep(tensor).requires_grad_(trains)
             pairs.append((get_gradient_edge(tensor) if trains else None, leaf))
-        self.made.append(pairs)
+        if torch.is_grad_enabled():
+            self.made.append(pairs)
 
     def _moment(self, *, again: bool) -> Moment:
         moment = self.ready.moment
@@ -85,6 +86,9 @@ class TurnUnderWay:
 
     def compute(self, number: int, answers: Sequence[Tensor]) -> None:
         """Compute a segment, whose head has been answered, and keep what is read later on."""
+        if not torch.is_grad_enabled():
+            self._pass(self.segments[number], answers)
+            return
         segment, runs = self.segments[number], 0
         takes, gives = segment.span.takes, segment.span.gives
 
@@ -100,13 +104,23 @@ class TurnUnderWay:
 
         taken = self.reads(number)
         made = _recomputed(body, taken)
-        trains = torch.is_grad_enabled()
-        self.taken.append(taken if trains else [])
+        self.taken.append(taken)
         for index in segment.dies:
-            tensor = self.values.pop(index, None)
-            if tensor is not None and not trains:
-                self.shelf.drop([tensor])
+            self.values.pop(index, None)
         self._keep(dict(zip(gives, made, strict=True)))
+
+    def _pass(self, segment: Segment, answers: Sequence[Tensor]) -> None:
+        """The same without gradients: what nobody reads any more is let go meanwhile."""
+        program = self.ready.program
+        values = {index: self.values[index] for index in segment.span.takes}
+        self.shelf.drop([self.values.pop(index) for index in segment.dies if index in self.values])
+        self.turn.begin(answers)
+        made = carry_out(
+            program, values, segment.steps, set(segment.span.gives),
+            state=self.state, moment=self._moment(again=False),
+        )  # fmt: skip
+        self.turn.begin(())
+        self._keep({index: made[index] for index in segment.span.gives})
 
     def ask(self, number: int, answers: Sequence[Tensor]) -> Parked | None:
         """What the head of a segment asks next; None if it does not."""
@@ -292,6 +306,8 @@ class Step:
                     self._shelf.ahead(following.reads(number))
                 one.compute(number, self._answers(number, turn))
                 self._shelf.put_away()
+            if not torch.is_grad_enabled():
+                self._meetings[number].clear()
 
     def _order(self, number: int) -> list[tuple[int, TurnUnderWay]]:
         """Turns as they compute a segment: who stopped last goes on first, while its values are here."""
