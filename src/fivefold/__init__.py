@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fivefold.plan import Layout, Plan
     from fivefold.trace import Phase, span
     from fivefold.train import Logger
+    from fivefold.train.infer import infer
     from fivefold.train.shown import progress
 
     __version__: str
@@ -39,6 +40,7 @@ __all__ = [
     "Validator",
     "__version__",
     "clip_grad_norm_",
+    "infer",
     "loader",
     "parallelize",
     "pointwise",
@@ -56,6 +58,7 @@ _HOME = {
     "Plan": "fivefold.plan",
     "Validator": "fivefold.offload",
     "clip_grad_norm_": "fivefold.parallel",
+    "infer": "fivefold.train.infer",
     "loader": "fivefold.data",
     "parallelize": "fivefold.parallel",
     "pointwise": "fivefold.parallel",

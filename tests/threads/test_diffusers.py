@@ -52,12 +52,14 @@ def expect_tiled(name: str, plan: Plan) -> None:
     run_ranks(plan.layout, check, plan=plan, timeout_s=200)
 
 
+@pytest.mark.long(every=2)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", NAMES)
 def test_by_turns(name: str) -> None:
     expect_tiled(name, TURNS)
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(every=8)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", [Layout(width=2), Layout(height=2, width=2)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
@@ -65,7 +67,7 @@ def test_in_tiles(name: str, layout: Layout) -> None:
     expect_tiled(name, Plan(layout=layout, tiles=Tiles(strict=True)))
 
 
-@pytest.mark.long(every=8)
+@pytest.mark.long(every=16)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("part", [Decoder, Encoder])
 @pytest.mark.parametrize("layout", [Layout(width=2), Layout(height=2, width=2)], ids=str)

@@ -47,6 +47,9 @@ COMMANDS = {
     "run": _Command("fivefold.cli.run:Run", "Start a script in several processes"),
     "train": _Command("fivefold.cli.train:Train", "Train a recipe"),
     "verify": _Command("fivefold.cli.verify:Verify", "Check that a model is exact under a layout"),
+    "infer": _Command(
+        "fivefold.cli.infer:Infer", "Write what a model returns for images of any size"
+    ),
     "plan": _Command(
         "fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"
     ),

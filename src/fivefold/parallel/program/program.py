@@ -51,6 +51,7 @@ class Move:
     source: Ref
     target: int
     exchange: Exchange
+    wants: Wants
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +328,7 @@ class _Lowering:
             plan = Exchange.of(spread, wants, self._here.grid, self._here.rank, fill)
             target = Value(self._next)
             self._next += 1
-            self._program.steps.append(Move(ref, target.index, plan))
+            self._program.steps.append(Move(ref, target.index, plan, wants))
             self._moved[key] = target
         return self._moved[key]
 

@@ -44,11 +44,12 @@ def execute(
     inputs: Sequence[Tensor],
     state: Mapping[str, Tensor],
     moment: Moment,
+    more: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Run `program` on this rank's parts of the inputs; the values that its net returns and leaves behind,
-    by number. Collective.
+    by number. Collective. `more`: other values that it reads.
     """
-    values = dict(zip(program.tape.inputs, inputs, strict=True))
+    values = {**dict(zip(program.tape.inputs, inputs, strict=True)), **(more or {})}
     wanted = returned(program) | left(program)
     made = carry_out(program, values, range(len(program.steps)), wanted, state=state, moment=moment)
     return {index: made[index] for index in wanted}

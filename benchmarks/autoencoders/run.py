@@ -1,0 +1,196 @@
+"""Decoding with the autoencoder of SDXL: whole, with the tiles of diffusers' own, in turns and in tiles.
+
+    python benchmarks/autoencoders/run.py [--parts pairs,large]
+
+The configuration is the published one, the weights are random, the arithmetic is float32. Every decoding runs
+in a process of its own, after another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
+from figures import Median, environment, ratio, table
+from publishing import Page, conditions
+from rounds import order
+
+import fivefold as ff
+from fivefold.integrations.diffusers import tiled
+
+HERE = Path(__file__).resolve().parent
+MIB = 2**20
+PLANNED = 64
+"""edge of a latent up to which it is decoded once before: plans are made once for a size"""
+WAYS = {
+    "whole": "",
+    "enable_tiling": "",
+    "2 x 2 turns": 'tiles.turns = "height=2,width=2"',
+    "4 x 4 turns": 'tiles.turns = "height=4,width=4"',
+    "2 ranks, width=2": "layout.width = 2",
+}
+SDXL: dict[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "sample_size": 1024,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The edge of a latent, an eighth of the image's, and how it is decoded."""
+
+    edge: int
+    rounds: int
+    ways: tuple[str, ...] = tuple(WAYS)
+
+
+PARTS = {
+    "pairs": Part(32, 7),
+    "large": Part(128, 1, ("whole", "enable_tiling", "4 x 4 turns")),
+    "tiny": Part(16, 1, ("whole", "2 x 2 turns")),
+}
+"""the last one tries the script"""
+
+
+# ---- in a process of its own
+
+
+def one(way: str, edge: int, out: Path) -> None:
+    """Decode, and write what it took, and the image of the first rank."""
+    if torch.version.cuda is None:  # else the operators of torchvision load
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae: Any = AutoencoderKL(**SDXL).eval()
+    small, latent = torch.randn(1, 4, 16, 16), torch.randn(1, 4, edge, edge)
+    with torch.no_grad(), ff.start(ff.Plan.parse(WAYS[way])) as mesh:
+        if way == "enable_tiling":
+            # Tiles of a fixed size in pixels: for small images as large as for large ones, relatively.
+            vae.enable_tiling()
+            vae.tile_sample_min_size, vae.tile_latent_min_size = 4 * edge, edge // 2
+        elif WAYS[way]:
+            tiled(vae, mesh)
+        vae.decode(latent if edge <= PLANNED else small)
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        began = time.perf_counter()
+        image = vae.decode(latent).sample
+        told = {"seconds": time.perf_counter() - began, "peak_bytes": resident("VmHWM") - before}
+        (out / f"{mesh.rank}.json").write_text(json.dumps(told))
+        if not mesh.rank:
+            torch.save(image, out / "image.pt")
+
+
+def resident(name: str) -> int:
+    """Bytes of this process."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
+    return int(line.split()[1]) * 1024
+
+
+# ---- around them
+
+
+def asked(way: str, edge: int, out: Path) -> dict[str, Any]:
+    """One decoding: seconds, the most bytes of any rank, and the image."""
+    ranks = 2 if "ranks" in way else 1
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "fivefold", "run", "-n", str(ranks)]
+    for path in out.iterdir():
+        path.unlink()
+    subprocess.run(
+        [*start, __file__, "--one", way, str(edge), str(out)],
+        check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": threads},
+    )  # fmt: skip
+    told = [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: max(one[name] for one in told) for name in told[0]}
+
+
+def measured(name: str) -> dict[str, Any]:
+    """One part."""
+    part, before = PARTS[name], environment()
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in part.ways}
+    with tempfile.TemporaryDirectory() as folder:
+        whole = None
+        for number in range(part.rounds):
+            for way in order([*part.ways], number) if number else part.ways:
+                told = asked(way, part.edge, Path(folder))
+                image = torch.load(Path(folder) / "image.pt")
+                whole = image if whole is None else whole
+                told["error"] = float((image - whole).abs().max() / whole.abs().max())
+                found[way].append(told)
+                print(name, number, way, told, flush=True)
+    more = {"torch": torch.__version__, "disturbed_rounds": 0}
+    return {
+        "benchmark": "autoencoders", "part": name, "found": found,
+        "environment": {**before, **more},
+    } | ({"rounds": part.rounds} if part.rounds > 1 else {})  # fmt: skip
+
+
+def _ratio(found: dict[str, list[dict[str, Any]]], way: str) -> Median:
+    seconds = {name: [told["seconds"] for told in every] for name, every in found.items()}
+    return ratio(seconds[way], seconds["whole"])
+
+
+def section(result: dict[str, Any]) -> str:
+    """A table of one part."""
+    found, edge = result["found"], PARTS[result["part"]].edge
+    rows: list[tuple[str, ...]] = []
+    for way, every in found.items():
+        middle = len(every) // 2
+        seconds = sorted(told["seconds"] for told in every)[middle]
+        peak = sorted(told["peak_bytes"] for told in every)[middle]
+        error = max(told["error"] for told in every)
+        compared = ""
+        if way != "whole":
+            compared = (
+                str(_ratio(found, way)) if len(every) > 1 else f"{_ratio(found, way).value:.2f}"
+            )
+        rows.append((way, f"{seconds:.1f}", compared, f"{peak / MIB:,.0f}", f"{error:.1e}"))
+    header = ("way", "seconds", "of whole", "peak, MiB", "largest error")
+    title = f"### {8 * edge} x {8 * edge} pixels"
+    return f"{title}\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
+PAGE = Page(HERE, section, ("pairs", "large"))
+
+
+def main() -> int:
+    """Measure what is asked for; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PAGE.order))
+    parser.add_argument("--results", type=Path, default=PAGE.home / "results")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.one is not None:
+        way, edge, out = told.one
+        one(way, int(edge), Path(out))
+        return 0
+    parts = told.parts.split(",")
+    if strange := [word for word in parts if word not in PARTS]:
+        parser.error(f"there is no {strange[0]}; valid: {', '.join(PARTS)}")
+    return PAGE.publish(parts, measured, told.results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

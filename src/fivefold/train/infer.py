@@ -1,0 +1,386 @@
+"""Inference on images of any size, window by window.
+
+    read a window and its surroundings ──► compute it ──► write it into a zarr array, and mark it as done
+    (the next one meanwhile)                              (while the next one is computed)
+
+What is written is what the net returns for the whole image. A run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fivefold import comm
+from fivefold.data.rasters import imported_zarr
+from fivefold.data.windows import Box, Windowed, windows_of
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel import ParallelModel
+from fivefold.parallel.modes import evaluating
+from fivefold.parallel.program.alone import AloneNet, AloneWindow
+from fivefold.plan import AXES
+from fivefold.torch_private import is_dtensor
+from fivefold.trace import Tag
+from fivefold.train.shown import progress
+
+__all__ = ["infer"]
+
+_T = TypeVar("_T")
+_Then = Callable[[Any], Any] | None
+_Ranges = tuple[tuple[int, int], ...]
+"""of pixels"""
+_ABOUT = "fivefold.json"
+_MARKS = ".done"
+_LOCK = ".lock"
+
+
+def infer(
+    model: ParallelModel,
+    dataset: Any,
+    to: str | Path,
+    *,
+    tile: int = 1024,
+    then: Callable[[Any], Any] | None = None,
+) -> None:
+    """Write what a net returns for each image of a data set, which need not fit in memory. Collective.
+
+    Images are computed in windows, each from its surroundings alone, which are read with it; ranks of the
+    mesh take windows in turn. The result is that of whole images in evaluation mode.
+
+    Args:
+        model: what `parallelize` returned, under any layout whose ranks hold the whole net.
+        dataset: images of which windows can be read: `TiffImages`, `ZarrImages`, or a class of your own that
+            is `fivefold.data.windows.Windowed`. Of a sample the image is taken: channels, then pixels.
+        to: folder of a zarr group to write: for each image an array "0", "1" ..., channels first, or a
+            group of such arrays where the net returns several tensors. What an interrupted run of the same
+            weights, sizes, windows and code of `then` has left is gone on with.
+        tile: pixels of an edge of a window; the last one's are up to half as many more. Best a multiple of
+            what the net strides over, since chunks are as large as the first window's outputs, and those that
+            windows share are written one by one.
+        then: what is written instead, given what the net returns for a window of one sample. It may
+            change channels and dtype, such as `lambda y: y.argmax(1).byte()`, and sees one pixel at a time.
+
+    Raises:
+        UsageError: the net looks at whole images (norms or attention over them), draws random numbers or
+            leaves something behind; the data set has no windows; or `to` holds something else.
+        DataError: zarr is not installed (extra images).
+    """
+    mesh, net = model.mesh, model.module
+    windows = windows_of(dataset)
+    if windows is None:
+        raise UsageError(
+            f"infer reads windows of images, which {type(dataset).__name__} does not offer: use TiffImages "
+            "or ZarrImages, or give it the methods sizes and window (fivefold.data.windows.Windowed)"
+        )
+    if tile < 1:
+        raise UsageError(f"tile={tile}: windows have at least one pixel along each edge")
+    if any(p.is_meta or is_dtensor(p) for p in net.parameters()):
+        raise UsageError(
+            "ranks divide the parameters of the net among them (a pipe axis, or memory.shard), and each has "
+            "to compute whole windows: use a layout without"
+        )
+    with evaluating(model), torch.no_grad():
+        store = _Store(Path(to), mesh, _job(net, windows, tile, then))
+        for index in range(0 if store.complete else len(windows)):
+            _Image(net, windows, index, mesh, tile, then).infer(store)
+    store.finish()
+
+
+@dataclass(frozen=True)
+class _Array:
+    """What is written of an image, or a part of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """of all of it: what stands before pixels, and pixels"""
+    chunk: tuple[int, ...]
+    dtype: torch.dtype
+    output: int
+    """which of the net's outputs has these pixels"""
+    shared: bool
+    """whether windows share chunks, which one rank at a time may write then"""
+
+
+class _Image:
+    """One image. Raises `UsageError` where it cannot be computed in windows."""
+
+    def __init__(  # noqa: PLR0917 - what `infer` was given
+        self, net: nn.Module, windows: Windowed, index: int, mesh: Mesh, tile: int, then: _Then
+    ) -> None:
+        self._windows, self._index, self._mesh, self._then = windows, index, mesh, then
+        self._size = _size_of(windows, index)
+        corner = self._read([(0, min(1, n)) for n in self._size]).to(mesh.device)
+        self._alone = AloneNet(net, corner, self._size)
+        self._edges = [_divided(n, tile) for n in self._size]
+        self._bounds = self._bounds_of_outputs()
+        self.arrays = self._arrays()
+
+    def _bounds_of_outputs(self) -> list[list[tuple[int, ...]]]:
+        """By tensor that the net returns, and by dim: where its windows begin, and the last one ends."""
+        found: list[list[tuple[int, ...]]] = []
+        for dim, edges in enumerate(self._edges):
+            others = [range(n) for n in self._size]
+            boxes = [
+                self._alone.window([*others[:dim], edge, *others[dim + 1 :]]).outputs()
+                for edge in edges
+            ]
+            for number, every in enumerate(zip(*boxes, strict=True)):
+                shape = every[0][0]
+                if len(shape) < 1 + len(self._size) or shape[0] != 1:
+                    raise UsageError(
+                        f"the net returns a tensor {shape} for an image, which has no pixels: infer writes "
+                        "images; for others, evaluate the model on whole ones"
+                    )
+                at = len(shape) - len(self._size) + dim
+                ranges = [box[at] for _, box in every]
+                bounds = (*(a for a, _ in ranges), shape[at])
+                if [*itertools.pairwise(bounds)] != ranges or bounds[0]:
+                    raise UsageError(
+                        f"windows of {len(edges[0])} pixels do not fill the output: larger ones"
+                    )
+                found.append([]) if not dim else None
+                found[number].append(bounds)
+        return found
+
+    def _arrays(self) -> list[_Array]:
+        """What is to be written."""
+        shapes = [shape for shape, _ in self._alone.window([e[0] for e in self._edges]).outputs()]
+        dims = len(self._size)
+        # Images of a size each, by which `then` is seen to use the one or the other.
+        edges = [1 + self._bounds.index(bounds) for bounds in self._bounds]
+        blank = self._alone.blank(
+            [(*shape[:-dims], *(edge,) * dims) for shape, edge in zip(shapes, edges, strict=True)]
+        )
+        made: list[_Array] = []
+        for name, leaf in _named(blank if self._then is None else self._then(blank)):
+            number = leaf.shape[-1] - 1 if leaf.dim() > dims else -1
+            if number not in range(len(shapes)) or leaf.shape[-dims:] != (number + 1,) * dims:
+                raise UsageError(
+                    f"then returned {tuple(leaf.shape)} for images of {edges[0]} pixels: it has to treat "
+                    "pixel by pixel, and may change channels and dtype"
+                )
+            bounds, lead = self._bounds[number], tuple(leaf.shape[1:-dims])
+            chunk = tuple(max(every[1], 1) for every in bounds)
+            shared = any(a % n for n, every in zip(chunk, bounds, strict=True) for a in every[:-1])
+            whole = tuple(every[-1] for every in bounds)
+            made.append(_Array(name, (*lead, *whole), (*lead, *chunk), leaf.dtype, number, shared))
+        return made
+
+    def infer(self, store: _Store) -> None:
+        """Compute what is missing, and write it. Collective."""
+        store.begin(self._index, self.arrays)
+        tiles = [*itertools.product(*map(range, map(len, self._edges)))]
+        mine = [
+            (number, tiles[number])
+            for number in range(self._mesh.rank, len(tiles), self._mesh.size)
+            if not store.has(self._index, number)
+        ]
+        with (
+            ThreadPoolExecutor(1, "fivefold-read") as reader,
+            ThreadPoolExecutor(1, "fivefold-write") as writer,
+        ):
+            writing: Future[None] | None = None
+            jobs = ((number, place, self._window(place)) for number, place in mine)
+            read = (
+                (*job, reader.submit(self._read, job[2].reads[-len(self._size) :])) for job in jobs
+            )
+            for number, place, window, image in progress(
+                _one_ahead(read), self._mesh, total=len(mine)
+            ):
+                found = window.compute(image.result().to(self._mesh.device))
+                parts = self._parts(found if self._then is None else self._then(found), place)
+                if writing is not None:
+                    writing.result()
+                writing = writer.submit(store.write, self._index, number, parts)
+            if writing is not None:
+                writing.result()
+
+    def _window(self, place: Sequence[int]) -> AloneWindow:
+        return self._alone.window([e[n] for e, n in zip(self._edges, place, strict=True)])
+
+    def _parts(self, found: Any, place: Sequence[int]) -> list[tuple[_Array, _Ranges, Tensor]]:
+        """What is to be written, and where."""
+        made: list[tuple[_Array, _Ranges, Tensor]] = []
+        for array, (name, leaf) in zip(self.arrays, _named(found), strict=True):
+            bounds = self._bounds[array.output]
+            ranges = tuple((b[n], b[n + 1]) for b, n in zip(bounds, place, strict=True))
+            lead = array.shape[: -len(self._size)]
+            wanted = (1, *lead, *(b - a for a, b in ranges))
+            if name != array.name or tuple(leaf.shape) != wanted:
+                raise UsageError(
+                    f"then returned {name or 'a tensor'} {tuple(leaf.shape)} for a window where {wanted} was "
+                    "due: it has to treat pixel by pixel, and may change channels and dtype"
+                )
+            made.append((array, ranges, leaf[0].cpu()))
+        return made
+
+    def _read(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """A window of the image, (1, channels, *pixels)."""
+        box = Box(self._size, tuple(range(*one) for one in ranges))
+        sizes = self._windows.sizes(self._index)
+        if isinstance(sizes[0], int):
+            image = self._windows.window(self._index, box)
+        else:
+            boxes = (box, *(None for _ in sizes[1:]))
+            image = self._windows.window(self._index, boxes)[0]
+        return torch.as_tensor(image)[None]
+
+
+class _Store:
+    """A zarr group, and which windows of it have been written. Creating it is collective.
+
+    A window is marked by a file of its own, made after it: a kill may leave chunks half written.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, job: str) -> None:
+        self._zarr, self._mesh = imported_zarr("to write outputs"), mesh
+        self._folder, self._everyone = folder, mesh.group(*AXES)
+        about = self._told()
+        if about is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+            raise UsageError(f"{folder} is there already: name another folder, or remove it")
+        if about is not None and about["job"] != job:
+            raise UsageError(
+                f"{folder} holds outputs of other weights, images or windows: name another folder, or "
+                "remove it"
+            )
+        self.complete = about is not None and bool(about["complete"])
+        self._meet()  # all have looked
+        if mesh.rank == 0 and about is None:
+            (folder / _MARKS).mkdir(parents=True)
+            self._tell(job, complete=False)
+            self._zarr.open_group(folder, mode="a")
+        self._job = job
+        self._meet()
+
+    def _told(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self._folder / _ABOUT).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _tell(self, job: str, *, complete: bool) -> None:
+        new = self._folder / f"{_ABOUT}.new"
+        new.write_text(json.dumps({"job": job, "complete": complete}))
+        new.replace(self._folder / _ABOUT)
+
+    def _meet(self) -> None:
+        comm.all_reduce(torch.zeros(1, device=self._mesh.device), self._everyone, Tag.CONTROL)
+
+    def begin(self, index: int, arrays: Iterable[_Array]) -> None:
+        """Make the arrays of an image, unless they are there. Collective."""
+        group = self._zarr.open_group(self._folder, mode="r+")
+        for array in arrays if self._mesh.rank == 0 else ():
+            if _path(index, array) not in group:
+                like = torch.empty(0, dtype=array.dtype).numpy().dtype
+                group.create_array(
+                    _path(index, array), shape=array.shape, chunks=array.chunk, dtype=like
+                )
+        self._meet()
+
+    def has(self, index: int, number: int) -> bool:
+        """Whether a window has been written."""
+        return (self._folder / _MARKS / f"{index}-{number}").exists()
+
+    def write(
+        self, index: int, number: int, parts: Sequence[tuple[_Array, _Ranges, Tensor]]
+    ) -> None:
+        """Write a window, and mark it."""
+        group = self._zarr.open_group(self._folder, mode="r+")
+        for array, ranges, values in parts:
+            where = (..., *(slice(a, b) for a, b in ranges))
+            with self._alone() if array.shared else nullcontext():
+                group[_path(index, array)][where] = values.numpy()
+        (self._folder / _MARKS / f"{index}-{number}").touch()
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """Within the block no other rank is."""
+        with (self._folder / _LOCK).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go as the file is closed
+            yield
+
+    def finish(self) -> None:
+        """All has been written. Collective."""
+        self._meet()
+        if self._mesh.rank == 0 and not self.complete:
+            self._tell(self._job, complete=True)
+            shutil.rmtree(self._folder / _MARKS)
+            (self._folder / _LOCK).unlink(missing_ok=True)
+
+
+def _divided(n: int, tile: int) -> list[range]:
+    """Pixels in windows of `tile`; the last has up to half as many more, since nets lose what is too thin."""
+    starts = [*range(0, max(n - tile // 2, 1), tile)]
+    return [range(a, b) for a, b in itertools.pairwise([*starts, n])]
+
+
+def _path(index: int, array: _Array) -> str:
+    return f"{index}/{array.name}" if array.name else str(index)
+
+
+def _size_of(windows: Windowed, index: int) -> tuple[int, ...]:
+    sizes = windows.sizes(index)
+    return tuple(sizes if isinstance(sizes[0], int) else sizes[0])
+
+
+def _named(tree: Any) -> list[tuple[str, Tensor]]:
+    """The tensors that are written, by name; one alone has none. Raises `UsageError` for other trees."""
+    if isinstance(tree, Tensor):
+        return [("", tree)]
+    if isinstance(tree, Mapping):
+        found = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, (tuple, list)):
+        found = [(str(number), value) for number, value in enumerate(tree)]
+    else:
+        found = []
+    if not found or not all(isinstance(value, Tensor) for _, value in found):
+        raise UsageError(
+            f"infer writes tensors, tuples and dicts of them, and the net returns {type(tree).__name__}: "
+            "choose what is written by then=lambda outputs: ..."
+        )
+    return found
+
+
+def _one_ahead(items: Iterable[_T]) -> Iterator[_T]:
+    """The same, each when the next one has been made."""
+    before: list[_T] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
+
+
+def _job(net: nn.Module, windows: Windowed, tile: int, then: _Then) -> str:
+    """What decides what is written."""
+    found = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        found.update(name.encode())
+        if isinstance(tensor, Tensor):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            found.update(flat.view(torch.uint8).numpy().tobytes())
+    sizes = [_size_of(windows, index) for index in range(len(windows))]
+    found.update(f"{sizes} {tile} {_code_of(then)}".encode())
+    return found.hexdigest()
+
+
+def _code_of(function: _Then) -> str:
+    """A function in words that are the same in the next run; of an object, its class."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return "" if function is None else type(function).__qualname__
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
+    plain = [one for one in (*code.co_consts, *cells) if isinstance(one, (bool, int, float, str))]
+    return f"{code.co_names} {plain} {code.co_code.hex()}"

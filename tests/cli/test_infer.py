@@ -1,0 +1,114 @@
+"""`fivefold infer` as it is typed, with real files, ranks and kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from commands import CLEAN, python
+from fivefold.recipes import models
+
+zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
+tifffile = pytest.importorskip("tifffile", reason="tifffile is not installed (extra images)")
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+
+def prepared(folder: Path, size: tuple[int, int] = (90, 130)) -> torch.Tensor:
+    """Files in a folder; what the net returns for the whole image."""
+    torch.manual_seed(3)
+    net = models.build("edsr_small", 10).eval()
+    torch.save(net.state_dict(), folder / "weights.pt")
+    pixels = np.random.default_rng(5).integers(0, 255, (*size, 3), dtype=np.uint8)
+    tifffile.imwrite(folder / "a.tif", pixels, photometric="rgb", tile=(32, 32))
+    with torch.no_grad():
+        return net(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255)[0]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    told = ["edsr_small", "--weights", "weights.pt", "--input", "a.tif", "--output", "out.zarr"]
+    return [python(), "-m", "fivefold", "infer", *told, *more]
+
+
+def infer(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, *more),
+        cwd=folder,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def expect(folder: Path, wanted: torch.Tensor) -> None:
+    found = torch.from_numpy(zarr.open_array(folder / "out.zarr/0", mode="r")[...])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_an_image_is_written_as_it_is_computed_whole(tmp_path: Path, ranks: str) -> None:
+    wanted = prepared(tmp_path)
+    done = infer(tmp_path, "--tile", "32", "-n", ranks)
+    assert done.returncode == 0, done.stderr
+    expect(tmp_path, wanted)
+
+
+def test_classes(tmp_path: Path) -> None:
+    wanted = prepared(tmp_path)
+    done = infer(tmp_path, "--tile", "64", "--argmax")
+    assert done.returncode == 0, done.stderr
+    found = zarr.open_array(tmp_path / "out.zarr/0", mode="r")
+    assert found.dtype == np.uint8
+    assert (found[...] == wanted.argmax(0).numpy()).mean() > 0.999  # of sums in another order
+
+
+def test_a_run_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
+    wanted, marks = prepared(tmp_path, (160, 160)), tmp_path / "out.zarr/.done"
+    process = subprocess.Popen(
+        command(tmp_path, "--tile", "16"), cwd=tmp_path, env=ENVIRON,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (marks.is_dir() and len([*marks.iterdir()]) > 5):
+        assert time.monotonic() < until
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path: path.stat().st_mtime_ns for path in marks.iterdir()}
+    assert 5 < len(before) < 100
+    chunks = [tmp_path / f"out.zarr/0/c/0/{n // 10}/{n % 10}" for n in range(5)]
+    written = [path.stat().st_mtime_ns for path in chunks]
+    done = infer(tmp_path, "--tile", "16")
+    assert done.returncode == 0, done.stderr
+    assert [path.stat().st_mtime_ns for path in chunks] == written, "what was done stays"
+    expect(tmp_path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--input", "b.tif"], "--input b.tif: there is no such file or folder"),
+        (["--weights", "a.tif"], "--weights a.tif is no state_dict of this model"),
+        (["--output", "b.tif"], "outputs are zarr groups; name a folder, such as b.zarr"),
+        (["--output", "."], "is there already: name another folder, or remove it"),
+        (["--tile", "0"], "--tile 0: at least 1 is needed"),
+    ],
+    ids=["input", "weights", "a tiff", "there", "tile"],
+)
+def test_mistakes_are_told_in_a_line(tmp_path: Path, more: list[str], says: str) -> None:
+    prepared(tmp_path)
+    done = infer(tmp_path, *more)
+    assert done.returncode == 2
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("error:")]
+    assert says in line
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tif", "weights.pt"]

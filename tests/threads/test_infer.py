@@ -1,0 +1,244 @@
+"""Inference window by window, against nets on whole images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.data.windows import Box
+from fivefold.data.zarr import ZarrImages
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.parallel import parallelize
+from fivefold.parallel.program.alone import AloneWindow
+from fivefold.plan import Layout, Plan
+from fivefold.recipes import models
+from fivefold.train import infer as module
+from ranks import run_ranks
+
+zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
+
+
+class Images:
+    """In memory; it notes how much is read at once."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        torch.manual_seed(4)
+        self.images = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        self.most = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise AssertionError("whole images are not read")
+
+    def sizes(self, index: int) -> tuple[int, ...]:
+        return tuple(self.images[index].shape[1:])
+
+    def window(self, index: int, box: Box) -> Tensor:
+        found = self.images[index][box.slices]
+        self.most = max(self.most, found[0].numel())
+        return found
+
+
+class Two(nn.Module):
+    """Several outputs of other sizes than the image; max-pools, strides, norms, a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.last = nn.Conv2d(7, 2, 5, padding=2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.norm(self.down(torch.relu(self.first(x))))
+        up = nn.functional.interpolate(self.up(h), size=x.shape[-2:], mode="bilinear")
+        whole = self.last(torch.cat([up, x], 1))
+        return {"whole": whole, "half": nn.functional.max_pool2d(h, 3, 1, 1)}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(2)
+    net = Two() if name == "two" else models.build(name, 10)
+    net = net.double()
+    for norm in net.modules():  # running statistics that do something
+        if isinstance(norm, (nn.BatchNorm2d, nn.BatchNorm3d)):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.running_mean.uniform_(-1, 1)
+            norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+def infer(net: nn.Module, images: Any, to: Path, ranks: int = 1, **more: Any) -> None:
+    def check(mesh: Mesh) -> None:
+        ff.infer(parallelize(copy.deepcopy(net), mesh), images, to, **more)
+
+    run_ranks(Layout(data=ranks), check, plan=Plan(layout=Layout(data=ranks)))
+
+
+@torch.no_grad()
+def expect(
+    net: nn.Module, images: Images, to: Path, then: Callable[[Any], Any] = lambda y: y
+) -> None:
+    net.eval()
+    for index, image in enumerate(images.images):
+        wanted = then(net(image[None]))
+        wanted = wanted if isinstance(wanted, dict) else {"": wanted}
+        for name, one in wanted.items():
+            found = zarr.open_array(to / str(index) / name, mode="r")
+            assert found.shape == tuple(one.shape[1:])
+            np.testing.assert_allclose(found[...], one[0].numpy(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "tile", "ranks"),
+    [
+        ("two", [(3, 37, 50), (3, 16, 90)], 16, 1),
+        ("two", [(3, 37, 50), (3, 9, 7)], 8, 2),
+        ("two", [(3, 37, 50)], 13, 1),
+        ("unet", [(3, 64, 80), (3, 90, 130)], 32, 2),
+        ("edsr_small", [(3, 37, 50)], 16, 2),
+        ("unet3d", [(3, 16, 24, 32)], 16, 1),
+    ],
+)
+def test_what_is_written_is_that_of_whole_images(
+    name: str, shapes: list[tuple[int, ...]], tile: int, ranks: int, tmp_path: Path
+) -> None:
+    net, images = made(name), Images(*shapes)
+    infer(net, images, tmp_path / "out", ranks, tile=tile)
+    expect(net, images, tmp_path / "out")
+    assert not (tmp_path / "out" / ".done").exists()
+
+
+def test_windows_are_read_with_what_the_net_looks_at_and_no_more(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 1, 5, padding=2)).double()
+    images = Images((3, 90, 80))
+    infer(net, images, tmp_path / "out", tile=16)
+    assert images.most == 22 * 22
+    expect(net, images, tmp_path / "out")
+
+
+def test_classes_instead_of_logits(tmp_path: Path) -> None:
+    def then(y: dict[str, Tensor]) -> Tensor:
+        return y["half"].argmax(1).byte()
+
+    net, images = made("two"), Images((3, 37, 50))
+    infer(net, images, tmp_path / "out", tile=16, then=then)
+    expect(net, images, tmp_path / "out", then)
+    assert zarr.open_array(tmp_path / "out" / "0", mode="r").dtype == np.uint8
+
+
+def test_results_can_be_read_as_a_data_set(tmp_path: Path) -> None:
+    store = zarr.open_group(tmp_path / "in", mode="w")
+    pixels = np.random.default_rng(1).normal(size=(2, 3, 40, 50))
+    store.create_array("images", shape=pixels.shape, chunks=(1, 3, 16, 16), dtype="float64")[
+        ...
+    ] = pixels
+    net = nn.Conv2d(3, 2, 3, padding=1).double()
+    infer(net, ZarrImages(tmp_path / "in"), tmp_path / "out", tile=16)
+    found = zarr.open_array(tmp_path / "out" / "1", mode="r")[...]
+    wanted = net(torch.from_numpy(pixels[1:]))[0].detach()
+    np.testing.assert_allclose(found, wanted.numpy(), atol=1e-12)
+
+
+def test_a_run_that_ended_early_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, images = made("two"), Images((3, 37, 50), (3, 20, 20))
+    write, compute, counts = module._Store.write, AloneWindow.compute, {"written": 0, "computed": 0}
+
+    def ends(self: Any, *arguments: Any) -> None:
+        if counts["written"] == 5:
+            raise OSError("no space left on device")
+        counts["written"] += 1
+        write(self, *arguments)
+
+    def counted(self: AloneWindow, image: Tensor) -> Any:
+        counts["computed"] += 1
+        return compute(self, image)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Store, "write", ends)
+        with pytest.raises(OSError, match="no space"):
+            infer(net, images, tmp_path / "out", tile=16)
+    monkeypatch.setattr(AloneWindow, "compute", counted)
+    with pytest.raises(UsageError, match="holds outputs of other weights, images or windows"):
+        infer(net, images, tmp_path / "out", tile=8)
+    infer(net, images, tmp_path / "out", tile=16)
+    assert counts["computed"] == 2 * 3 + 1 - 5
+    expect(net, images, tmp_path / "out")
+    infer(net, images, tmp_path / "out", tile=16)
+    assert counts["computed"] == 2 * 3 + 1 - 5, "all of it is there"
+
+
+class Sequences:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("net", "images", "more", "says"),
+    [
+        (nn.Conv2d(3, 2, 3), Sequences(), {}, "which Sequences does not offer: use TiffImages"),
+        (nn.Conv2d(3, 2, 3), Images((3, 9, 9)), {"tile": 0}, "at least one pixel"),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)),
+            Images((3, 40, 40)),
+            {},
+            "group_norm in '1' looks at more of the image .*tiles.turns",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            Images((3, 40, 40)),
+            {},
+            "looks at more of the image",
+        ),
+        (nn.Conv2d(3, 2, 3), Images((3, 40, 40)), {"then": lambda y: y[..., 1:]}, "then returned"),
+        (nn.Conv2d(3, 2, 3), Images((3, 40, 40)), {"then": lambda _: 1}, "the net returns int"),
+    ],
+    ids=["no windows", "no tile", "norm", "classifier", "pixels", "no tensor"],
+)  # fmt: skip
+def test_what_cannot_be_inferred_is_told(
+    net: nn.Module, images: Any, more: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        infer(net.double(), images, tmp_path / "out", **{"tile": 16, **more})
+
+
+def test_what_is_there_already_stays(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("of mine")
+    with pytest.raises(UsageError, match="is there already: name another folder, or remove it"):
+        infer(nn.Conv2d(3, 2, 3).double(), Images((3, 9, 9)), tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_windows_of_several_ranks_may_share_chunks(tmp_path: Path) -> None:
+    net = nn.Conv2d(3, 2, 4, stride=4).double()
+    infer(net, Images((3, 90, 90)), tmp_path / "out", 3, tile=10)
+    expect(net, Images((3, 90, 90)), tmp_path / "out")
+
+
+def test_a_net_in_parts_is_refused(tmp_path: Path) -> None:
+    x = torch.zeros(2, 3, 8, 8)
+
+    def check(mesh: Mesh) -> None:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+        with pytest.raises(UsageError, match="ranks divide the parameters"):
+            ff.infer(parallelize(net, mesh, example=x), Images((3, 8, 8)), tmp_path / "out")
+
+    run_ranks(2, check, plan=Plan(layout=Layout(pipe=2)))
