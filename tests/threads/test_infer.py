@@ -183,6 +183,37 @@ def test_a_run_that_ended_early_is_gone_on_with(
     assert counts["computed"] == 2 * 3 + 1 - 5, "all of it is there"
 
 
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Pairs(Images):
+    """Images with a label each, all of one size."""
+
+    def sizes(self, index: int) -> Any:
+        return super().sizes(index), None
+
+    def window(self, index: int, box: Any) -> Any:
+        return super().window(index, box[0]), index
+
+
+def test_images_of_one_size_are_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, begin = list[module._Plan](), module._Plan.__init__
+
+    def noted(self: module._Plan, *arguments: Any) -> None:
+        made.append(self)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(module._Plan, "__init__", noted)
+    net, images = nn.Conv2d(3, 2, 3, padding=1).double(), Pairs((3, 40, 50), (3, 40, 50))
+    infer(net, images, tmp_path / "out", tile=16)
+    expect(net, images, tmp_path / "out")
+    assert len(made) == 1
+
+
 class Sequences:
     def __len__(self) -> int:
         return 1
@@ -191,6 +222,7 @@ class Sequences:
         return torch.zeros(3, 8, 8)
 
 
+@pytest.mark.filterwarnings("ignore:randn_like in the net")
 @pytest.mark.parametrize(
     ("net", "images", "more", "says"),
     [
@@ -209,9 +241,16 @@ class Sequences:
             "looks at more of the image",
         ),
         (nn.Conv2d(3, 2, 3), Images((3, 40, 40)), {"then": lambda y: y[..., 1:]}, "then returned"),
+        (Noise(), Images((3, 40, 40)), {}, "draws random numbers"),
+        (
+            nn.Conv2d(3, 2, 3),
+            Images((3, 40, 40)),
+            {"then": lambda y: y.bfloat16()},
+            "arrays cannot hold torch.bfloat16",
+        ),
         (nn.Conv2d(3, 2, 3), Images((3, 40, 40)), {"then": lambda _: 1}, "the net returns int"),
     ],
-    ids=["no windows", "no tile", "norm", "classifier", "pixels", "no tensor"],
+    ids=["no windows", "no tile", "norm", "classifier", "pixels", "noise", "bfloat16", "no tensor"],
 )  # fmt: skip
 def test_what_cannot_be_inferred_is_told(
     net: nn.Module, images: Any, more: dict[str, Any], says: str, tmp_path: Path

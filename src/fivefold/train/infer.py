@@ -9,9 +9,11 @@ What is written is what the net returns for the whole image. A run that was kill
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +47,8 @@ _Ranges = tuple[tuple[int, int], ...]
 _ABOUT = "fivefold.json"
 _MARKS = ".done"
 _LOCK = ".lock"
+_KEPT = 256
+"""windows of an image up to which their plans are kept for the next one of its size"""
 
 
 def infer(
@@ -94,8 +98,9 @@ def infer(
         )
     with evaluating(model), torch.no_grad():
         store = _Store(Path(to), mesh, _job(net, windows, tile, then))
+        plans: dict[Any, _Plan] = {}
         for index in range(0 if store.complete else len(windows)):
-            _Image(net, windows, index, mesh, tile, then).infer(store)
+            _infer_one(net, windows, index, store, plans, tile, then)
     store.finish()
 
 
@@ -114,17 +119,22 @@ class _Array:
     """whether windows share chunks, which one rank at a time may write then"""
 
 
-class _Image:
-    """One image. Raises `UsageError` where it cannot be computed in windows."""
+_Part = tuple[_Array, _Ranges, Tensor]
+"""what is written of an array, and where"""
 
-    def __init__(  # noqa: PLR0917 - what `infer` was given
-        self, net: nn.Module, windows: Windowed, index: int, mesh: Mesh, tile: int, then: _Then
+
+class _Plan:
+    """For images of one size, of which one pixel is given. Raises `UsageError` where windows do not do."""
+
+    def __init__(
+        self, net: nn.Module, pixel: Tensor, size: tuple[int, ...], tile: int, then: _Then
     ) -> None:
-        self._windows, self._index, self._mesh, self._then = windows, index, mesh, then
-        self._size = _size_of(windows, index)
-        corner = self._read([(0, min(1, n)) for n in self._size]).to(mesh.device)
-        self._alone = AloneNet(net, corner, self._size)
-        self._edges = [_divided(n, tile) for n in self._size]
+        self._size, self._then = size, then
+        self._alone = AloneNet(net, pixel, size)
+        self._edges = [_divided(n, tile) for n in size]
+        self.places = [*itertools.product(*map(range, map(len, self._edges)))]
+        """of the windows: which along each dim"""
+        self._windows: dict[tuple[int, ...], AloneWindow] = {}
         self._bounds = self._bounds_of_outputs()
         self.arrays = self._arrays()
 
@@ -179,64 +189,88 @@ class _Image:
             made.append(_Array(name, (*lead, *whole), (*lead, *chunk), leaf.dtype, number, shared))
         return made
 
-    def infer(self, store: _Store) -> None:
-        """Compute what is missing, and write it. Collective."""
-        store.begin(self._index, self.arrays)
-        tiles = [*itertools.product(*map(range, map(len, self._edges)))]
-        mine = [
-            (number, tiles[number])
-            for number in range(self._mesh.rank, len(tiles), self._mesh.size)
-            if not store.has(self._index, number)
-        ]
-        with (
-            ThreadPoolExecutor(1, "fivefold-read") as reader,
-            ThreadPoolExecutor(1, "fivefold-write") as writer,
-        ):
-            writing: Future[None] | None = None
-            jobs = ((number, place, self._window(place)) for number, place in mine)
-            read = (
-                (*job, reader.submit(self._read, job[2].reads[-len(self._size) :])) for job in jobs
-            )
-            for number, place, window, image in progress(
-                _one_ahead(read), self._mesh, total=len(mine)
-            ):
-                found = window.compute(image.result().to(self._mesh.device))
-                parts = self._parts(found if self._then is None else self._then(found), place)
-                if writing is not None:
-                    writing.result()
-                writing = writer.submit(store.write, self._index, number, parts)
-            if writing is not None:
-                writing.result()
+    def window(self, place: tuple[int, ...]) -> AloneWindow:
+        """What is to be done at a place."""
+        found = self._windows.get(place)
+        if found is None:
+            found = self._alone.window([e[n] for e, n in zip(self._edges, place, strict=True)])
+            if len(self.places) <= _KEPT:
+                self._windows[place] = found
+            for bounds, (_, box) in zip(self._bounds, found.outputs(), strict=True):
+                due = [(b[n], b[n + 1]) for b, n in zip(bounds, place, strict=True)]
+                assert [*box[-len(due) :]] == due, "as those of whole rows and columns of windows"
+        return found
 
-    def _window(self, place: Sequence[int]) -> AloneWindow:
-        return self._alone.window([e[n] for e, n in zip(self._edges, place, strict=True)])
-
-    def _parts(self, found: Any, place: Sequence[int]) -> list[tuple[_Array, _Ranges, Tensor]]:
-        """What is to be written, and where."""
-        made: list[tuple[_Array, _Ranges, Tensor]] = []
-        for array, (name, leaf) in zip(self.arrays, _named(found), strict=True):
+    def compute(self, place: tuple[int, ...], image: Tensor) -> list[_Part]:
+        """What is to be written at a place, given what is read of the image."""
+        found, made = self.window(place).compute(image), list[_Part]()
+        written = _named(found if self._then is None else self._then(found))
+        for array, (name, leaf) in zip(self.arrays, written, strict=True):
             bounds = self._bounds[array.output]
             ranges = tuple((b[n], b[n + 1]) for b, n in zip(bounds, place, strict=True))
-            lead = array.shape[: -len(self._size)]
-            wanted = (1, *lead, *(b - a for a, b in ranges))
-            if name != array.name or tuple(leaf.shape) != wanted:
+            due = (1, *array.shape[: -len(self._size)], *(b - a for a, b in ranges))
+            if name != array.name or tuple(leaf.shape) != due or leaf.dtype != array.dtype:
                 raise UsageError(
-                    f"then returned {name or 'a tensor'} {tuple(leaf.shape)} for a window where {wanted} was "
-                    "due: it has to treat pixel by pixel, and may change channels and dtype"
+                    f"then returned {name or 'a tensor'} {tuple(leaf.shape)} {leaf.dtype} for a window where "
+                    f"{due} {array.dtype} was due: it has to treat pixel by pixel, and each alike"
                 )
             made.append((array, ranges, leaf[0].cpu()))
         return made
 
-    def _read(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """A window of the image, (1, channels, *pixels)."""
-        box = Box(self._size, tuple(range(*one) for one in ranges))
-        sizes = self._windows.sizes(self._index)
-        if isinstance(sizes[0], int):
-            image = self._windows.window(self._index, box)
-        else:
-            boxes = (box, *(None for _ in sizes[1:]))
-            image = self._windows.window(self._index, boxes)[0]
-        return torch.as_tensor(image)[None]
+
+def _infer_one(  # noqa: PLR0917 - what `infer` was given
+    net: nn.Module,
+    windows: Windowed,
+    index: int,
+    store: _Store,
+    plans: dict[Any, _Plan],
+    tile: int,
+    then: _Then,
+) -> None:
+    """Compute what is missing of an image, and write it. Collective."""
+    mesh, size = store.mesh, _size_of(windows, index)
+    pixel = _read(windows, index, size, [(0, 1)] * len(size)).to(mesh.device)
+    key = (size, pixel.shape, pixel.dtype)
+    if key not in plans:
+        plans.clear()
+        plans[key] = _Plan(net, pixel, size, tile, then)
+    plan = plans[key]
+    store.begin(index, plan.arrays)
+    mine = [
+        (number, plan.places[number])
+        for number in range(mesh.rank, len(plan.places), mesh.size)
+        if not store.has(index, number)
+    ]
+    with (
+        ThreadPoolExecutor(1, "fivefold-read") as reader,
+        ThreadPoolExecutor(1, "fivefold-write") as writer,
+    ):
+        writing: Future[None] | None = None
+        jobs = (
+            (number, place, reader.submit(_read, windows, index, size, reads))
+            for number, place in mine
+            for reads in [plan.window(place).reads[-len(size) :]]
+        )
+        for number, place, image in progress(_one_ahead(jobs), mesh, total=len(mine)):
+            parts = plan.compute(place, image.result().to(mesh.device))
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(store.write, index, number, parts)
+        if writing is not None:
+            writing.result()
+
+
+def _read(
+    windows: Windowed, index: int, size: tuple[int, ...], ranges: Sequence[tuple[int, int]]
+) -> Tensor:
+    """A window of an image, one sample."""
+    box = Box(size, tuple(range(*one) for one in ranges))
+    sizes = windows.sizes(index)
+    if isinstance(sizes[0], int):
+        image = windows.window(index, box)
+    else:
+        image = windows.window(index, (box, *(None for _ in sizes[1:])))[0]
+    return torch.as_tensor(image)[None]
 
 
 class _Store:
@@ -246,7 +280,7 @@ class _Store:
     """
 
     def __init__(self, folder: Path, mesh: Mesh, job: str) -> None:
-        self._zarr, self._mesh = imported_zarr("to write outputs"), mesh
+        self._zarr, self.mesh = imported_zarr("to write outputs"), mesh
         self._folder, self._everyone = folder, mesh.group(*AXES)
         about = self._told()
         if about is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
@@ -258,9 +292,10 @@ class _Store:
             )
         self.complete = about is not None and bool(about["complete"])
         self._meet()  # all have looked
-        if mesh.rank == 0 and about is None:
-            (folder / _MARKS).mkdir(parents=True)
+        if mesh.rank == 0 and not self.complete:
+            folder.mkdir(parents=True, exist_ok=True)
             self._tell(job, complete=False)
+            (folder / _MARKS).mkdir(exist_ok=True)
             self._zarr.open_group(folder, mode="a")
         self._job = job
         self._meet()
@@ -277,14 +312,14 @@ class _Store:
         new.replace(self._folder / _ABOUT)
 
     def _meet(self) -> None:
-        comm.all_reduce(torch.zeros(1, device=self._mesh.device), self._everyone, Tag.CONTROL)
+        comm.all_reduce(torch.zeros(1, device=self.mesh.device), self._everyone, Tag.CONTROL)
 
     def begin(self, index: int, arrays: Iterable[_Array]) -> None:
         """Make the arrays of an image, unless they are there. Collective."""
         group = self._zarr.open_group(self._folder, mode="r+")
-        for array in arrays if self._mesh.rank == 0 else ():
+        for array in arrays if self.mesh.rank == 0 else ():
             if _path(index, array) not in group:
-                like = torch.empty(0, dtype=array.dtype).numpy().dtype
+                like = _numpy_dtype(array.dtype)
                 group.create_array(
                     _path(index, array), shape=array.shape, chunks=array.chunk, dtype=like
                 )
@@ -294,9 +329,7 @@ class _Store:
         """Whether a window has been written."""
         return (self._folder / _MARKS / f"{index}-{number}").exists()
 
-    def write(
-        self, index: int, number: int, parts: Sequence[tuple[_Array, _Ranges, Tensor]]
-    ) -> None:
+    def write(self, index: int, number: int, parts: Sequence[_Part]) -> None:
         """Write a window, and mark it."""
         group = self._zarr.open_group(self._folder, mode="r+")
         for array, ranges, values in parts:
@@ -315,7 +348,7 @@ class _Store:
     def finish(self) -> None:
         """All has been written. Collective."""
         self._meet()
-        if self._mesh.rank == 0 and not self.complete:
+        if self.mesh.rank == 0 and not self.complete:
             self._tell(self._job, complete=True)
             shutil.rmtree(self._folder / _MARKS)
             (self._folder / _LOCK).unlink(missing_ok=True)
@@ -325,6 +358,15 @@ def _divided(n: int, tile: int) -> list[range]:
     """Pixels in windows of `tile`; the last has up to half as many more, since nets lose what is too thin."""
     starts = [*range(0, max(n - tile // 2, 1), tile)]
     return [range(a, b) for a, b in itertools.pairwise([*starts, n])]
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        raise UsageError(
+            f"arrays cannot hold {dtype}: choose another one, such as then=lambda outputs: outputs.float()"
+        ) from None
 
 
 def _path(index: int, array: _Array) -> str:
@@ -377,10 +419,12 @@ def _job(net: nn.Module, windows: Windowed, tile: int, then: _Then) -> str:
 
 
 def _code_of(function: _Then) -> str:
-    """A function in words that are the same in the next run; of an object, its class."""
+    """A function in words that are the same in the next run."""
+    if isinstance(function, functools.partial):
+        return f"{_code_of(function.func)} {function.args} {function.keywords}"
     code = getattr(function, "__code__", None)
     if code is None:
-        return "" if function is None else type(function).__qualname__
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
+        return "" if function is None else f"{type(function).__qualname__} {pickle.dumps(function)}"
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     plain = [one for one in (*code.co_consts, *cells) if isinstance(one, (bool, int, float, str))]
     return f"{code.co_names} {plain} {code.co_code.hex()}"

@@ -25,7 +25,7 @@ from fivefold.parallel.intercept import draws_mask
 from fivefold.parallel.program.costs import Options
 from fivefold.parallel.program.exchange import Exchange, Lines, Segments, Want
 from fivefold.parallel.program.program import Compute, Move, Program, planned
-from fivefold.parallel.program.rule import Here, Moment, Piece, Wants, as_held
+from fivefold.parallel.program.rule import Here, Moment, Piece, as_held
 from fivefold.parallel.program.run import execute
 from fivefold.parallel.program.spread import Box, Division, Grid, Range, Spread
 from fivefold.parallel.trees import call_with
@@ -47,7 +47,8 @@ class AloneNet:
         self.shape = (*image.shape[: -len(size)], *size)
         self._dims = len(size)
         self.tape: Tape = record(net, call_with, image, [torch.Size(self.shape)], image.device)
-        drawn = next((n for n in self.tape.nodes if draws_mask(n.function, n.args, n.kwargs)), None)
+        nodes = self.tape.nodes
+        drawn = next((n for n in nodes if draws_mask(n.function, n.args, n.kwargs)), None)
         if drawn is not None:
             raise UsageError(
                 f"{drawn.where} draws random numbers, which windows would not: use eval()"
@@ -108,6 +109,7 @@ class AloneWindow:
         source = 1 + max(
             program.spreads | {s.target: None for s in program.steps if isinstance(s, Move)}
         )
+        shapes = {i: spread.shape for i, spread in program.spreads.items()}
         boxes = {i: spread.held(grid, here.rank) for i, spread in program.spreads.items()}
         boxes[given], steps = reads, list[Move | Compute]()
         for number, step in enumerate(program.steps):
@@ -116,13 +118,17 @@ class AloneWindow:
                     _refuse(program, number)
                 steps.append(step)
                 continue
-            ref, shape = step.source, program.spreads.get(getattr(step.source, "index", -1))
-            box = boxes[ref.index] if isinstance(ref, Value) else _all_of(step.wants, step.exchange)
-            wanted = [_segments(want, here) for want in step.wants]
-            size = box if shape is None else tuple((0, n) for n in shape.shape)
-            if not all(map(_within, wanted, box, size)):
+            ref, wanted = step.source, [_segments(want, here) for want in step.wants]
+            if isinstance(ref, Value):
+                shape, box = shapes[ref.index], boxes[ref.index]
+            else:  # the net's own
+                shape = step.exchange.shape
+                box = tuple((0, n) for n in shape)
+            if not all(map(_within, wanted, box, shape)):
                 _refuse(program, number)
-            boxes[step.target] = tuple((s[0][0], s[-1][1]) for s in wanted)
+            shapes[step.target] = shape
+            if all(len(segments) == 1 for segments in wanted):  # else nobody cuts it once more
+                boxes[step.target] = tuple(segments[0] for segments in wanted)
             local = _cut(box, wanted, step.exchange.fill)
             steps.append(
                 replace(step, source=Value(source), exchange=local)
@@ -150,7 +156,13 @@ class AloneWindow:
             pieces=(Piece(0, rows, 0),), joint=False, key=None, here=self.here,
         )  # fmt: skip
         state = {name: cast(Tensor, tape.places[name].now()) for name in tape.named}
+        before = _random_state(image.device)
         made = execute(program, [image[own]], state, moment, {self.source: image})
+        if not torch.equal(_random_state(image.device), before):
+            raise UsageError(
+                "the net draws random numbers, which are others in every window: take them from its inputs, "
+                "or call the model on whole images"
+            )
 
         def part(ref: Ref) -> Tensor:
             assert isinstance(ref, Value)
@@ -186,9 +198,9 @@ def _segments(want: Want, here: Here) -> Segments:
     return want.segments[here.grid.part(here.rank, want.axes)]
 
 
-def _within(wanted: Segments, held: Range, whole: Range) -> bool:
-    """Whether all that is wanted of a dim, and is there at all, is held."""
-    inside = [(max(a, whole[0]), min(b, whole[1])) for a, b in wanted]
+def _within(wanted: Segments, held: Range, n: int) -> bool:
+    """Whether all that is wanted of a dim of `n`, and is there at all, is held."""
+    inside = [(max(a, 0), min(b, n)) for a, b in wanted]
     return all(a >= b or (held[0] <= a and b <= held[1]) for a, b in inside)
 
 
@@ -202,11 +214,6 @@ def _cut(held: Box, wanted: Sequence[Segments], fill: float) -> Exchange:
     return Exchange.of(Spread.whole(shape), wants, _ALONE, 0, fill)
 
 
-def _all_of(wants: Wants, exchange: Exchange) -> Box:
-    """Of what every rank has whole."""
-    return tuple((0, n) for _, n in zip(wants, exchange.shape, strict=True))
-
-
 def _refuse(program: Program, number: int) -> Any:
     reader = next(s.node for s in program.steps[number:] if isinstance(s, Compute))
     raise UsageError(
@@ -214,6 +221,11 @@ def _refuse(program: Program, number: int) -> Any:
         "smaller than what the net strides over: take larger ones (tile), or call the model on whole images, "
         "by turns (tiles.turns) if they are large"
     )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    own = torch.get_rng_state()
+    return own if device.type != "cuda" else torch.cat([own, torch.cuda.get_rng_state(device)])
 
 
 def _nobody(_axes: tuple[int, ...], _joint: bool) -> Any:

@@ -216,6 +216,8 @@ def _assembled(tiles: RecordedNet, leaf: Tensor, boxes: list[list[int]]) -> Tens
     shape, dims = _global(leaf), leaf.dim() - 1
     if all(box[dims:] == [*shape[1:]] for box in boxes):
         return leaf
+    if not len(leaf):
+        return leaf.new_empty(shape)
     most = [max(box[dims + dim] for box in boxes) for dim in range(dims)]
     padded = leaf.new_zeros((len(leaf), *most))
     padded[(slice(None), *map(slice, leaf.shape[1:]))] = leaf.detach()
