@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 from figures import Median, environment, ratio, table
 from publishing import Page, conditions
@@ -29,6 +30,7 @@ from rounds import order
 
 import fivefold as ff
 from fivefold.integrations.diffusers import tiled
+from real_torchvision import declare_missing
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
@@ -73,10 +75,7 @@ PARTS = {
 
 def one(way: str, edge: int, out: Path) -> None:
     """Decode, and write what it took, and the image of the first rank."""
-    if torch.version.cuda is None:  # else the operators of torchvision load
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    declare_missing()
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)

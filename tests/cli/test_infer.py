@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from commands import CLEAN, python
+from commands import CLEAN, fivefold, python
 from fivefold.recipes import models
 
 zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
 tifffile = pytest.importorskip("tifffile", reason="tifffile is not installed (extra images)")
-ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+ENVIRON = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 
 def prepared(folder: Path, size: tuple[int, int] = (90, 130)) -> torch.Tensor:
@@ -31,21 +31,20 @@ def prepared(folder: Path, size: tuple[int, int] = (90, 130)) -> torch.Tensor:
         return net(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255)[0]
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    told = ["edsr_small", "--weights", "weights.pt", "--input", "a.tif", "--output", "out.zarr"]
-    return [python(), "-m", "fivefold", "infer", *told, *more]
+WORDS = [
+    "infer",
+    "edsr_small",
+    "--weights",
+    "weights.pt",
+    "--input",
+    "a.tif",
+    "--output",
+    "out.zarr",
+]
 
 
 def infer(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *more),
-        cwd=folder,
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return fivefold(*WORDS, *more, cwd=folder, OMP_NUM_THREADS="1")
 
 
 def expect(folder: Path, wanted: torch.Tensor) -> None:
@@ -73,7 +72,7 @@ def test_classes(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
     wanted, marks = prepared(tmp_path, (160, 160)), tmp_path / "out.zarr/.done"
     process = subprocess.Popen(
-        command(tmp_path, "--tile", "16"), cwd=tmp_path, env=ENVIRON,
+        [python(), "-m", "fivefold", *WORDS, "--tile", "16"], cwd=tmp_path, env=ENVIRON,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     until = time.monotonic() + 60

@@ -13,8 +13,8 @@ import functools
 import hashlib
 import itertools
 import json
-import pickle
 import shutil
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -31,6 +31,7 @@ from fivefold.data.windows import Box, Windowed, windows_of
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel
+from fivefold.parallel.graph.fingerprint import in_words
 from fivefold.parallel.modes import evaluating
 from fivefold.parallel.program.alone import AloneNet, AloneWindow
 from fivefold.plan import AXES
@@ -98,9 +99,13 @@ def infer(
         )
     with evaluating(model), torch.no_grad():
         store = _Store(Path(to), mesh, _job(net, windows, tile, then))
-        plans: dict[Any, _Plan] = {}
+        plan: _Plan | None = None
         for index in range(0 if store.complete else len(windows)):
-            _infer_one(net, windows, index, store, plans, tile, then)
+            size = _size_of(windows, index)
+            pixel = _read(windows, index, size, [(0, 1)] * len(size)).to(mesh.device)
+            if plan is None or not plan.suits(pixel, size):
+                plan = _Plan(net, pixel, size, tile, then)
+            _infer_one(plan, windows, index, store)
     store.finish()
 
 
@@ -129,7 +134,7 @@ class _Plan:
     def __init__(
         self, net: nn.Module, pixel: Tensor, size: tuple[int, ...], tile: int, then: _Then
     ) -> None:
-        self._size, self._then = size, then
+        self.size, self._then, self._like = size, then, (pixel.shape, pixel.dtype)
         self._alone = AloneNet(net, pixel, size)
         self._edges = [_divided(n, tile) for n in size]
         self.places = [*itertools.product(*map(range, map(len, self._edges)))]
@@ -138,37 +143,40 @@ class _Plan:
         self._bounds = self._bounds_of_outputs()
         self.arrays = self._arrays()
 
+    def suits(self, pixel: Tensor, size: tuple[int, ...]) -> bool:
+        """Whether an image is like those."""
+        return size == self.size and (pixel.shape, pixel.dtype) == self._like
+
     def _bounds_of_outputs(self) -> list[list[tuple[int, ...]]]:
         """By tensor that the net returns, and by dim: where its windows begin, and the last one ends."""
-        found: list[list[tuple[int, ...]]] = []
+        found: list[list[tuple[int, ...]]] = [[] for _ in self._alone.returned]
         for dim, edges in enumerate(self._edges):
-            others = [range(n) for n in self._size]
+            others = [range(n) for n in self.size]
             boxes = [
                 self._alone.window([*others[:dim], edge, *others[dim + 1 :]]).outputs()
                 for edge in edges
             ]
             for number, every in enumerate(zip(*boxes, strict=True)):
                 shape = every[0][0]
-                if len(shape) < 1 + len(self._size) or shape[0] != 1:
+                if len(shape) < 1 + len(self.size) or shape[0] != 1:
                     raise UsageError(
                         f"the net returns a tensor {shape} for an image, which has no pixels: infer writes "
                         "images; for others, evaluate the model on whole ones"
                     )
-                at = len(shape) - len(self._size) + dim
+                at = len(shape) - len(self.size) + dim
                 ranges = [box[at] for _, box in every]
                 bounds = (*(a for a, _ in ranges), shape[at])
                 if [*itertools.pairwise(bounds)] != ranges or bounds[0]:
                     raise UsageError(
                         f"windows of {len(edges[0])} pixels do not fill the output: larger ones"
                     )
-                found.append([]) if not dim else None
                 found[number].append(bounds)
         return found
 
     def _arrays(self) -> list[_Array]:
         """What is to be written."""
-        shapes = [shape for shape, _ in self._alone.window([e[0] for e in self._edges]).outputs()]
-        dims = len(self._size)
+        shapes = [self._alone.tape.shapes[ref.index] for ref in self._alone.returned]
+        dims = len(self.size)
         # Images of a size each, by which `then` is seen to use the one or the other.
         edges = [1 + self._bounds.index(bounds) for bounds in self._bounds]
         blank = self._alone.blank(
@@ -208,7 +216,7 @@ class _Plan:
         for array, (name, leaf) in zip(self.arrays, written, strict=True):
             bounds = self._bounds[array.output]
             ranges = tuple((b[n], b[n + 1]) for b, n in zip(bounds, place, strict=True))
-            due = (1, *array.shape[: -len(self._size)], *(b - a for a, b in ranges))
+            due = (1, *array.shape[: -len(self.size)], *(b - a for a, b in ranges))
             if name != array.name or tuple(leaf.shape) != due or leaf.dtype != array.dtype:
                 raise UsageError(
                     f"then returned {name or 'a tensor'} {tuple(leaf.shape)} {leaf.dtype} for a window where "
@@ -218,23 +226,9 @@ class _Plan:
         return made
 
 
-def _infer_one(  # noqa: PLR0917 - what `infer` was given
-    net: nn.Module,
-    windows: Windowed,
-    index: int,
-    store: _Store,
-    plans: dict[Any, _Plan],
-    tile: int,
-    then: _Then,
-) -> None:
+def _infer_one(plan: _Plan, windows: Windowed, index: int, store: _Store) -> None:
     """Compute what is missing of an image, and write it. Collective."""
-    mesh, size = store.mesh, _size_of(windows, index)
-    pixel = _read(windows, index, size, [(0, 1)] * len(size)).to(mesh.device)
-    key = (size, pixel.shape, pixel.dtype)
-    if key not in plans:
-        plans.clear()
-        plans[key] = _Plan(net, pixel, size, tile, then)
-    plan = plans[key]
+    mesh, size = store.mesh, plan.size
     store.begin(index, plan.arrays)
     mine = [
         (number, plan.places[number])
@@ -352,6 +346,7 @@ class _Store:
             self._tell(self._job, complete=True)
             shutil.rmtree(self._folder / _MARKS)
             (self._folder / _LOCK).unlink(missing_ok=True)
+        self._meet()
 
 
 def _divided(n: int, tile: int) -> list[range]:
@@ -407,24 +402,26 @@ def _one_ahead(items: Iterable[_T]) -> Iterator[_T]:
 
 def _job(net: nn.Module, windows: Windowed, tile: int, then: _Then) -> str:
     """What decides what is written."""
-    found = hashlib.sha256()
-    for name, tensor in net.state_dict().items():
-        found.update(name.encode())
-        if isinstance(tensor, Tensor):
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            found.update(flat.view(torch.uint8).numpy().tobytes())
     sizes = [_size_of(windows, index) for index in range(len(windows))]
-    found.update(f"{sizes} {tile} {_code_of(then)}".encode())
+    found = hashlib.sha256(f"{sizes} {tile} {_told(then)}".encode())
+    for name, value in net.state_dict().items():
+        found.update(f"{name} {in_words(value)}".encode())
+        if isinstance(value, Tensor):  # of which words tell the beginning
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
-def _code_of(function: _Then) -> str:
-    """A function in words that are the same in the next run."""
-    if isinstance(function, functools.partial):
-        return f"{_code_of(function.func)} {function.args} {function.keywords}"
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return "" if function is None else f"{type(function).__qualname__} {pickle.dumps(function)}"
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    plain = [one for one in (*code.co_consts, *cells) if isinstance(one, (bool, int, float, str))]
-    return f"{code.co_names} {plain} {code.co_code.hex()}"
+def _told(value: Any) -> str:
+    """As `in_words`, of functions what they do and hold, objects what is in their attributes."""
+    if isinstance(value, functools.partial):
+        return _told((value.func, value.args, value.keywords))
+    if isinstance(value, types.CodeType):
+        return f"{value.co_names} {value.co_code.hex()} {_told(value.co_consts)}"
+    if isinstance(value, types.FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        return _told((value.__code__, value.__defaults__, value.__kwdefaults__, cells))
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_told, value))})"
+    inner = "" if isinstance(value, type) else in_words(getattr(value, "__dict__", {}))
+    return f"{in_words(value)} {inner}"

@@ -9,15 +9,15 @@ to the input. Nets in which that cannot be, for statistics or attention over the
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
+from fivefold.mesh.ownership import TILE_DIMS
 from fivefold.parallel.graph.record import record
 from fivefold.parallel.graph.refs import Ref, Value, map_refs, refs_of
 from fivefold.parallel.graph.tape import Tape
@@ -26,7 +26,7 @@ from fivefold.parallel.program.costs import Options
 from fivefold.parallel.program.exchange import Exchange, Lines, Segments, Want
 from fivefold.parallel.program.program import Compute, Move, Program, planned
 from fivefold.parallel.program.rule import Here, Moment, Piece, as_held
-from fivefold.parallel.program.run import execute
+from fivefold.parallel.program.run import carry_out, returned
 from fivefold.parallel.program.spread import Box, Division, Grid, Range, Spread
 from fivefold.parallel.trees import call_with
 
@@ -34,7 +34,7 @@ __all__ = ["AloneNet", "AloneWindow"]
 
 _ALL_LAYERS = 1 << 30
 _ALONE = Grid((), ())
-_AXES = ("depth", "height", "width")
+_AXES = tuple(TILE_DIMS)
 
 
 class AloneNet:
@@ -58,6 +58,11 @@ class AloneNet:
                 "the forward leaves something behind in attributes or buffers, or reads what an earlier one "
                 "has left, so windows of an image would depend on each other"
             )
+        refs = [*refs_of(self.tape.outputs)]
+        self.returned = [ref for ref in refs if isinstance(ref, Value)]
+        """the tensors that the net returns, in order"""
+        if not refs or len(refs) > len(self.returned):
+            raise UsageError("the net returns a tensor of its own, or none: infer writes images")
 
     def window(self, ranges: Sequence[range]) -> AloneWindow:
         """What is to be done for the window of the outputs that lies at these pixels of the input."""
@@ -69,19 +74,16 @@ class AloneNet:
                 spread = spread.with_cut(dim, Division.at((len(axes),), found))
                 axes.append(_AXES[dim - len(self.shape)])
                 bounds.append(found)
-                place.append(bisect.bisect_left(found, wanted.start))
+                place.append(found.index(wanted.start))
         grid = Grid(tuple(axes), tuple(len(found) - 1 for found in bounds))
-        rank = 0
-        for here, size in zip(place, grid.sizes, strict=True):
-            rank = rank * size + here
+        rank = [grid.coordinates(r) for r in range(grid.size)].index(tuple(place))
         here = Here(grid, rank, rows=self.shape[0], fewest=self.shape[0])
         options = Options(fuse=_ALL_LAYERS, strict=True, bordered=False)
         return AloneWindow.of(planned(self.tape, [spread], here, options, thinnest=1), here)
 
     def blank(self, shapes: Sequence[Sequence[int]]) -> Any:
         """What the net returns, with zeros of these shapes in place of its tensors."""
-        found = [ref for ref in refs_of(self.tape.outputs) if isinstance(ref, Value)]
-        left = {ref.index: shape for ref, shape in zip(found, shapes, strict=True)}
+        left = {ref.index: shape for ref, shape in zip(self.returned, shapes, strict=True)}
 
         def made(ref: Ref) -> Tensor:
             assert isinstance(ref, Value)
@@ -139,8 +141,8 @@ class AloneWindow:
 
     def outputs(self) -> list[tuple[tuple[int, ...], Box]]:
         """By tensor that the net returns: the shape of all of it, and which part this is."""
-        found = [ref for ref in refs_of(self.program.tape.outputs) if isinstance(ref, Value)]
-        spreads = [self.program.spreads[ref.index] for ref in found]
+        refs = refs_of(self.program.tape.outputs)
+        spreads = [self.program.spreads[ref.index] for ref in refs if isinstance(ref, Value)]
         return [(s.shape, s.owned(self.here.grid, self.here.rank)) for s in spreads]
 
     @torch.no_grad()
@@ -157,7 +159,9 @@ class AloneWindow:
         )  # fmt: skip
         state = {name: cast(Tensor, tape.places[name].now()) for name in tape.named}
         before = _random_state(image.device)
-        made = execute(program, [image[own]], state, moment, {self.source: image})
+        values, wanted = {given: image[own], self.source: image}, returned(program)
+        steps = range(len(program.steps))
+        made = carry_out(program, values, steps, wanted, state=state, moment=moment)
         if not torch.equal(_random_state(image.device), before):
             raise UsageError(
                 "the net draws random numbers, which are others in every window: take them from its inputs, "
@@ -182,15 +186,12 @@ def _reads(program: Program, here: Here, given: int) -> Box:
         if not isinstance(step, Move) or step.source != Value(given):
             continue
         for dim, want in enumerate(step.wants):
-            ((start, stop),) = (
-                _segments(want, here)
-                if len(_segments(want, here)) == 1
-                else [_refuse(program, number)]
-            )
-            found[dim] = [
-                max(min(found[dim][0], start), 0),
-                min(max(found[dim][1], stop), spread.shape[dim]),
-            ]
+            segments = _segments(want, here)
+            if len(segments) > 1:
+                _refuse(program, number)
+            ((start, stop),) = segments
+            found[dim][0] = max(min(found[dim][0], start), 0)
+            found[dim][1] = min(max(found[dim][1], stop), spread.shape[dim])
     return tuple((start, stop) for start, stop in found)
 
 
@@ -214,7 +215,7 @@ def _cut(held: Box, wanted: Sequence[Segments], fill: float) -> Exchange:
     return Exchange.of(Spread.whole(shape), wants, _ALONE, 0, fill)
 
 
-def _refuse(program: Program, number: int) -> Any:
+def _refuse(program: Program, number: int) -> NoReturn:
     reader = next(s.node for s in program.steps[number:] if isinstance(s, Compute))
     raise UsageError(
         f"{reader.where} looks at more of the image than a window and its surroundings, or windows are "

@@ -476,10 +476,7 @@ class RecordedNet:
                 self.programs.note_left(leaf, program.spreads[ref.index].tight())
 
     def plan_for(
-        self,
-        example: Any,
-        share: Callable[[int], range],
-        call: Callable[..., Any] = call_with,
+        self, example: Any, share: Callable[[int], range], call: Callable[..., Any] = call_with
     ) -> Program:
         """The plan for inputs with the shapes of `example`, a global batch; `share(n)` is this rank's."""
         first = leaves(example)[0].shape[0]
@@ -551,9 +548,7 @@ def _groups(mesh: Mesh, grid: Grid) -> _Groups:
         for axes in itertools.combinations(indices, size):
             names = [grid.axes[index] for index in axes]
             found[axes, True] = mesh.group("data", *names)
-            if (
-                not names
-            ):  # a group of this rank alone: that of an axis of size one, if there is one
+            if not names:  # this rank alone: the group of an axis of size one, if there is one
                 found[axes, False] = mesh.own_group() if alone is None else mesh.group(alone)
             else:
                 found[axes, False] = mesh.group(*names)

@@ -44,12 +44,11 @@ def execute(
     inputs: Sequence[Tensor],
     state: Mapping[str, Tensor],
     moment: Moment,
-    more: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Run `program` on this rank's parts of the inputs; the values that its net returns and leaves behind,
-    by number. Collective. `more`: other values that it reads.
+    by number. Collective.
     """
-    values = {**dict(zip(program.tape.inputs, inputs, strict=True)), **(more or {})}
+    values = dict(zip(program.tape.inputs, inputs, strict=True))
     wanted = returned(program) | left(program)
     made = carry_out(program, values, range(len(program.steps)), wanted, state=state, moment=moment)
     return {index: made[index] for index in wanted}
