@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,30 @@ def test_a_run_that_ended_early_is_gone_on_with(
     expect(net, images, tmp_path / "out")
     infer(net, images, tmp_path / "out", tile=16)
     assert counts["computed"] == 2 * 3 + 1 - 5, "all of it is there"
+
+
+def chosen(channels: Any) -> Callable[[Tensor], Tensor]:
+    return lambda y: y[:, channels]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda y: y > 0.5, lambda y: y > 0.6),
+        (lambda y: y[:, [0, 1]], lambda y: y[:, [0, 2]]),
+        (chosen([0, 1]), chosen([0, 2])),
+        (chosen(torch.tensor([0, 1])), chosen(torch.tensor([0, 2]))),
+        (functools.partial(torch.softmax, dim=1), functools.partial(torch.softmax, dim=2)),
+        (nn.Softmax(1), nn.Softmax(2)),
+        (lambda y: [z + 1 for z in y], lambda y: [z + 2 for z in y]),
+        (torch.sigmoid, torch.tanh),
+        (torch.relu, None),
+    ],
+    ids=["number", "list", "held", "tensor", "partial", "module", "within", "torch", "none"],
+)  # fmt: skip
+def test_what_else_is_written_is_another_run(one: Any, other: Any) -> None:
+    assert module._told(one) != module._told(other)
+    assert module._told(one) == module._told(copy.deepcopy(one))
 
 
 class Noise(nn.Module):

@@ -187,7 +187,7 @@ def _reads(program: Program, here: Here, given: int) -> Box:
             continue
         for dim, want in enumerate(step.wants):
             segments = _segments(want, here)
-            if len(segments) > 1:
+            if len(segments) != 1:
                 _refuse(program, number)
             ((start, stop),) = segments
             found[dim][0] = max(min(found[dim][0], start), 0)
