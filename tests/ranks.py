@@ -153,7 +153,7 @@ def run_ranks(
     check: Callable[..., T],
     *arguments: Any,
     plan: Plan | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> list[T]:
     """Call `check(mesh, *arguments)` on every rank of `layout` (a number means `data=`); results by rank.
 
@@ -175,7 +175,7 @@ def run_ranks(
                     store=store,
                     rank=rank,
                     world_size=layout.size,
-                    timeout=timedelta(seconds=timeout_s / 4),
+                    timeout=timedelta(seconds=timeout_s / 2),
                 )
                 try:
                     mesh: Mesh = ff_mesh.start(plan, device="cpu")

@@ -23,6 +23,7 @@ from fivefold.parallel.program.alone import AloneWindow
 from fivefold.plan import Layout, Plan
 from fivefold.recipes import models
 from fivefold.train import infer as module
+from fivefold.train import infer_store
 from ranks import run_ranks
 
 zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
@@ -158,7 +159,7 @@ def test_a_run_that_ended_early_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, images = made("two"), Images((3, 37, 50), (3, 20, 20))
-    write, compute, counts = module._Store.write, AloneWindow.compute, {"written": 0, "computed": 0}
+    write, compute, counts = infer_store.OutputStore.write, AloneWindow.compute, {"written": 0, "computed": 0}
 
     def ends(self: Any, *arguments: Any) -> None:
         if counts["written"] == 5:
@@ -171,7 +172,7 @@ def test_a_run_that_ended_early_is_gone_on_with(
         return compute(self, image)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._Store, "write", ends)
+        patch.setattr(infer_store.OutputStore, "write", ends)
         with pytest.raises(OSError, match="no space"):
             infer(net, images, tmp_path / "out", tile=16)
     monkeypatch.setattr(AloneWindow, "compute", counted)

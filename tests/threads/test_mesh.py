@@ -62,7 +62,7 @@ def test_every_group_waits_as_long_as_the_plan_says() -> None:
 
     layout = Layout(data=2, height=2)
     plan = Plan(layout=layout).replace({"comm.timeout_s": 77.0}, Provenance("user", "test"))
-    assert run_ranks(layout, limits, plan=plan, timeout_s=4 * 77) == [{77.0}] * 4
+    assert run_ranks(layout, limits, plan=plan, timeout_s=2 * 77) == [{77.0}] * 4
 
 
 def test_the_share_of_a_batch_follows_the_data_axis() -> None:
