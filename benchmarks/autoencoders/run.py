@@ -9,6 +9,7 @@ in a process of its own, after another one.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -89,6 +90,7 @@ def one(way: str, edge: int, out: Path) -> None:
         elif WAYS[way]:
             tiled(vae, mesh)
         vae.decode(latent if edge <= PLANNED else small)
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps is not there before
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         began = time.perf_counter()

@@ -136,7 +136,8 @@ class Tiles:
     """whether an operation that is not known in tiles is an error, instead of gathered with a warning"""
     turns: str = ""
     """into how many tiles a rank divides its part of an image, such as "height=4,width=4": it computes them
-    one after the other and holds one at a time; empty: it computes its part at once"""
+    one after the other and holds one at a time; "auto": as few as memory.budget allows; empty: it computes
+    its part at once"""
 
     def __post_init__(self) -> None:
         self.turns_by_axis()
@@ -146,8 +147,18 @@ class Tiles:
                 f'tiles.fuse = {self.fuse!r} is none of "auto", "never", or a number of layers such as "4"'
             )
 
+    @property
+    def by_turns(self) -> bool:
+        """Whether a rank computes its part of an image by turns."""
+        return self.turns == "auto" or bool(self.turns_by_axis())
+
     def turns_by_axis(self) -> dict[str, int]:
-        """The axes along which there are several turns, with their number. Raises `PlanError`."""
+        """The axes along which there are several turns, with their number; none where it is left open.
+
+        Raises `PlanError`.
+        """
+        if self.turns == "auto":
+            return {}
         try:
             found = Layout.parse(self.turns)
         except PlanError as problem:

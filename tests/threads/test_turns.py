@@ -23,6 +23,7 @@ from fivefold.parallel.memory.file import FileStore
 from fivefold.parallel.memory.spill import Pool
 from fivefold.parallel.turns import shelf
 from fivefold.parallel.turns.net import TurnedNet
+from fivefold.parallel.turns.step import Step
 from fivefold.plan import Layout, Memory, Parallel, Plan, Tiles
 from ranks import run_ranks
 from small_models import CLASSES, SMALL, batch_of, judged, loss_of, net_of
@@ -179,6 +180,75 @@ def test_too_little_is_refused(budget: str, says: str) -> None:
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 3, 3, padding=1)
     )
     refused(net, plan_of("height=4", budget=budget), says, (1, 3, 128, 96))
+
+
+# ---- as few as a budget allows
+
+
+DEEP = nn.Sequential(
+    nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
+    nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [ONE, Layout(data=2), Layout(height=2)], ids=str)
+@pytest.mark.parametrize("budget", ["20MiB", "1800KiB"])
+def test_as_few_as_fit_are_exact(budget: str, layout: Layout, tmp_path: Path) -> None:
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 3, 125, 99), torch.randn(2, 3, 125, 99)
+
+    plan = plan_of("auto", layout, budget=budget, disk=str(tmp_path))
+    report = judged(copy.deepcopy(DEEP), plan, 2, nn.MSELoss(), batch)
+    assert report.passed, (report.verdict(), report.notes, report.worst)
+
+
+def test_each_size_has_its_own_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, numbers = Step.__init__, list[int]()
+
+    def noted(self: Step, turns: Any, *rest: Any) -> None:
+        numbers.append(len(turns))
+        made(self, turns, *rest)
+
+    monkeypatch.setattr(Step, "__init__", noted)
+    net, sizes = copy.deepcopy(DEEP).double(), [(64, 48), (257, 99), (65, 48), (300, 410), (64, 48)]
+    batches = [
+        (torch.randn(1, 3, *one).double(), torch.randn(1, 3, *one).double()) for one in sizes
+    ]
+
+    def trained(mesh: Mesh) -> list[Tensor]:
+        model = parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        losses = [model.step(*batch) for batch in batches]
+        model.eval()
+        model(batches[3][0])
+        return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    plan = plan_of("auto", budget="16MiB", disk=str(tmp_path))
+    found = run_ranks(1, trained, plan=plan)[0]
+    losses = [nn.functional.mse_loss(net(x), y) for x, y in batches]
+    torch.stack(losses).sum().backward()
+    torch.testing.assert_close(found[:5], [one.detach() for one in losses])
+    torch.testing.assert_close(found[5:], [p.grad for p in net.parameters()])
+    first, second, third, fourth, again, evaluated = numbers
+    assert first == third == again == 1 < second < fourth
+    assert 1 < evaluated <= fourth
+
+
+@pytest.mark.parametrize(
+    ("memory", "problem", "says"),
+    [
+        ({}, PlanError, "as few as memory.budget allows: set one"),
+        ({"budget": "400KiB"}, UsageError, "memory.budget = 400KiB is too little"),
+    ],
+)
+def test_open_numbers_are_refused(
+    memory: dict[str, Any], problem: type[Exception], says: str
+) -> None:
+    def trained(mesh: Mesh) -> None:
+        model = parallelize(copy.deepcopy(DEEP), mesh, loss=nn.MSELoss())
+        model.step(torch.randn(1, 3, 64, 64), torch.randn(1, 3, 64, 64))
+
+    with pytest.raises(problem, match=says):
+        run_ranks(1, trained, plan=plan_of("auto", **memory))
 
 
 # ---- what users do
@@ -371,7 +441,7 @@ def test_numbers_that_a_forward_leaves_are_left_once() -> None:
             assert isinstance(found, Counts)
             assert (found.calls, found.seen) == (plain.calls, plain.seen)
             for one, other in zip(found.parameters(), plain.parameters(), strict=True):
-                assert one.grad is not None
+                assert one.grad is not None and other.grad is not None
                 assert torch.allclose(one.grad, other.grad, rtol=1e-10)
         with torch.no_grad():
             assert torch.allclose(model.eval()(X), plain.eval()(X), rtol=1e-10)

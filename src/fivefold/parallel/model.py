@@ -108,7 +108,7 @@ def parallelize(
     model = ParallelModel(
         net.to(mesh.device), mesh, loss, example, compiles=compiles, method=method
     )
-    if example is not None and (mesh.layout.tiles > 1 or mesh.plan.tiles.turns_by_axis()):
+    if example is not None and (mesh.layout.tiles > 1 or mesh.plan.tiles.by_turns):
         model.tile_plan(example)
     return model
 

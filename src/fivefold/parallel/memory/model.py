@@ -110,7 +110,7 @@ class StepMemory:
         """What a step on such a batch needs. Raises `UsageError` where nobody can tell."""
         if self._budget is not None:
             return self._budget.told(inputs, targets)
-        if self._mesh.plan.tiles.turns_by_axis():
+        if self._mesh.plan.tiles.by_turns:
             raise UsageError(
                 "memory is not predicted for images that are computed by turns: set memory.budget, which "
                 "they keep to, or leave tiles.turns empty"

@@ -58,8 +58,7 @@ class TurnBudget:
     ) -> Shelf:
         """For one step. Raises `UsageError` where too little is left."""
         trains = torch.is_grad_enabled()
-        sizes = [_bytes_of_turn(program) for program in programs]
-        visit = max(visit for visit, _ in sizes)
+        visit, kept = self._needed(programs, trains=trains)
         standing = self._standing_bytes(batch, trains=trains)
         limit = self._budget_bytes - standing - visit
         if limit <= 0:
@@ -69,7 +68,6 @@ class TurnBudget:
                 "make more of them, or allow more"
             )
         if self._store is None:
-            kept = sum(kept for _, kept in sizes) if trains else 0
             if kept > limit:
                 raise UsageError(
                     f"memory.budget = {self._told} is too little: turns keep up to {_mib(kept)} between "
@@ -80,11 +78,26 @@ class TurnBudget:
         window = limit // _WINDOW
         return Shelf(limit - 2 * window, self._pool(window), mine)
 
+    def load(self, programs: Sequence[Program], batch: Iterable[Tensor]) -> float:
+        """What turns take of what there is for them, as `shelf` has it: up to 1 they fit.
+
+        With a disk they leave as much as they take for what is kept between.
+        """
+        trains = torch.is_grad_enabled()
+        room = self._budget_bytes - self._standing_bytes(batch, trains=trains)
+        visit, kept = self._needed(programs, trains=trains)
+        return (visit + (kept if self._store is None else visit)) / max(room, 1)
+
     def _pool(self, window_bytes: int) -> Pool:
         assert self._store is not None
         if window_bytes not in self._pools:
             self._pools[window_bytes] = Pool(self._store, window_bytes)
         return self._pools[window_bytes]
+
+    def _needed(self, programs: Sequence[Program], *, trains: bool) -> tuple[int, int]:
+        """Bytes that a turn takes at most, and that all of them keep between their visits."""
+        sizes = [_bytes_of_turn(program) for program in programs]
+        return max(visit for visit, _ in sizes), sum(kept for _, kept in sizes) if trains else 0
 
     def _standing_bytes(self, batch: Iterable[Tensor], *, trains: bool) -> int:
         """What is there anyway; of the optimiser's state, until it is seen, twice what is trained."""

@@ -1,7 +1,6 @@
 """A net whose tiles one process computes by turns.
 
-Every turn has the program that a tile rank would have, of the same recording; in place of groups of ranks
-there are those of turns. Turns divide what the tile axes give to a process, so that the two multiply:
+Turns divide what the tile axes give to a process, so that the two multiply:
 
     height=2 and two turns along it      rows of rank 0 | rows of rank 1
                                          turn 0, turn 1 | turn 0, turn 1
@@ -10,10 +9,9 @@ there are those of turns. Turns divide what the tile axes give to a process, so 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from fivefold import comm
 from fivefold.errors import PlanError, UsageError
 from fivefold.mesh import Mesh, Part, attach, part_of
 from fivefold.mesh.ownership import TILE_DIMS
-from fivefold.parallel.asked import Processes, Turn, TurnGroup
 from fivefold.parallel.graph.marked import is_pointwise
 from fivefold.parallel.graph.names import is_users
 from fivefold.parallel.graph.refs import StateRef
@@ -34,11 +31,10 @@ from fivefold.parallel.norms import uses_batch
 from fivefold.parallel.pipeline.batch import Batch
 from fivefold.parallel.pipeline.gradients import StageGradients
 from fivefold.parallel.program.costs import Costs, measured_processor
-from fivefold.parallel.program.loss import TileLoss
-from fivefold.parallel.program.net import RecordedNet, Seat
+from fivefold.parallel.program.net import RecordedNet
 from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.program import Program
-from fivefold.parallel.program.spread import Division, Grid, Spread
+from fivefold.parallel.program.spread import Division, Spread
 from fivefold.parallel.reduce import without_effect
 from fivefold.parallel.trained import check_trained
 from fivefold.parallel.trees import flatten, leaves, map_tensors, unflatten
@@ -46,7 +42,7 @@ from fivefold.parallel.turns.budget import TurnBudget
 from fivefold.parallel.turns.segments import segments_of
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.parallel.turns.step import Step, TurnUnderWay
-from fivefold.plan import AXES
+from fivefold.parallel.turns.views import View, more_turns, views_of
 from fivefold.torch_private import version_of
 from fivefold.trace import Tag
 
@@ -56,22 +52,13 @@ _VISIT_S = 5e-4
 """what a turn takes to stop and to go on, beside what it computes"""
 
 
-@dataclass(frozen=True)
-class _View:
-    """A net as one turn sees it."""
-
-    turn: Turn
-    net: RecordedNet
-    loss: TileLoss | None
-
-
 def turned(net: nn.Module, mesh: Mesh, loss: SharedLoss | None) -> TurnedNet | None:
     """A net by turns, if the plan has some. Collective then.
 
     Raises `PlanError` for a plan with which turns do not go.
     """
     plan = mesh.plan
-    if not (turns := plan.tiles.turns_by_axis()):
+    if not plan.tiles.by_turns:
         return None
     problems = {
         "a pipe axis": plan.layout.pipe > 1,
@@ -85,18 +72,23 @@ def turned(net: nn.Module, mesh: Mesh, loss: SharedLoss | None) -> TurnedNet | N
             raise PlanError(
                 f"tiles.turns = {plan.tiles.turns!r} does not go with {what}: use one of them"
             )
-    return TurnedNet(net, mesh, turns, loss)
+    if plan.tiles.turns == "auto" and not plan.memory.budget:
+        raise PlanError(
+            'tiles.turns = "auto" makes as few as memory.budget allows: set one, such as 24GiB, or say how '
+            'many, such as "height=4,width=4"'
+        )
+    return TurnedNet(net, mesh, loss)
 
 
 class TurnedNet:
-    """The user's net, `turns` by tile axis. Creating it is collective: it makes groups.
+    """The user's net. Creating it is collective: it makes groups.
+
+    Where the plan leaves their number open, a batch has as few turns as its budget allows.
 
     Raises `UsageError` where turns do not go together with the rest of the plan.
     """
 
-    def __init__(
-        self, net: nn.Module, mesh: Mesh, turns: Mapping[str, int], loss: SharedLoss | None
-    ) -> None:
+    def __init__(self, net: nn.Module, mesh: Mesh, loss: SharedLoss | None) -> None:
         self._net, self._mesh, self._loss = net, mesh, loss
         held = [tensor.detach() for tensor in (*net.parameters(), *net.buffers())]
         self._group = mesh.own_group("data", *TILE_DIMS)
@@ -105,24 +97,23 @@ class TurnedNet:
         self.tiles = RecordedNet(net, mesh, Costs())
         """the tiles of processes, each as a whole"""
         self._budget = TurnBudget(net, mesh) if mesh.plan.memory.budget else None
-        costs = self._costs()
-        size = {axis: getattr(mesh.layout, axis) * turns.get(axis, 1) for axis in TILE_DIMS}
-        axes = [axis for axis in TILE_DIMS if size[axis] > 1]
-        sizes = [size[axis] for axis in axes]
-        if self.tiles.grid.data is not None:
-            axes, sizes = ["data", *axes], [mesh.layout.data, *sizes]
-        grid = Grid(tuple(axes), tuple(sizes))
-        self._views: list[_View] = []
-        first: RecordedNet | None = None
-        for place in itertools.product(*(self._range(axis, turns) for axis in axes)):
-            rank, turn = _row_major(place, sizes), Turn()
-            groups = _groups(mesh, grid, place, turns, turn)
-            seat = Seat(grid, rank, groups, None if first is None else first.programs)
-            view = RecordedNet(net, mesh, costs, seat=seat)
-            first = first or view
-            self._views.append(_View(turn, view, None if loss is None else TileLoss(loss, view)))
+        self._costs, tiles = self._measured(), mesh.plan.tiles
+        self._views_by_turns: dict[tuple[tuple[str, int], ...], list[View]] = {}
+        self._fitting: dict[Any, list[View]] | None = {} if tiles.turns == "auto" else None
+        """by what batches are like, where their number of turns is left open"""
+        self._views = self._views_by(tiles.turns_by_axis())
 
-    def _costs(self) -> Costs:
+    def _views_by(self, turns: Mapping[str, int]) -> list[View]:
+        """Those of this process, found once. Collective."""
+        key = tuple(sorted(turns.items()))
+        if key not in self._views_by_turns:
+            joint = self.tiles.grid.data is not None
+            self._views_by_turns[key] = views_of(
+                self._net, self._mesh, turns, self._costs, joint=joint, loss=self._loss
+            )
+        return self._views_by_turns[key]
+
+    def _measured(self) -> Costs:
         """What plans go by: all processes have to make the same. Collective."""
         flops_per_s, copied = measured_processor(self._mesh.device)
         if self._budget is not None:
@@ -131,11 +122,6 @@ class TurnedNet:
         comm.broadcast_all([told], self._group, Tag.CONTROL)
         flops_per_s, copied = told.tolist()
         return Costs(_VISIT_S, copied, flops_per_s, copied)
-
-    def _range(self, axis: str, turns: Mapping[str, int]) -> range:
-        """Where the turns of this process are along an axis."""
-        count, here = turns.get(axis, 1), self._mesh.coordinate(axis)
-        return range(here * count, (here + 1) * count)
 
     @property
     def first(self) -> RecordedNet:
@@ -163,11 +149,11 @@ class TurnedNet:
 
         `on_outputs` is called with what the net returned for this process's part.
         """
-        loss, share, losses = self._loss, batch.share, [view.loss for view in self._views]
+        step, loss, share = self._prepared(batch), self._loss, batch.share
+        losses = [view.loss for view in self._views]
         assert loss is not None
         cut = losses[0] is not None and losses[0].in_tiles(targets)
         weight = loss.begin(targets, self._group if cut else None)
-        step = self._prepared(batch)
         modules = [one for one in (self._net, loss.loss) if isinstance(one, nn.Module)]
         parameters = [p for one in modules for p in one.parameters()]
 
@@ -198,15 +184,11 @@ class TurnedNet:
 
     def _prepared(self, batch: Batch) -> Step:
         inputs = map_tensors(functools.partial(self._noted, share=batch.share), batch.inputs)
-        first = self._views[0]
-        parts = map_tensors(functools.partial(self._tile, first.net), inputs)
-        (ready,) = first.net.prepare(batch.call, [parts], batch.share)
-        _check(ready.program.tape)
-        every = [ready]
-        for view in self._views[1:]:
-            parts = map_tensors(functools.partial(self._tile, view.net), inputs)
-            every.append(view.net.prepared_as(ready, parts))
-        state = first.net.state(ready)
+        batch = replace(batch, inputs=inputs)
+        if self._fitting is not None:
+            self._views = self._fitting_views(batch, self._fitting)
+        every = self._every_ready(batch)
+        state = self.first.state(every[0])
         shelf = self._shelf([one.program for one in every], leaves(inputs), state)
         turns = [
             self._under_way(view, one, state, shelf)
@@ -214,8 +196,43 @@ class TurnedNet:
         ]
         return Step(turns, shelf, self._mesh.device)
 
+    def _every_ready(self, batch: Batch) -> list[Prepared]:
+        """By turn."""
+        first = self._views[0]
+        parts = map_tensors(functools.partial(self._tile, first.net), batch.inputs)
+        (ready,) = first.net.prepare(batch.call, [parts], batch.share)
+        _check(ready.program.tape)
+        every = [ready]
+        for view in self._views[1:]:
+            parts = map_tensors(functools.partial(self._tile, view.net), batch.inputs)
+            every.append(view.net.prepared_as(ready, parts))
+        return every
+
+    def _fitting_views(self, batch: Batch, known: dict[Any, list[View]]) -> list[View]:
+        """The fewest turns that fit for such a batch. Collective where it is the first of its kind."""
+        flat = leaves(batch.inputs)
+        parts = [part.shape if (part := part_of(leaf)) else leaf.shape for leaf in flat]
+        key = (batch.call, torch.is_grad_enabled(), self._net.training, batch.share.total, *parts)
+        if key not in known:
+            budget, turns = self._budget, dict[str, int]()
+            assert budget is not None, "the plan has checked that"
+            size = max(
+                (leaf.shape[2:] for leaf in flat if leaf.dim() > 3), key=math.prod, default=()
+            )
+            while True:
+                self._views = self._views_by(turns)
+                every = [one.program for one in self._every_ready(batch)]
+                load = torch.tensor([budget.load(every, flat)], device=self._mesh.device)
+                loads = comm.all_gather(load, self._group, Tag.CONTROL)
+                more = more_turns(turns, size, float(max(loads)))
+                if more is None:
+                    break
+                turns = more
+            known[key] = self._views
+        return known[key]
+
     def _under_way(
-        self, view: _View, ready: Prepared, state: Mapping[str, Tensor], shelf: Shelf
+        self, view: View, ready: Prepared, state: Mapping[str, Tensor], shelf: Shelf
     ) -> TurnUnderWay:
         segments, updates = segments_of(ready.program), view is self._views[0]
         return TurnUnderWay(view.turn, view.net, ready, segments, state, shelf, updates)
@@ -290,36 +307,6 @@ class TurnedNet:
         for box, part in zip(boxes, parts, strict=True):
             made[tuple(slice(a - o, b - o) for (a, b), o in zip(box, first, strict=True))] = part
         return made
-
-
-def _row_major(place: Sequence[int], sizes: Sequence[int]) -> int:
-    number = 0
-    for here, size in zip(place, sizes, strict=True):
-        number = number * size + here
-    return number
-
-
-def _groups(
-    mesh: Mesh, grid: Grid, place: Sequence[int], turns: Mapping[str, int], turn: Turn
-) -> Mapping[tuple[tuple[int, ...], bool], TurnGroup]:
-    """For every choice of axes of the grid, with the data axis and without: who asks each other."""
-    found: dict[tuple[tuple[int, ...], bool], TurnGroup] = {}
-    at = dict(zip(grid.axes, place, strict=True)) | {"data": mesh.coordinate("data")}
-    indices = range(len(grid.axes))
-    for size in range(len(grid.axes) + 1):
-        for axes in itertools.combinations(indices, size):
-            for joint in (False, True):
-                names = {grid.axes[index] for index in axes} | ({"data"} if joint else set())
-                along = [axis for axis in AXES if axis in names]
-                sizes = tuple(getattr(mesh.layout, axis) for axis in along)
-                each = tuple(turns.get(axis, 1) for axis in along)
-                alone = math.prod(sizes) == 1
-                processes = Processes(sizes, each, None if alone else mesh.group(*along))
-                whole = [s * t for s, t in zip(sizes, each, strict=True)]
-                number = _row_major([at[axis] for axis in along], whole)
-                line = tuple(at[axis] for axis in grid.axes if axis not in names)
-                found[axes, joint] = TurnGroup(turn, number, line, processes)
-    return found
 
 
 def _state_of(loss: object) -> dict[str, Any]:
