@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,25 @@ def infer(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return fivefold(*WORDS, *more, cwd=folder, OMP_NUM_THREADS="1")
 
 
+def infer_tiff(folder: Path) -> subprocess.CompletedProcess[str]:
+    return infer(folder, "--output", "out.tif", "--tile", "16")
+
+
+def killed(folder: Path, *more: str, after: Callable[[], bool]) -> None:
+    """Begin, and end it by a signal once something has come about."""
+    process = subprocess.Popen(
+        [python(), "-m", "fivefold", *WORDS, *more], cwd=folder, env=ENVIRON,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not after():
+        assert time.monotonic() < until
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def expect(folder: Path, wanted: torch.Tensor) -> None:
     found = torch.from_numpy(zarr.open_array(folder / "out.zarr/0", mode="r")[...])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -71,17 +91,7 @@ def test_classes(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
     wanted, marks = prepared(tmp_path, (160, 160)), tmp_path / "out.zarr/.done"
-    process = subprocess.Popen(
-        [python(), "-m", "fivefold", *WORDS, "--tile", "16"], cwd=tmp_path, env=ENVIRON,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    until = time.monotonic() + 60
-    while not (marks.is_dir() and len([*marks.iterdir()]) > 5):
-        assert time.monotonic() < until
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    killed(tmp_path, "--tile", "16", after=lambda: marks.is_dir() and len([*marks.iterdir()]) > 5)
     before = {path: path.stat().st_mtime_ns for path in marks.iterdir()}
     assert 5 < len(before) < 100
     chunks = [tmp_path / f"out.zarr/0/c/0/{n // 10}/{n % 10}" for n in range(5)]
@@ -92,16 +102,47 @@ def test_a_run_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
     expect(tmp_path, wanted)
 
 
+def test_a_tiff_file(tmp_path: Path) -> None:
+    wanted = prepared(tmp_path)
+    done = infer(tmp_path, "--output", "out.tif", "--tile", "32", "--argmax", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    found = tifffile.imread(tmp_path / "out.tif")
+    assert found.dtype == np.uint8
+    assert (found == wanted.argmax(0).numpy()).mean() > 0.999  # of sums in another order
+
+
+@pytest.mark.parametrize("during", ["windows", "conversion"])
+def test_a_tiff_file_of_a_run_that_was_killed(tmp_path: Path, during: str) -> None:
+    wanted, group = prepared(tmp_path, (160, 160)), tmp_path / "out.tif.zarr"
+    sign = {"windows": ".done/0-5", "conversion": "tiff.new"}[during]
+    killed(tmp_path, "--output", "out.tif", "--tile", "16", after=(group / sign).exists)
+    assert group.is_dir()
+    assert not (tmp_path / "out.tif").exists()
+    chunk = group / "0/c/0/0/0"
+    written = chunk.stat().st_mtime_ns
+    with chunk.open("rb") as opened:
+        done = infer_tiff(tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert os.fstat(opened.fileno()).st_mtime_ns == written, "what was done stays"
+    found = torch.from_numpy(tifffile.imread(tmp_path / "out.tif")).movedim(-1, 0)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    names = ["a.tif", "out.tif", "weights.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    before = (tmp_path / "out.tif").stat()
+    assert infer_tiff(tmp_path).returncode == 0
+    assert (tmp_path / "out.tif").stat() == before
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         (["--input", "b.tif"], "--input b.tif: there is no such file or folder"),
         (["--weights", "a.tif"], "--weights a.tif is no state_dict of this model"),
-        (["--output", "b.tif"], "outputs are zarr groups; name a folder, such as b.zarr"),
+        (["--output", "a.tif"], "a.tif is there already: name another file, or remove it"),
         (["--output", "."], "is there already: name another folder, or remove it"),
         (["--tile", "0"], "--tile 0: at least 1 is needed"),
     ],
-    ids=["input", "weights", "a tiff", "there", "tile"],
+    ids=["input", "weights", "a file", "there", "tile"],
 )
 def test_mistakes_are_told_in_a_line(tmp_path: Path, more: list[str], says: str) -> None:
     prepared(tmp_path)

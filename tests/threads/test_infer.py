@@ -14,80 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import fivefold as ff
-from fivefold.data.windows import Box
 from fivefold.data.zarr import ZarrImages
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
 from fivefold.parallel.program.alone import AloneWindow
 from fivefold.plan import Layout, Plan
-from fivefold.recipes import models
 from fivefold.train import infer as module
 from fivefold.train import infer_store
+from inferring import Images, infer, made
 from ranks import run_ranks
 
 zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
-
-
-class Images:
-    """In memory; it notes how much is read at once."""
-
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
-        torch.manual_seed(4)
-        self.images = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-        self.most = 0
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Tensor:
-        raise AssertionError("whole images are not read")
-
-    def sizes(self, index: int) -> tuple[int, ...]:
-        return tuple(self.images[index].shape[1:])
-
-    def window(self, index: int, box: Box) -> Tensor:
-        found = self.images[index][box.slices]
-        self.most = max(self.most, found[0].numel())
-        return found
-
-
-class Two(nn.Module):
-    """Several outputs of other sizes than the image; max-pools, strides, norms, a skip connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 3, padding=1)
-        self.down = nn.Conv2d(4, 8, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.last = nn.Conv2d(7, 2, 5, padding=2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.norm(self.down(torch.relu(self.first(x))))
-        up = nn.functional.interpolate(self.up(h), size=x.shape[-2:], mode="bilinear")
-        whole = self.last(torch.cat([up, x], 1))
-        return {"whole": whole, "half": nn.functional.max_pool2d(h, 3, 1, 1)}
-
-
-def made(name: str) -> nn.Module:
-    torch.manual_seed(2)
-    net = Two() if name == "two" else models.build(name, 10)
-    net = net.double()
-    for norm in net.modules():  # running statistics that do something
-        if isinstance(norm, (nn.BatchNorm2d, nn.BatchNorm3d)):
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            norm.running_mean.uniform_(-1, 1)
-            norm.running_var.uniform_(0.5, 2)
-    return net
-
-
-def infer(net: nn.Module, images: Any, to: Path, ranks: int = 1, **more: Any) -> None:
-    def check(mesh: Mesh) -> None:
-        ff.infer(parallelize(copy.deepcopy(net), mesh), images, to, **more)
-
-    run_ranks(Layout(data=ranks), check, plan=Plan(layout=Layout(data=ranks)))
 
 
 @torch.no_grad()
@@ -159,7 +97,11 @@ def test_a_run_that_ended_early_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, images = made("two"), Images((3, 37, 50), (3, 20, 20))
-    write, compute, counts = infer_store.OutputStore.write, AloneWindow.compute, {"written": 0, "computed": 0}
+    write, compute, counts = (
+        infer_store.OutputStore.write,
+        AloneWindow.compute,
+        {"written": 0, "computed": 0},
+    )
 
     def ends(self: Any, *arguments: Any) -> None:
         if counts["written"] == 5:

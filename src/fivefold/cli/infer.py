@@ -46,8 +46,8 @@ class Infer:
     """the model's state_dict, as torch.save writes it"""
     input: Annotated[Path, _option("PATH")]
     """a TIFF file, or an array N x C x H x W of a zarr store, such as scans.zarr/images"""
-    output: Annotated[Path, _option("FOLDER")]
-    """the zarr group to write: an array for each image, "0", "1" and so on"""
+    output: Annotated[Path, _option("PATH")]
+    """the TIFF file to write, such as large.tif, or a zarr group: an array for each image, "0", "1" ..."""
     tile: Annotated[int, _option("N")] = 1024
     """pixels of an edge of a window"""
     argmax: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
@@ -94,11 +94,6 @@ class Infer:
         parent = self.output.resolve().parent
         if not parent.is_dir():
             raise UsageError(f"--output {self.output}: there is no folder {parent}")
-        if self.output.suffix.lower() in {".tif", ".tiff"}:
-            raise UsageError(
-                f"--output {self.output}: outputs are zarr groups; name a folder, such as "
-                f"{self.output.with_suffix('.zarr')}"
-            )
         for name in ("tile", "classes", "channels", "processes"):
             if (value := getattr(self, name)) < 1:
                 raise UsageError(f"--{name} {value}: at least 1 is needed")

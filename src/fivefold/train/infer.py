@@ -1,53 +1,43 @@
 """Inference on images of any size, window by window.
 
     read a window and its surroundings ──► compute it ──► write it into a zarr array, and mark it as done
-    (the next one meanwhile)                              (while the next one is computed)
+    (the next one meanwhile)               score it       (while the next one is computed)
 
 What is written is what the net returns for the whole image. A run that was killed goes on where it was.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import itertools
-import json
-import shutil
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fivefold import comm
-from fivefold.data.rasters import imported_zarr
 from fivefold.data.windows import Box, Windowed, windows_of
 from fivefold.errors import UsageError
-from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.graph.fingerprint import in_words
 from fivefold.parallel.modes import evaluating
 from fivefold.parallel.program.alone import AloneNet, AloneWindow
-from fivefold.plan import AXES
+from fivefold.parallel.trees import map_tensors
 from fivefold.torch_private import is_dtensor
-from fivefold.trace import Tag
+from fivefold.train.infer_score import WindowScore
+from fivefold.train.infer_store import OutputArray, OutputPart, OutputStore
+from fivefold.train.infer_tiff import TiffStore, is_tiff
 from fivefold.train.shown import progress
 
 __all__ = ["infer"]
 
 _T = TypeVar("_T")
 _Then = Callable[[Any], Any] | None
-_Ranges = tuple[tuple[int, int], ...]
-"""of pixels"""
-_ABOUT = "fivefold.json"
-_MARKS = ".done"
-_LOCK = ".lock"
+_Score = Callable[[Any, Any], Tensor] | None
 _KEPT = 256
 """windows of an image up to which their plans are kept for the next one of its size"""
 
@@ -55,11 +45,12 @@ _KEPT = 256
 def infer(
     model: ParallelModel,
     dataset: Any,
-    to: str | Path,
+    to: str | Path | None,
     *,
     tile: int = 1024,
     then: Callable[[Any], Any] | None = None,
-) -> None:
+    score: Callable[[Any, Any], Tensor] | None = None,
+) -> Tensor:
     """Write what a net returns for each image of a data set, which need not fit in memory. Collective.
 
     Images are computed in windows, each from its surroundings alone, which are read with it; ranks of the
@@ -70,18 +61,27 @@ def infer(
         dataset: images of which windows can be read: `TiffImages`, `ZarrImages`, or a class of your own that
             is `fivefold.data.windows.Windowed`. Of a sample the image is taken: channels, then pixels.
         to: folder of a zarr group to write: for each image an array "0", "1" ..., channels first, or a
-            group of such arrays where the net returns several tensors. What an interrupted run of the same
-            weights, sizes, windows and code of `then` has left is gone on with.
+            group of such arrays where the net returns several tensors. Of one image of 2 dims a tiled BigTIFF
+            file, if it is called .tif or .tiff; until that is complete, FILE.zarr lies beside it. What an
+            interrupted run of the same weights, sizes, windows and code of `then` and `score` has left is
+            gone on with. With None nothing is written.
         tile: pixels of an edge of a window; the last one's are up to half as many more. Best a multiple of
             what the net strides over, since chunks are as large as the first window's outputs, and those that
             windows share are written one by one.
         then: what is written instead, given what the net returns for a window of one sample. It may
             change channels and dtype, such as `lambda y: y.argmax(1).byte()`, and sees one pixel at a time.
+        score: (outputs, targets) of a window to sums over its pixels, (sums,) float64, as `model.evaluate`
+            takes it: what the net returns for one sample, and the target's same pixels. Samples are
+            (image, target) then, the target as large as what the net returns.
+
+    Returns the sums of `score` over all windows of all images, (sums,), float64; equal on all ranks, each
+    window counted once, also by a run that goes on. Without `score` there are none: (0,).
 
     Raises:
         UsageError: the net looks at whole images (norms or attention over them), draws random numbers or
-            leaves something behind; the data set has no windows; or `to` holds something else.
-        DataError: zarr is not installed (extra images).
+            leaves something behind; the data set has no windows; `to` holds something else, or is a TIFF
+            file for what those cannot hold; or `score` is no sum over pixels, or targets are of other sizes.
+        DataError: zarr or tifffile is not installed (extra images).
     """
     mesh, net = model.mesh, model.module
     windows = windows_of(dataset)
@@ -97,35 +97,25 @@ def infer(
             "ranks divide the parameters of the net among them (a pipe axis, or memory.shard), and each has "
             "to compute whole windows: use a layout without"
         )
+    if to is None and (score is None or then is not None):
+        raise UsageError("with to=None nothing is written: give a score, and no then")
+    scored = None if score is None else WindowScore(score, windows)
+    sizes = [_size_of(windows, index) for index in range(len(windows))]
     with evaluating(model), torch.no_grad():
-        store = _Store(Path(to), mesh, _job(net, windows, tile, then))
+        job = _job(net, (sizes, tile, to is not None and is_tiff(to)), (then, score))
+        if to is not None and is_tiff(to):
+            store = TiffStore(Path(to), mesh, job, sizes)
+        else:
+            store = OutputStore(None if to is None else Path(to), mesh, job)
         plan: _Plan | None = None
         for index in range(0 if store.complete else len(windows)):
-            size = _size_of(windows, index)
-            pixel = _read(windows, index, size, [(0, 1)] * len(size)).to(mesh.device)
+            size = sizes[index]
+            target = scored and scored.pixel(index)
+            pixel = _read(windows, index, size, [(0, 1)] * len(size), target)[0].to(mesh.device)
             if plan is None or not plan.suits(pixel, size):
                 plan = _Plan(net, pixel, size, tile, then)
-            _infer_one(plan, windows, index, store)
-    store.finish()
-
-
-@dataclass(frozen=True)
-class _Array:
-    """What is written of an image, or a part of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    """of all of it: what stands before pixels, and pixels"""
-    chunk: tuple[int, ...]
-    dtype: torch.dtype
-    output: int
-    """which of the net's outputs has these pixels"""
-    shared: bool
-    """whether windows share chunks, which one rank at a time may write then"""
-
-
-_Part = tuple[_Array, _Ranges, Tensor]
-"""what is written of an array, and where"""
+            _infer_one(plan, windows, index, store, scored)
+    return store.finish()
 
 
 class _Plan:
@@ -173,7 +163,7 @@ class _Plan:
                 found[number].append(bounds)
         return found
 
-    def _arrays(self) -> list[_Array]:
+    def _arrays(self) -> list[OutputArray]:
         """What is to be written."""
         shapes = [self._alone.tape.shapes[ref.index] for ref in self._alone.returned]
         dims = len(self.size)
@@ -182,7 +172,7 @@ class _Plan:
         blank = self._alone.blank(
             [(*shape[:-dims], *(edge,) * dims) for shape, edge in zip(shapes, edges, strict=True)]
         )
-        made: list[_Array] = []
+        made: list[OutputArray] = []
         for name, leaf in _named(blank if self._then is None else self._then(blank)):
             number = leaf.shape[-1] - 1 if leaf.dim() > dims else -1
             if number not in range(len(shapes)) or leaf.shape[-dims:] != (number + 1,) * dims:
@@ -194,7 +184,9 @@ class _Plan:
             chunk = tuple(max(every[1], 1) for every in bounds)
             shared = any(a % n for n, every in zip(chunk, bounds, strict=True) for a in every[:-1])
             whole = tuple(every[-1] for every in bounds)
-            made.append(_Array(name, (*lead, *whole), (*lead, *chunk), leaf.dtype, number, shared))
+            made.append(
+                OutputArray(name, (*lead, *whole), (*lead, *chunk), leaf.dtype, number, shared)
+            )
         return made
 
     def window(self, place: tuple[int, ...]) -> AloneWindow:
@@ -209,10 +201,22 @@ class _Plan:
                 assert [*box[-len(due) :]] == due, "as those of whole rows and columns of windows"
         return found
 
-    def compute(self, place: tuple[int, ...], image: Tensor) -> list[_Part]:
-        """What is to be written at a place, given what is read of the image."""
-        found, made = self.window(place).compute(image), list[_Part]()
-        written = _named(found if self._then is None else self._then(found))
+    def target(self, place: tuple[int, ...], size: tuple[int, ...]) -> Box:
+        """The pixels of a target of some size that are compared with what is computed at a place."""
+        fits = {(*bounds,) for bounds in self._bounds if tuple(b[-1] for b in bounds) == size}
+        if len(fits) != 1:
+            returned = " and ".join(str(tuple(b[-1] for b in bounds)) for bounds in self._bounds)
+            raise UsageError(
+                f"score compares what the net returns with targets of its size: that has {returned} pixels, "
+                f"and the target {size}"
+            )
+        (bounds,) = fits
+        return Box(size, tuple(range(b[n], b[n + 1]) for b, n in zip(bounds, place, strict=True)))
+
+    def parts(self, place: tuple[int, ...], outputs: Any) -> list[OutputPart]:
+        """What is to be written at a place, given what the net returns there."""
+        made = list[OutputPart]()
+        written = _named(outputs if self._then is None else self._then(outputs))
         for array, (name, leaf) in zip(self.arrays, written, strict=True):
             bounds = self._bounds[array.output]
             ranges = tuple((b[n], b[n + 1]) for b, n in zip(bounds, place, strict=True))
@@ -226,9 +230,14 @@ class _Plan:
         return made
 
 
-def _infer_one(plan: _Plan, windows: Windowed, index: int, store: _Store) -> None:
+def _infer_one(
+    plan: _Plan, windows: Windowed, index: int, store: OutputStore, score: WindowScore | None
+) -> None:
     """Compute what is missing of an image, and write it. Collective."""
     mesh, size = store.mesh, plan.size
+    compared = None if score is None else functools.partial(plan.target, size=score.size(index))
+    if compared is not None:
+        compared(plan.places[0])  # refused by all ranks, or by none
     store.begin(index, plan.arrays)
     mine = [
         (number, plan.places[number])
@@ -241,131 +250,51 @@ def _infer_one(plan: _Plan, windows: Windowed, index: int, store: _Store) -> Non
     ):
         writing: Future[None] | None = None
         jobs = (
-            (number, place, reader.submit(_read, windows, index, size, reads))
+            (number, place, box, reader.submit(_read, windows, index, size, reads, box))
             for number, place in mine
             for reads in [plan.window(place).reads[-len(size) :]]
+            for box in [compared and compared(place)]
         )
-        for number, place, image in progress(_one_ahead(jobs), mesh, total=len(mine)):
-            parts = plan.compute(place, image.result().to(mesh.device))
+        for number, place, box, read in progress(_one_ahead(jobs), mesh, total=len(mine)):
+            image, target = read.result()
+            outputs, sums = plan.window(place).compute(image.to(mesh.device)), None
+            if score is not None and target is not None and box is not None:
+                given = map_tensors(torch.clone, outputs) if store.writes else outputs
+                sums = score.sums(
+                    given, target.to(mesh.device), box
+                )  # which may change what is given
+            parts = plan.parts(place, outputs) if store.writes else []
             if writing is not None:
                 writing.result()
-            writing = writer.submit(store.write, index, number, parts)
+            writing = writer.submit(store.write, index, number, parts, sums)
         if writing is not None:
             writing.result()
 
 
 def _read(
-    windows: Windowed, index: int, size: tuple[int, ...], ranges: Sequence[tuple[int, int]]
-) -> Tensor:
-    """A window of an image, one sample."""
+    windows: Windowed,
+    index: int,
+    size: tuple[int, ...],
+    ranges: Sequence[tuple[int, int]],
+    target: Box | None,
+) -> tuple[Tensor, Tensor | None]:
+    """A window of an image, one sample, and one of its target."""
     box = Box(size, tuple(range(*one) for one in ranges))
     sizes = windows.sizes(index)
     if isinstance(sizes[0], int):
-        image = windows.window(index, box)
-    else:
-        image = windows.window(index, (box, *(None for _ in sizes[1:])))[0]
-    return torch.as_tensor(image)[None]
-
-
-class _Store:
-    """A zarr group, and which windows of it have been written. Creating it is collective.
-
-    A window is marked by a file of its own, made after it: a kill may leave chunks half written.
-    """
-
-    def __init__(self, folder: Path, mesh: Mesh, job: str) -> None:
-        self._zarr, self.mesh = imported_zarr("to write outputs"), mesh
-        self._folder, self._everyone = folder, mesh.group(*AXES)
-        about = self._told()
-        if about is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
-            raise UsageError(f"{folder} is there already: name another folder, or remove it")
-        if about is not None and about["job"] != job:
-            raise UsageError(
-                f"{folder} holds outputs of other weights, images or windows: name another folder, or "
-                "remove it"
-            )
-        self.complete = about is not None and bool(about["complete"])
-        self._meet()  # all have looked
-        if mesh.rank == 0 and not self.complete:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._tell(job, complete=False)
-            (folder / _MARKS).mkdir(exist_ok=True)
-            self._zarr.open_group(folder, mode="a")
-        self._job = job
-        self._meet()
-
-    def _told(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self._folder / _ABOUT).read_text())
-        except (OSError, ValueError):
-            return None
-
-    def _tell(self, job: str, *, complete: bool) -> None:
-        new = self._folder / f"{_ABOUT}.new"
-        new.write_text(json.dumps({"job": job, "complete": complete}))
-        new.replace(self._folder / _ABOUT)
-
-    def _meet(self) -> None:
-        comm.all_reduce(torch.zeros(1, device=self.mesh.device), self._everyone, Tag.CONTROL)
-
-    def begin(self, index: int, arrays: Iterable[_Array]) -> None:
-        """Make the arrays of an image, unless they are there. Collective."""
-        group = self._zarr.open_group(self._folder, mode="r+")
-        for array in arrays if self.mesh.rank == 0 else ():
-            if _path(index, array) not in group:
-                like = _numpy_dtype(array.dtype)
-                group.create_array(
-                    _path(index, array), shape=array.shape, chunks=array.chunk, dtype=like
-                )
-        self._meet()
-
-    def has(self, index: int, number: int) -> bool:
-        """Whether a window has been written."""
-        return (self._folder / _MARKS / f"{index}-{number}").exists()
-
-    def write(self, index: int, number: int, parts: Sequence[_Part]) -> None:
-        """Write a window, and mark it."""
-        group = self._zarr.open_group(self._folder, mode="r+")
-        for array, ranges, values in parts:
-            where = (..., *(slice(a, b) for a, b in ranges))
-            with self._alone() if array.shared else nullcontext():
-                group[_path(index, array)][where] = values.numpy()
-        (self._folder / _MARKS / f"{index}-{number}").touch()
-
-    @contextmanager
-    def _alone(self) -> Generator[None]:
-        """Within the block no other rank is."""
-        with (self._folder / _LOCK).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # let go as the file is closed
-            yield
-
-    def finish(self) -> None:
-        """All has been written. Collective."""
-        self._meet()
-        if self.mesh.rank == 0 and not self.complete:
-            self._tell(self._job, complete=True)
-            shutil.rmtree(self._folder / _MARKS)
-            (self._folder / _LOCK).unlink(missing_ok=True)
-        self._meet()
+        return torch.as_tensor(windows.window(index, box))[None], None
+    others = [None for _ in sizes[1:]] if target is None else [target]
+    found = [
+        torch.as_tensor(one)[None]
+        for one in windows.window(index, (box, *others))[: 2 if target else 1]
+    ]
+    return found[0], found[1] if target else None
 
 
 def _divided(n: int, tile: int) -> list[range]:
     """Pixels in windows of `tile`; the last has up to half as many more, since nets lose what is too thin."""
     starts = [*range(0, max(n - tile // 2, 1), tile)]
     return [range(a, b) for a, b in itertools.pairwise([*starts, n])]
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        raise UsageError(
-            f"arrays cannot hold {dtype}: choose another one, such as then=lambda outputs: outputs.float()"
-        ) from None
-
-
-def _path(index: int, array: _Array) -> str:
-    return f"{index}/{array.name}" if array.name else str(index)
 
 
 def _size_of(windows: Windowed, index: int) -> tuple[int, ...]:
@@ -400,10 +329,9 @@ def _one_ahead(items: Iterable[_T]) -> Iterator[_T]:
     yield from before
 
 
-def _job(net: nn.Module, windows: Windowed, tile: int, then: _Then) -> str:
+def _job(net: nn.Module, sizes: object, functions: tuple[_Then, _Score]) -> str:
     """What decides what is written."""
-    sizes = [_size_of(windows, index) for index in range(len(windows))]
-    found = hashlib.sha256(f"{sizes} {tile} {_told(then)}".encode())
+    found = hashlib.sha256(f"{sizes} {_told(functions)}".encode())
     for name, value in net.state_dict().items():
         found.update(f"{name} {in_words(value)}".encode())
         if isinstance(value, Tensor):  # of which words tell the beginning
