@@ -17,11 +17,12 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 @dataclass(frozen=True)
 class Page:
-    """The README of a benchmark, in the folder `home`: a section for each kept part, in this order."""
+    """A page of a benchmark, in the folder `home`: a section for each kept part, in this order."""
 
     home: Path
     section: Callable[[dict[str, Any]], str]
     order: Sequence[str]
+    name: str = "README.md"
 
     def publish(
         self, parts: Iterable[str], measured: Callable[[str], dict[str, Any]], folder: Path
@@ -32,7 +33,7 @@ class Page:
             for part in parts:
                 result = measured(part)
                 print(f"\n{self.section(result)}\n", flush=True)
-                keep(result, part, folder, self.home, self.renewed)
+                keep(result, part, folder, self.home, self.renewed, page=self.name)
         print(f"all of it took {time.monotonic() - begun:.0f} s")
         return 0
 
@@ -44,9 +45,15 @@ class Page:
 
 
 def keep(
-    result: dict[str, Any], name: str, folder: Path, home: Path, renewed: Callable[[str, Path], str]
+    result: dict[str, Any],
+    name: str,
+    folder: Path,
+    home: Path,
+    renewed: Callable[[str, Path], str],
+    *,
+    page: str = "README.md",
 ) -> None:
-    """Write `name`.json; if `folder` is that of the published results in `home`, renew the README there.
+    """Write `name`.json; if `folder` is that of the published results in `home`, renew the page there.
 
     A result of too few rounds is not kept: it would replace one that means something. Counts, which are
     exact, have no rounds.
@@ -57,7 +64,7 @@ def keep(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     if folder.resolve() == home / "results":
-        readme = home / "README.md"
+        readme = home / page
         readme.write_text(renewed(readme.read_text(), folder))
 
 
