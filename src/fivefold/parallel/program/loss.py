@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold import comm
 from fivefold.errors import UsageError, warn
-from fivefold.mesh import part_of
+from fivefold.mesh import Part, attach, part_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.program.exchange import Exchange, exchange
@@ -128,8 +128,9 @@ class TileLoss:
         flat, tree = flatten(outputs.parts)
         spreads = flatten(outputs.spreads, lambda leaf: isinstance(leaf, Spread))[0]
         data = self._tiles.grid.data
-        if any(isinstance(s, Spread) and any(a != data for a in s.axes) for s in spreads):
-            self._warn()
+        lying = [s for s in spreads if isinstance(s, Spread) and len(s.shape) > 1]
+        if any(axis != data for spread in lying for axis in spread.axes):
+            self._warn()  # one number for each sample is no traffic
         elif everyone:
             self._loss.warn()
         whole = [
@@ -222,12 +223,14 @@ def _assembled(tiles: RecordedNet, leaf: Tensor, boxes: list[list[int]]) -> Tens
     padded = leaf.new_zeros((len(leaf), *most))
     padded[(slice(None), *map(slice, leaf.shape[1:]))] = leaf.detach()
     made = leaf.new_empty(shape)
-    for box, part in zip(
+    for box, piece in zip(
         boxes, comm.all_gather(padded, tiles.lines.within, Tag.TILES_TO_BATCH), strict=True
     ):
         there = [slice(a, a + n) for a, n in zip(box[:dims], box[dims:], strict=True)]
-        made[(slice(None), *there)] = part[(slice(None), *map(slice, box[dims:]))]
-    return made
+        made[(slice(None), *there)] = piece[(slice(None), *map(slice, box[dims:]))]
+    part = part_of(leaf)
+    assert part is not None
+    return attach(made, Part(part.shape, (part.origin[0], *(0,) * dims)))
 
 
 def _global(leaf: Tensor, rows: int | None = None) -> tuple[int, ...]:

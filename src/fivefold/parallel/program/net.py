@@ -179,7 +179,8 @@ class RecordedNet:
         if not whole:
             raise UsageError(
                 f"an input of shape {tuple(leaf.shape)}, part of {part.shape}, is neither whole images nor "
-                f"this rank's tile of {spread.local_shape(self.grid, self.here.rank)}"
+                f"this rank's tile of {spread.local_shape(self.grid, self.here.rank)}: give what a model has "
+                "returned to another one by model.whole(outputs)"
             )
         return leaf[tuple(slice(*r) for r in spread.owned(self.grid, self.here.rank))], spread
 
