@@ -148,16 +148,20 @@ def calling(way: str, model: Any, tile: int) -> Callable[[Tensor, Path], Tensor 
     if way == "whole":
         return lambda image, _: model.module(image)
     if way == "ff.infer":
-        return lambda image, to: ff.infer(model, InMemory(image[0]), to, tile=tile) and None
+
+        def written(image: Tensor, to: Path) -> None:
+            ff.infer(model, InMemory(image[0]), to, tile=tile)
+
+        return written
     sliding_window_inference = import_module("monai.inferers").sliding_window_inference
     mode = way.rpartition(" ")[2]
 
-    def windows(image: Tensor, _: Path) -> Tensor:
+    def blended(image: Tensor, _: Path) -> Tensor:
         return sliding_window_inference(
             image, (tile, tile), 1, model.module, overlap=OVERLAP, mode=mode
         )
 
-    return windows
+    return blended
 
 
 def measured_once(call: Callable[[], object]) -> dict[str, Any]:
