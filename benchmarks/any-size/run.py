@@ -147,8 +147,8 @@ def asked(part: Part, pixels: int, turns: int, disk: Path, budget: str = "") -> 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(name: str, rounds: int, disk: Path, *, large: bool) -> dict[str, Any]:
-    """One part."""
+def measured(name: str, rounds: int, disk: Path, kept: list[Any] | None) -> dict[str, Any]:
+    """One part; of large images what was `kept`, if it is not to be measured."""
     part, before = PARTS[name], environment()
     pairs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(rounds):
@@ -157,13 +157,24 @@ def measured(name: str, rounds: int, disk: Path, *, large: bool) -> dict[str, An
             pairs[way].append(asked(part, part.pair, turns, disk))
         print(f"{name}, round {number + 1}: {_ratio(pairs)}", flush=True)
     found: dict[str, Any] = {"pairs": pairs, "piece": asked(part, part.piece, 1, disk)}
-    found["large"] = []
-    for each in part.large if large else ():
-        print(f"{name}, {each.pixels} x {each.pixels}, {each.way}", flush=True)
-        found["large"].append(asked(part, each.pixels, each.turns, disk, each.budget))
+    found["large"] = kept
+    for each in part.large if kept is None else ():
+        found["large"] = [
+            *(found["large"] or []),
+            asked(part, each.pixels, each.turns, disk, each.budget),
+        ]
+        print(
+            f"{name}, {each.pixels} x {each.pixels}, {each.way}: {found['large'][-1]}", flush=True
+        )
     more = {"torch": torch.__version__, "disturbed_rounds": 0}
     return {"benchmark": "any-size", "part": name, "rounds": rounds, "found": found,
             "environment": {**before, **more}}  # fmt: skip
+
+
+def on_record(results: Path, name: str) -> list[Any]:
+    """What was measured of large images before."""
+    file = results / f"{name}.json"
+    return json.loads(file.read_text())["found"]["large"] if file.exists() else []
 
 
 def _ratio(pairs: dict[str, list[dict[str, Any]]]) -> Median:
@@ -206,7 +217,9 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PAGE.order))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--disk", type=Path, default=Path.cwd())
-    parser.add_argument("--no-large", action="store_true")
+    parser.add_argument(
+        "--no-large", action="store_true", help="keep what was measured of large images"
+    )
     parser.add_argument("--results", type=Path, default=PAGE.home / "results")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     told = parser.parse_args()
@@ -219,7 +232,9 @@ def main() -> int:
         parser.error(f"there is no {strange[0]}; valid: {', '.join(PARTS)}")
     return PAGE.publish(
         parts,
-        lambda name: measured(name, told.rounds, told.disk, large=not told.no_large),
+        lambda name: measured(
+            name, told.rounds, told.disk, on_record(told.results, name) if told.no_large else None
+        ),
         told.results,
     )
 

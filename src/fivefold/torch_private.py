@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _disabled_torch_function_impl as NO_FUNCTION
 from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource]
     is_functorch_wrapped_tensor,
 )
@@ -51,7 +52,9 @@ __all__ = [
     "FUNCTION",
     "KEPT_APPLY_SEEN",
     "LOCAL_SCALAR",
+    "NO_FUNCTION",
     "SCRIPTED",
+    "TO_COPY",
     "TRIED",
     "AnyBatchNorm",
     "AnyInstanceNorm",
@@ -135,6 +138,7 @@ def note_version() -> None:
 
 # --- tensors ------------------------------------------------------------------------------------
 
+TO_COPY: Any = torch.ops.aten._to_copy.default
 LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
 """the operation behind `Tensor.item`"""
 
@@ -153,6 +157,13 @@ def has_python_backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -
         seen.add(node)
         due += [one for one, _ in node.next_functions if one is not None]
     return False
+
+
+def without_memory(
+    cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> Any:
+    """A tensor of a class that answers operators itself, in `__torch_dispatch__`."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -192,7 +192,7 @@ DEEP = nn.Sequential(
 
 
 @pytest.mark.parametrize("layout", [ONE, Layout(data=2), Layout(height=2)], ids=str)
-@pytest.mark.parametrize("budget", ["20MiB", "1800KiB"])
+@pytest.mark.parametrize("budget", ["20MiB", "2600KiB"])
 def test_as_few_as_fit_are_exact(budget: str, layout: Layout, tmp_path: Path) -> None:
     def batch() -> tuple[Tensor, Tensor]:
         return torch.randn(2, 3, 125, 99), torch.randn(2, 3, 125, 99)

@@ -21,12 +21,14 @@ import struct
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["isolated", "permutation", "seed_sample"]
+__all__ = ["Drawn", "isolated", "permutation", "seed_sample"]
 
 _COUNTERS = struct.Struct("<QQQ")
 _SEEDS = struct.Struct("<QLQ")
@@ -70,6 +72,27 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     random.seed(for_python)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Where the global generators are, so that the same numbers can be drawn again."""
+
+    torch_state: Any
+    numpy_state: Any
+    python_state: Any
+
+    @classmethod
+    def now(cls) -> Drawn:
+        """Where they are."""
+        numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
+        return cls(torch.default_generator.get_state(), numpy_state, random.getstate())
+
+    def again(self) -> None:
+        """Put them there."""
+        torch.default_generator.set_state(self.torch_state)
+        np.random.set_state(self.numpy_state)  # noqa: NPY002
+        random.setstate(self.python_state)
+
+
 @contextmanager
 def isolated() -> Generator[None]:
     """Put the global generators aside, restore them when the block ends; one thread at a time.
@@ -79,9 +102,7 @@ def isolated() -> Generator[None]:
     """
     with _turn:
         threads = torch.get_num_threads()
-        torch_state = torch.default_generator.get_state()
-        numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
-        python_state = random.getstate()
+        before = Drawn.now()
         if threads > 1:
             torch.set_num_threads(1)
         try:
@@ -89,6 +110,4 @@ def isolated() -> Generator[None]:
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)
-            torch.default_generator.set_state(torch_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
-            random.setstate(python_state)
+            before.again()

@@ -31,7 +31,8 @@ from fivefold.data.source import (
     Skipped,
     Source,
 )
-from fivefold.data.tiling import TileCollate, TiledSamples, noted, tiles_of
+from fivefold.data.tiling import TileCollate, TiledSamples, noted, reads_later, tiles_of
+from fivefold.data.windows import windows_of
 from fivefold.data.workers import Key, Workers
 from fivefold.errors import DataError, DataWarning, FivefoldError, OffloadWarning, UsageError, warn
 from fivefold.launch.role import is_helper
@@ -280,7 +281,8 @@ def loader(
     Args:
         dataset: anything with a length and samples by index (map-style). Samples may draw from torch's,
             numpy's and Python's global generators; generators that the data set made itself are its own
-            business. Of one that offers windows (`fivefold.data.windows`), only this rank's tile is read.
+            business. Of one that offers windows (`fivefold.data.windows`), only this rank's tile is read; by
+            this process, as turns come to it, where images are computed by turns under a budget.
         mesh: decides which samples of a batch this rank gets, and on which device.
         batch_size: samples in a batch over all ranks.
         seed: 0 to 2**64 - 1; decides the order and the randomness of every sample.
@@ -305,7 +307,8 @@ def loader(
     given, workers = workers, mesh.plan.loader.workers if workers is None else workers
     prefetch = mesh.plan.loader.prefetch if prefetch is None else prefetch
     _check_numbers(seed, batch_size=(batch_size, 1), workers=(workers, 0), prefetch=(prefetch, 1))
-    dataset, later = put_off(dataset) if collate is None else (dataset, None)
+    windows = reads_later(mesh.plan) and windows_of(dataset) is not None
+    dataset, later = put_off(dataset) if collate is None and not windows else (dataset, None)
     collate = later if collate is None else collate
     tiles = tiles_of(dataset, mesh)
     on_error = _checked(on_error or mesh.plan.offload.on_error, mesh, windows=tiles is not None)
@@ -316,7 +319,15 @@ def loader(
         on_error="stop" if is_helper() else on_error,
     )  # fmt: skip
     _check_left(source)
-    producer = producer_of(source, mesh, tiles, workers=workers, prefetch=prefetch, given=given)
+    producer = None
+    if windows and given:
+        warn(
+            f"workers={given} is not used: windows are read as turns come to them; leave it out, or set no "
+            "memory.budget",
+            DataWarning,
+        )
+    if not windows:
+        producer = producer_of(source, mesh, tiles, workers=workers, prefetch=prefetch, given=given)
     return Loader(source, mesh, producer, tiles=tiles, later=later, finish=finish)
 
 

@@ -8,21 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, as_tensor
 
 from fivefold.data.collate import is_column, stack
+from fivefold.data.seeding import Drawn, isolated
 from fivefold.data.source import Collate
 from fivefold.data.windows import Box, Windowed, check_transform, windows_of
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh, Part, attach, owned
 from fivefold.mesh.ownership import TILE_DIMS
+from fivefold.mesh.unread import Ranges, Unread
+from fivefold.plan import Plan
 from fivefold.torch_private import pytree
 
-__all__ = ["TileCollate", "TiledSamples", "noted", "tiles_of"]
+__all__ = ["TileCollate", "TiledSamples", "noted", "reads_later", "tiles_of"]
+
+
+def reads_later(plan: Plan) -> bool:
+    """Whether windows are read as turns come to them."""
+    return plan.tiles.by_turns and bool(plan.memory.budget)
 
 
 def tiles_of(dataset: Any, mesh: Mesh) -> TiledSamples | None:
     """This rank's tiles of a data set's samples; None without tile axes, or if it offers no windows.
+
+    Where the rank computes its part by turns under a budget, images are read as they come to them.
 
     Raises `UsageError` for a transform that does not work on windows.
     """
@@ -34,11 +44,12 @@ def tiles_of(dataset: Any, mesh: Mesh) -> TiledSamples | None:
         for axis in TILE_DIMS
         if getattr(mesh.layout, axis) > 1
     }
-    if not axes:
+    later = reads_later(mesh.plan)
+    if not axes and not later:
         return None
     for name in ("transform", "target_transform"):
         check_transform(getattr(windows, name, None))
-    return TiledSamples(windows, axes)
+    return (SamplesReadLater if later else TiledSamples)(windows, axes)
 
 
 class TiledSamples:
@@ -50,13 +61,19 @@ class TiledSamples:
     def __init__(self, windows: Windowed, axes: dict[str, tuple[int, int]]) -> None:
         self.windows = windows
         self.axes = axes
-        self._dims = -min(TILE_DIMS[axis] for axis in axes)
+        self._dims = -min((TILE_DIMS[axis] for axis in axes), default=0)
 
     def __len__(self) -> int:
         return len(self.windows)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        boxes = pytree.tree_map(self._box, self.windows.sizes(index), is_leaf=_is_size)
+        boxes = self._boxes(index)
+        return self._read(index, boxes), boxes
+
+    def _boxes(self, index: int) -> Any:
+        return pytree.tree_map(self._box, self.windows.sizes(index), is_leaf=_is_size)
+
+    def _read(self, index: int, boxes: Any) -> Any:
         sample = self.windows.window(index, boxes)
         leaves, structure = pytree.tree_flatten(sample)
         asked, expected = pytree.tree_flatten(boxes)
@@ -67,7 +84,7 @@ class TiledSamples:
             )
         for leaf, box in zip(leaves, asked, strict=True):
             self._check(leaf, box, index)
-        return sample, boxes
+        return sample
 
     def _box(self, size: tuple[int, ...] | None) -> Box | None:
         if size is None:
@@ -93,6 +110,43 @@ class TiledSamples:
                 f"window({index}) of {type(self.windows).__name__} returned an image of shape {shape} for a "
                 f"box of {box.shape} pixels: return image[box.slices], and let transforms keep the size"
             )
+
+
+class SamplesReadLater(TiledSamples):
+    """The same samples, whose images are read when something is computed with them."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        drawn, boxes = Drawn.now(), self._boxes(index)
+        flat, structure = pytree.tree_flatten(boxes)
+        sample = self._read(index, pytree.tree_unflatten([_pixel(box) for box in flat], structure))
+        leaves = [
+            leaf if box is None else self._later(as_tensor(leaf), (index, number), boxes, drawn)
+            for number, (leaf, box) in enumerate(zip(pytree.tree_leaves(sample), flat, strict=True))
+        ]
+        return pytree.tree_unflatten(leaves, structure), boxes
+
+    def _later(self, pixel: Tensor, which: tuple[int, int], boxes: Any, drawn: Drawn) -> Unread:
+        """An image of a sample, of which one pixel has been read."""
+        (index, number), (flat, structure) = which, pytree.tree_flatten(boxes)
+        box: Box = flat[number]
+        before = pixel.dim() - len(box.size)
+
+        def read(ranges: Ranges) -> Tensor:
+            asked = [_pixel(one) for one in flat]
+            asked[number] = Box(box.size, tuple(ranges[before:]))
+            with isolated():
+                drawn.again()  # what the data set draws is drawn as often as it is read
+                sample = self._read(index, pytree.tree_unflatten(asked, structure))
+            image = as_tensor(pytree.tree_leaves(sample)[number])
+            return image[tuple(slice(one.start, one.stop) for one in ranges[:before])]
+
+        ranges = [*(range(n) for n in pixel.shape[:before]), *box.ranges]
+        return Unread(read, ranges, pixel.dtype)
+
+
+def _pixel(box: Box | None) -> Box | None:
+    """The first one of a box."""
+    return None if box is None else Box(box.size, tuple(one[:1] for one in box.ranges))
 
 
 def _is_size(node: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold import comm
 from fivefold.errors import UsageError, warn
 from fivefold.mesh import Mesh, Part, attach, owned, part_of
+from fivefold.mesh.unread import Unread
 from fivefold.parallel.alike import bits_of
 from fivefold.parallel.intercept import Share
 from fivefold.parallel.program.net import RecordedNet
@@ -73,10 +74,10 @@ def _is_list(tree: Any) -> bool:
 
 
 def _digest(tree: Any) -> int:
-    """A number for what is in tensors; 0 for zeros, and for tensors without values."""
+    """A number for what is in tensors; 0 for zeros, and for tensors without values, or unread."""
     found = 0
     for number, leaf in enumerate(leaves(tree), 1):
-        if leaf.is_meta or leaf.layout is not torch.strided:
+        if leaf.is_meta or leaf.layout is not torch.strided or isinstance(leaf, Unread):
             continue
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
         words = real.detach().reshape(-1)[:_SOME].double().nan_to_num()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import UsageError
+from fivefold.mesh.unread import pieces
 from fivefold.torch_private import forward_hooks, gradient_hooks, legacy_reduction
 
 __all__ = ["Loss", "split_loss"]
@@ -59,6 +60,9 @@ class Loss:
         indices = isinstance(targets, Tensor) and not targets.is_floating_point()
         if self.reduction != "mean" or not self.weighted or not indices:
             return None
+        return torch.stack([self._weight_of(piece) for piece in pieces(targets)]).sum()
+
+    def _weight_of(self, targets: Tensor) -> Tensor:
         counted = targets != self.ignore_index
         if self.weight is None:
             return counted.sum(dtype=torch.float64)

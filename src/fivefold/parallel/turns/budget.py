@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
+from fivefold.mesh.unread import Unread
 from fivefold.parallel.memory.link import measured_link
 from fivefold.parallel.memory.optimizers import OptimizerStates
 from fivefold.parallel.memory.spill import Pool
 from fivefold.parallel.memory.step import store_of
-from fivefold.parallel.program.program import Move, Program
+from fivefold.parallel.program.program import Compute, Move, Program
 from fivefold.parallel.turns.segments import Segment, segments_of
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.plan import Memory
@@ -96,25 +97,41 @@ class TurnBudget:
 
     def _needed(self, programs: Sequence[Program], *, trains: bool) -> tuple[int, int]:
         """Bytes that a turn takes at most, and that all of them keep between their visits."""
-        sizes = [_bytes_of_turn(program) for program in programs]
-        return max(visit for visit, _ in sizes), sum(kept for _, kept in sizes) if trains else 0
+        sizes = [_bytes_of_turn(program, trains=trains) for program in programs]
+        return max(visit for visit, _ in sizes), sum(kept for _, kept in sizes)
 
     def _standing_bytes(self, batch: Iterable[Tensor], *, trains: bool) -> int:
         """What is there anyway; of the optimiser's state, until it is seen, twice what is trained."""
-        held = sum(t.nbytes for t in (*self._net.parameters(), *self._net.buffers(), *batch))
+        there = [one for one in batch if self._store is None or not isinstance(one, Unread)]
+        held = sum(t.nbytes for t in (*self._net.parameters(), *self._net.buffers(), *there))
         if not trains:
             return held
         trained = sum(p.nbytes for p in self._net.parameters() if p.requires_grad)
         return held + trained + self._optimizers.bytes_of(2 * trained)
 
 
-def _bytes_of_turn(program: Program) -> tuple[int, int]:
+def _bytes_of_turn(program: Program, *, trains: bool) -> tuple[int, int]:
     """What a turn has at most while it computes, and what it keeps at most between; found once."""
-    if "bytes" not in program.found:
+    key = "bytes", trains
+    if key not in program.found:
         segments = segments_of(program)
-        visit = max(_visit_bytes(program, one) for one in segments)
-        program.found["bytes"] = visit, _kept_bytes(program, segments)
-    return program.found["bytes"]
+        visit = max((_visit_bytes if trains else _pass_bytes)(program, one) for one in segments)
+        program.found[key] = visit, _kept_bytes(program, segments) if trains else 0
+    return program.found[key]
+
+
+def _pass_bytes(program: Program, segment: Segment) -> int:
+    """At most what one turn has while it computes a segment without gradients: values die meanwhile."""
+    here = {index: _bytes(program, index) for index in segment.span.takes}
+    most = 0
+    for number in segment.steps:
+        made, step = _made_bytes(program, number), program.steps[number]
+        names = step.node.outputs if isinstance(step, Compute) else [step.target]
+        here |= dict(zip(names, made, strict=True))
+        most = max(most, sum(here.values()) + max(made, default=0))
+        for index in program.dying[number]:
+            here.pop(index, None)
+    return most
 
 
 def _visit_bytes(program: Program, segment: Segment) -> int:

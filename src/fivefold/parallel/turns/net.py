@@ -149,7 +149,7 @@ class TurnedNet:
 
         `on_outputs` is called with what the net returned for this process's part.
         """
-        step, loss, share = self._prepared(batch), self._loss, batch.share
+        step, loss, share = self._prepared(batch, leaves(targets)), self._loss, batch.share
         losses = [view.loss for view in self._views]
         assert loss is not None
         cut = losses[0] is not None and losses[0].in_tiles(targets)
@@ -158,9 +158,10 @@ class TurnedNet:
         parameters = [p for one in modules for p in one.parameters()]
 
         def own(turn: int, outputs: Outputs) -> Tensor:
-            tiled = losses[turn]
+            view, tiled = self._views[turn], losses[turn]
             assert tiled is not None
-            found = tiled.share(outputs, targets, weight, share)
+            mine = map_tensors(functools.partial(self._tile_of_tile, view.net), targets)
+            found = tiled.share(outputs, mine, weight, share)
             if not turn and found.requires_grad:
                 known = (*parameters, *leaves(batch.inputs), *leaves(targets), *step.cut(turn))
                 check_trained(found, known)
@@ -182,14 +183,15 @@ class TurnedNet:
             total.zero_()
         return comm.all_reduce(total, self._group, Tag.LOSS)
 
-    def _prepared(self, batch: Batch) -> Step:
+    def _prepared(self, batch: Batch, beside: Sequence[Tensor] = ()) -> Step:
+        """A step on a batch; `beside` it, there are other tensors."""
         inputs = map_tensors(functools.partial(self._noted, share=batch.share), batch.inputs)
         batch = replace(batch, inputs=inputs)
         if self._fitting is not None:
-            self._views = self._fitting_views(batch, self._fitting)
+            self._views = self._fitting_views(batch, beside, self._fitting)
         every = self._every_ready(batch)
         state = self.first.state(every[0])
-        shelf = self._shelf([one.program for one in every], leaves(inputs), state)
+        shelf = self._shelf([one.program for one in every], [*leaves(inputs), *beside], state)
         turns = [
             self._under_way(view, one, state, shelf)
             for view, one in zip(self._views, every, strict=True)
@@ -208,7 +210,9 @@ class TurnedNet:
             every.append(view.net.prepared_as(ready, parts))
         return every
 
-    def _fitting_views(self, batch: Batch, known: dict[Any, list[View]]) -> list[View]:
+    def _fitting_views(
+        self, batch: Batch, beside: Sequence[Tensor], known: dict[Any, list[View]]
+    ) -> list[View]:
         """The fewest turns that fit for such a batch. Collective where it is the first of its kind."""
         flat = leaves(batch.inputs)
         parts = [part.shape if (part := part_of(leaf)) else leaf.shape for leaf in flat]
@@ -222,7 +226,9 @@ class TurnedNet:
             while True:
                 self._views = self._views_by(turns)
                 every = [one.program for one in self._every_ready(batch)]
-                load = torch.tensor([budget.load(every, flat)], device=self._mesh.device)
+                load = torch.tensor(
+                    [budget.load(every, [*flat, *beside])], device=self._mesh.device
+                )
                 loads = comm.all_gather(load, self._group, Tag.CONTROL)
                 more = more_turns(turns, size, float(max(loads)))
                 if more is None:
@@ -265,6 +271,11 @@ class TurnedNet:
         where = [slice(a - o, b - o) for (a, b), o in zip(box, part.origin[1:], strict=True)]
         piece = leaf[(slice(None), *where)]
         return attach(piece, Part(part.shape, (part.origin[0], *(a for a, _ in box))))
+
+    def _tile_of_tile(self, view: RecordedNet, leaf: Tensor) -> Tensor:
+        """The same of what is this process's tile; what is whole stays so."""
+        part = part_of(leaf)
+        return leaf if part is None or part.shape[1:] == leaf.shape[1:] else self._tile(view, leaf)
 
     def _together(self, outputs: Sequence[Outputs], ready: Prepared) -> Outputs:
         """What all turns have, as one: this process's part of what is tiled, all else as the first has it."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.mesh.unread import Unread
 from fivefold.parallel.memory.spill import Pool, Spilled, flat_of, spillable
 from fivefold.torch_private import memory_of
 
@@ -25,6 +26,25 @@ __all__ = ["Shelf"]
 
 _LEAST_BYTES = 1 << 16
 """less is kept: a copy would take longer to begin than to make"""
+
+
+class _Reading:
+    """In place of a copy of what can be read again."""
+
+    is_out = True
+
+    def __init__(self, tensor: Unread) -> None:
+        self._tensor = tensor
+
+    def get(self) -> Tensor:
+        """All of it, (n,)."""
+        return self._tensor.fresh().reshape(-1)
+
+    def release(self) -> None:
+        """It will be read again."""
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
 
 
 @dataclass(eq=False)
@@ -37,7 +57,7 @@ class _Item:
     region: mmap.mmap | None = None
     """that it is mapped in; else it is torch's own"""
     users: int = 0
-    copy: Spilled | None = None
+    copy: Spilled | _Reading | None = None
     here: bool = True
 
     def let_go(self) -> None:
@@ -66,7 +86,7 @@ class Shelf:
         self, limit_bytes: int | None = None, pool: Pool | None = None, mine: Iterable[Tensor] = ()
     ) -> None:
         self._limit, self._pool = limit_bytes, pool
-        self._mine = {memory_of(tensor) for tensor in mine}
+        self._mine = {memory_of(tensor) for tensor in mine if not isinstance(tensor, Unread)}
         self._items: dict[int, _Item] = {}
         """by memory, the oldest first"""
         self._leaving: list[_Item] = []
@@ -75,19 +95,34 @@ class Shelf:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The same numbers without a graph, put here; in memory of their own if they may be put away."""
+        if isinstance(tensor, Unread):
+            if self._limit is not None and tensor.device.type == "cpu" and tensor.numel():
+                return self._unread(tensor)
+            tensor = tensor.fresh()
         plain = tensor.device.type != "cpu" or not spillable(tensor, _LEAST_BYTES)
         if self._limit is None or plain or memory_of(tensor) in self._mine:
             made = tensor.detach()
             self.put([made])
             return made
-        # Private: pages that are shared would stay with the system when the mapping lets them go.
-        region = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        flat = torch.frombuffer(region, dtype=tensor.dtype)
         like = torch.empty_like(tensor, device="meta")  # of its memory order, without gaps
-        made = flat.as_strided(like.shape, like.stride())
+        made, _ = self._mapped(like)
         made.copy_(tensor.detach())
-        self._items[memory_of(made)] = _Item(flat, tensor.nbytes, region, users=1)
         self._here_bytes += tensor.nbytes
+        return made
+
+    def _mapped(self, like: Tensor) -> tuple[Tensor, _Item]:
+        """Memory for a tensor of that shape, which takes none before it is filled."""
+        # Private: pages that are shared would stay with the system when the mapping lets them go.
+        region = mmap.mmap(-1, like.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flat = torch.frombuffer(region, dtype=like.dtype)
+        made = flat.as_strided(like.shape, like.stride())
+        item = self._items[memory_of(made)] = _Item(flat, like.nbytes, region, users=1)
+        return made, item
+
+    def _unread(self, tensor: Unread) -> Tensor:
+        """In memory of its own, into which it is read when it is taken."""
+        made, item = self._mapped(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        item.copy, item.here = _Reading(tensor), False
         return made
 
     def stays(self, tensor: Tensor) -> None:
@@ -142,11 +177,8 @@ class Shelf:
     def ahead(self, tensors: Iterable[Tensor]) -> None:
         """Begin to bring back what will be taken next."""
         if self._pool is not None:
-            self._pool.ahead(
-                item.copy
-                for item in self._found(tensors)
-                if not item.here and item.copy is not None
-            )
+            copies = (item.copy for item in self._found(tensors) if not item.here)
+            self._pool.ahead(copy for copy in copies if isinstance(copy, Spilled))
 
     def _found(self, tensors: Iterable[Tensor]) -> list[_Item]:
         if self._limit is None:
