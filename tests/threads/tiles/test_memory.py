@@ -109,6 +109,28 @@ def test_it_is_what_the_ranks_need(
         assert (have.saved_bytes, have.peak_bytes) == counts
 
 
+@pytest.mark.parametrize("layout", [Layout(width=2), Layout(data=2, height=2)], ids=str)
+def test_outputs_alone(layout: Layout, live: Callable[[], Any]) -> None:
+    plan = Plan(layout=layout, tiles=Tiles(fuse="2"))
+    net, x = Small().eval(), X[: layout.data]
+
+    @torch.no_grad()
+    def check(mesh: Mesh) -> int:
+        model = parallelize(copy.deepcopy(net), mesh)
+        mine, most = model.shard(x), list[int]()
+        for number in range(6):
+            with live() as count:
+                model(mine)
+            most += [count.peak_bytes] if number > 2 else []
+        return min(most)
+
+    for rank, most in enumerate(run_ranks(layout, check, plan=plan)):
+        have = predicted(net, plan, rank, inputs=x.to("meta"))
+        assert (have.saved_bytes, have.gradients_bytes, have.buckets_bytes) == (0, 0, 0)
+        assert have.peak_bytes == most
+        assert "gradients" not in str(have) and "most alive" in str(have)
+
+
 class Narrow(nn.Module):
     """Tiles of one pixel, and parameters that nothing uses: both make a step look at numbers."""
 

@@ -1,4 +1,4 @@
-"""How much memory a rank needs for a training step, told without making one.
+"""How much memory a rank needs for a training step, or for outputs alone, told without computing.
 
     plan, rank ─► fake mesh ─► net in tiles, loss, reducer ─► step on tensors without memory ─► bytes
 
@@ -77,7 +77,7 @@ class Predicted:
         return standing + self.batch_bytes + self.peak_bytes
 
     def __str__(self) -> str:
-        rows = (
+        rows = [
             ("parameters and buffers", self.parameters_bytes),
             ("gradients", self.gradients_bytes),
             ("gradients on their way", self.buckets_bytes),
@@ -85,9 +85,11 @@ class Predicted:
             ("most alive of a step", self.peak_bytes),
             ("all of it", self.total_bytes),
             ("saved for backward", self.saved_bytes),
-        )
+        ]
+        rows = rows if self.saved_bytes else [row for row in rows if row[1]]
         lines = [f"{name:<24}{size / 2**20:>12,.1f} MiB" for name, size in rows]
-        lines[-1] += ", of the most alive"
+        if self.saved_bytes:
+            lines[-1] += ", of the most alive"
         return "\n".join(
             [
                 f"rank {self.rank} of {self.layout.size} ({self.layout}), predicted:",
@@ -104,11 +106,13 @@ def predicted(
     rank: int,
     *,
     inputs: Any,
-    targets: Any,
-    loss: Callable[..., Any],
+    targets: Any = None,
+    loss: Callable[..., Any] | None = None,
     costs: Costs | None = None,
 ) -> Predicted:
-    """What a step of `model.step(inputs, targets)` needs on `rank` of `plan.layout`. Nothing is computed.
+    """What `model.step(inputs, targets)` needs on `rank` of `plan.layout`. Nothing is computed.
+
+    Without a loss it is what `model(inputs)` needs under `torch.no_grad()`; the most alive includes outputs.
 
     Gradients are taken to be there before the step, as with `zero_grad(set_to_none=False)`: those that come
     are added to them in the end. By default there are none, and a step needs less by `gradients_bytes`.
@@ -119,7 +123,7 @@ def predicted(
         rank: of all ranks of the layout.
         inputs: the global batch, meta tensors will do; or this rank's part of one, as `shard` gives it.
         targets: likewise. Those of the global batch are cut into samples, as `shard` does, not into tiles.
-        loss: as for `fivefold.parallelize`.
+        loss: as for `fivefold.parallelize`; None for outputs alone.
         costs: what `tiles.fuse = "auto"` goes by; typical ones by default, since no other rank is there.
 
     Raises:
@@ -153,7 +157,7 @@ def rehearsed(
     *,
     inputs: Any,
     targets: Any,
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | None,
     costs: Costs | None = None,
 ) -> _T:
     """What `work` returns, which may make steps without memory as often as it likes; see `predicted`.
@@ -167,7 +171,7 @@ def rehearsed(
         batch = step.batch(inputs, targets)
         with weightless() as fake:
             on_device = map_tensors(lambda part: made(part, device), batch)
-            stand_ins = _stand_ins(fake, net, with_gradients=parts == 1)
+            stand_ins = _stand_ins(fake, net, with_gradients=parts == 1 and loss is not None)
             return functional_call(step, stand_ins, (work, *on_device))
 
 
@@ -217,13 +221,13 @@ def whole_stand_in(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 class _Step(nn.Module):
-    """A training step of one rank, which counts what it makes."""
+    """A training step of one rank, or a forward if there is no loss, which counts what it makes."""
 
     def __init__(
         self,
         net: nn.Module,
         mesh: Mesh,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | None,
         costs: Costs,
         parts: int,
     ) -> None:
@@ -232,8 +236,8 @@ class _Step(nn.Module):
         self.net = net
         self._mesh, self._parts = mesh, parts
         self._tiles = RecordedNet(net, mesh, costs)
-        self._loss = SharedLoss(loss, mesh, net)
-        self._tile_loss = TileLoss(self._loss, self._tiles)
+        self._loss = None if loss is None else SharedLoss(loss, mesh, net)
+        self._tile_loss = None if self._loss is None else TileLoss(self._loss, self._tiles)
         self._everyone, self._gradients = mesh.group(*axes), mesh.own_group(*axes)
         self._joint = mesh.plan.parallel.batch_norm == "global"
 
@@ -259,11 +263,12 @@ class _Step(nn.Module):
     def forward(self, work: Callable[[Rehearse], _T], inputs: Any, targets: Any) -> _T:
         """Let `work` make steps on this rank's part of a batch, as second ones would be made."""
         reducer = Alone()
-        if self._parts == 1:
+        if self._parts == 1 and self._loss is not None:
             reducer = reducer_for(self.net, self._gradients, share_buffers=not self._joint)
         reducer.begin()
         share = Batches(self._mesh, self._tiles).share(inputs, self._mesh.plan.numerics.seed, 1)
-        self._tiles.prepare(call_with, [inputs], share)
+        with torch.set_grad_enabled(self._loss is not None):  # it is recorded for either
+            self._tiles.prepare(call_with, [inputs], share)
         existing = self._existing(reducer, leaves((inputs, targets)))
         every = [tensor for found in existing.values() for tensor in found]
 
@@ -283,7 +288,7 @@ class _Step(nn.Module):
                     storage_bytes(p) for p in self.net.parameters() if p.requires_grad
                 ),
             )
-            return with_parts(told, self._parts)
+            return told if self._loss is None else with_parts(told, self._parts)
 
         return work(rehearse)
 
@@ -322,7 +327,11 @@ class _Step(nn.Module):
         reducer: Reducer,
         scaled: Callable[[Tensor], Tensor],
     ) -> None:
-        """What `ParallelModel.step` does."""
+        """What `ParallelModel.step` does, or calling it."""
+        if self._loss is None or self._tile_loss is None:
+            with torch.no_grad():
+                self._tiles.run(call_with, inputs, share)
+            return
         cut = self._tile_loss.in_tiles(targets)
         weight = self._loss.begin(targets, self._everyone if cut else None)
         reducer.begin()
