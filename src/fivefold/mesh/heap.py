@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+from pathlib import Path
 
-__all__ = ["keep_memory"]
+__all__ = ["give_back", "keep_memory", "resident_bytes"]
 
 
 def keep_memory() -> None:
@@ -22,3 +24,18 @@ def keep_memory() -> None:
         trim_threshold, mmap_threshold = -1, -3
         library.mallopt(trim_threshold, 1 << 30)
         library.mallopt(mmap_threshold, 32 << 20)  # the most that glibc takes
+
+
+def give_back() -> None:
+    """Let the system have whole pages that are kept and not used, wherever they lie."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """What this process takes of the machine's memory; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0

@@ -44,6 +44,7 @@ class TurnBudget:
         self._net, self._told = net, memory.budget
         self._budget_bytes = bytes_of(memory.budget)
         self._store = store_of(memory, mesh.device)
+        self._on_cpu = mesh.device.type == "cpu"
         self._optimizers = OptimizerStates(net, mesh.device)
         self.keeps_bytes_per_s = _KEPT_BYTES_PER_S
         """how fast what is kept is put away"""
@@ -77,7 +78,8 @@ class TurnBudget:
                 )
             return Shelf()
         window = limit // _WINDOW
-        return Shelf(limit - 2 * window, self._pool(window), mine)
+        growth = limit + visit if self._on_cpu else 0
+        return Shelf(limit - 2 * window, self._pool(window), mine, growth)
 
     def load(self, programs: Sequence[Program], batch: Iterable[Tensor]) -> float:
         """What turns take of what there is for them, as `shelf` has it: up to 1 they fit.

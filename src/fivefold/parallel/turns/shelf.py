@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.mesh.heap import give_back, resident_bytes
 from fivefold.mesh.unread import Unread
 from fivefold.parallel.memory.spill import Pool, Spilled, flat_of, spillable
 from fivefold.torch_private import memory_of
@@ -80,10 +81,16 @@ class Shelf:
         limit_bytes: the most that is kept between visits; None: all of it.
         pool: where the rest goes; needed with a limit.
         mine: tensors that stay, whoever puts them here: parameters, inputs.
+        growth_bytes: by how much a step may let the process grow before the C library gives back what it
+            keeps: between values that stay, it keeps a multiple of them.
     """
 
     def __init__(
-        self, limit_bytes: int | None = None, pool: Pool | None = None, mine: Iterable[Tensor] = ()
+        self,
+        limit_bytes: int | None = None,
+        pool: Pool | None = None,
+        mine: Iterable[Tensor] = (),
+        growth_bytes: int = 0,
     ) -> None:
         self._limit, self._pool = limit_bytes, pool
         self._mine = {memory_of(tensor) for tensor in mine if not isinstance(tensor, Unread)}
@@ -92,6 +99,11 @@ class Shelf:
         self._leaving: list[_Item] = []
         """of which a copy is being made"""
         self._here_bytes = 0
+        self._resident_bytes = 0
+        """the most that the process may take before it gives back what it does not use; 0: any"""
+        if growth_bytes:
+            give_back()
+            self._resident_bytes = resident_bytes() + growth_bytes
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The same numbers without a graph, put here; in memory of their own if they may be put away."""
@@ -173,6 +185,8 @@ class Shelf:
     def put_away(self) -> None:
         """A turn stops: nothing has to be here."""
         self._trim(set())
+        if 0 < self._resident_bytes < resident_bytes():
+            give_back()
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
         """Begin to bring back what will be taken next."""
