@@ -1,14 +1,16 @@
-"""Decoding with the autoencoder of SDXL: whole, with the tiles of diffusers' own, in turns and in tiles.
+"""Autoencoders of diffusers: whole, with the tiles of its own, in turns and in tiles.
 
-    python benchmarks/autoencoders/run.py [--parts pairs,large]
+    python benchmarks/autoencoders/run.py [--parts pairs,large,families]
 
-The configuration is the published one, the weights are random, the arithmetic is float32. Every decoding runs
-in a process of its own, after another one.
+The configuration is the published one of SDXL, or that of a family with fewer channels; weights are random,
+the arithmetic is float32. Every decoding of SDXL's runs in a process of its own, after another one, and every
+family in one, on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import json
 import os
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
+from families import FAMILIES, UNTILED, enable_tiling, made
 from figures import Median, environment, ratio, table
 from publishing import Page, conditions
 from rounds import order
@@ -69,6 +73,8 @@ PARTS = {
     "tiny": Part(16, 1, ("whole", "2 x 2 turns")),
 }
 """the last one tries the script"""
+FAMILY_ROUNDS = 3
+TURNS = "2 x 2 turns"
 
 
 # ---- in a process of its own
@@ -90,15 +96,54 @@ def one(way: str, edge: int, out: Path) -> None:
         elif WAYS[way]:
             tiled(vae, mesh)
         vae.decode(latent if edge <= PLANNED else small)
-        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps is not there before
-        before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-        began = time.perf_counter()
-        image = vae.decode(latent).sample
-        told = {"seconds": time.perf_counter() - began, "peak_bytes": resident("VmHWM") - before}
+        told, image = taken(lambda: vae.decode(latent).sample)
         (out / f"{mesh.rank}.json").write_text(json.dumps(told))
         if not mesh.rank:
             torch.save(image, out / "image.pt")
+
+
+def family(name: str, out: Path) -> None:
+    """Decode and encode with an autoencoder in every way, by turns; write what each took."""
+    declare_missing()
+    vae, found = made(name), dict[str, list[dict[str, float]]]()
+    latent, image = torch.randn(FAMILIES[name].latent), torch.randn(FAMILIES[name].image)
+    with torch.no_grad(), ff.start(ff.Plan.parse(WAYS[TURNS])) as mesh:
+        ways = {"whole": vae, TURNS: tiled(copy.deepcopy(vae), mesh)}
+        if name not in UNTILED:
+            ways["enable_tiling"] = copy.deepcopy(vae)
+            enable_tiling(name, ways["enable_tiling"])
+        calls: dict[str, Callable[[Any], Any]] = {
+            "decode": lambda net: net.decode(latent).sample,
+            "encode": lambda net: _encoded(net.encode(image)),
+        }
+        for what, call in calls.items():
+            whole = call(vae)
+            call(ways[TURNS])  # plans are made once for a size
+            for number in range(FAMILY_ROUNDS):
+                for way in order([*ways], number):
+                    told, made_here = taken(lambda call=call, way=way: call(ways[way]))
+                    told["error"] = float((made_here - whole).abs().max() / whole.abs().max())
+                    found.setdefault(f"{what}: {way}", []).append(told)
+    (out / "0.json").write_text(json.dumps(found))
+
+
+def _encoded(found: Any) -> torch.Tensor:
+    return found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+
+
+def taken(call: Callable[[], torch.Tensor]) -> tuple[dict[str, float], torch.Tensor]:
+    """Seconds, those of processors, the most resident bytes beyond those before; and what it gave."""
+    ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps is not there before
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    began, worked = time.perf_counter(), time.process_time()
+    found = call()
+    told = {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - worked,
+        "peak_bytes": resident("VmHWM") - before,
+    }
+    return told, found
 
 
 def resident(name: str) -> int:
@@ -127,8 +172,28 @@ def asked(way: str, edge: int, out: Path) -> dict[str, Any]:
     return {name: max(one[name] for one in told) for name in told[0]}
 
 
+def families() -> dict[str, Any]:
+    """Every family, after another one."""
+    before, found = environment(), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in FAMILIES:
+            subprocess.run(
+                [sys.executable, __file__, "--family", name, folder],
+                check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            found[name] = json.loads((Path(folder) / "0.json").read_text())
+            print(name, {way: every[-1] for way, every in found[name].items()}, flush=True)
+    more = {"torch": torch.__version__, "load": os.getloadavg()[2]}
+    return {
+        "benchmark": "autoencoders", "part": "families", "found": found,
+        "environment": {**before, **more},
+    }  # fmt: skip
+
+
 def measured(name: str) -> dict[str, Any]:
     """One part."""
+    if name == "families":
+        return families()
     part, before = PARTS[name], environment()
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in part.ways}
     with tempfile.TemporaryDirectory() as folder:
@@ -153,8 +218,30 @@ def _ratio(found: dict[str, list[dict[str, Any]]], way: str) -> Median:
     return ratio(seconds[way], seconds["whole"])
 
 
+def _of_families(result: dict[str, Any]) -> str:
+    """A table for each family."""
+    text = ["### Other families"]
+    for name, found in result["found"].items():
+        rows: list[tuple[str, ...]] = []
+        for way, every in found.items():
+            seconds, peak = (
+                sorted(told[key] for told in every)[len(every) // 2]
+                for key in ("cpu_seconds", "peak_bytes")
+            )
+            error = max(told["error"] for told in every)
+            rows.append((way, f"{seconds:.1f}", f"{peak / MIB:,.0f}", f"{error:.1e}"))
+        shape = " x ".join(map(str, FAMILIES[name].image[2:]))
+        header = ("way", "processor seconds", "peak, MiB", "largest error")
+        text += [f"`{name}`, {shape}:", table(header, rows)]
+    load = result["environment"]["load"]
+    text.append(f"{conditions(result)[:-1]}; medians of {FAMILY_ROUNDS} rounds; load {load:.0f}.")
+    return "\n\n".join(text)
+
+
 def section(result: dict[str, Any]) -> str:
-    """A table of one part."""
+    """The tables of one part."""
+    if result["part"] == "families":
+        return _of_families(result)
     found, edge = result["found"], PARTS[result["part"]].edge
     rows: list[tuple[str, ...]] = []
     for way, every in found.items():
@@ -173,7 +260,7 @@ def section(result: dict[str, Any]) -> str:
     return f"{title}\n\n{table(header, rows)}\n\n{conditions(result)}"
 
 
-PAGE = Page(HERE, section, ("pairs", "large"))
+PAGE = Page(HERE, section, ("pairs", "large", "families"))
 
 
 def main() -> int:
@@ -182,14 +269,20 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PAGE.order))
     parser.add_argument("--results", type=Path, default=PAGE.home / "results")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--family", nargs=2, help=argparse.SUPPRESS)
     told = parser.parse_args()
+    if told.family is not None:
+        name, out = told.family
+        family(name, Path(out))
+        return 0
     if told.one is not None:
         way, edge, out = told.one
         one(way, int(edge), Path(out))
         return 0
     parts = told.parts.split(",")
-    if strange := [word for word in parts if word not in PARTS]:
-        parser.error(f"there is no {strange[0]}; valid: {', '.join(PARTS)}")
+    valid = [*PARTS, "families"]
+    if strange := [word for word in parts if word not in valid]:
+        parser.error(f"there is no {strange[0]}; valid: {', '.join(valid)}")
     return PAGE.publish(parts, measured, told.results)
 
 
