@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fivefold.data.windows import Box, Windowed, windows_of
 from fivefold.errors import UsageError
+from fivefold.mesh.heap import give_back
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.graph.fingerprint import in_words
 from fivefold.parallel.modes import evaluating
@@ -267,6 +268,8 @@ def _infer_one(
             if writing is not None:
                 writing.result()
             writing = writer.submit(store.write, index, number, parts, sums)
+            del image, target, outputs, parts, read
+            give_back()  # what lies between windows adds up to a multiple of one
         if writing is not None:
             writing.result()
 
