@@ -25,7 +25,7 @@ from fivefold.train import infer_store
 from inferring import Images, made
 from ranks import run_ranks
 
-pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
+zarr: Any = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
 Score = Callable[[Any, Tensor], Tensor]
 
 
@@ -60,7 +60,7 @@ def of_whole(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
 def infer(
     net: nn.Module, images: Any, to: Path | None, score: Score | None, ranks: int = 1, **more: Any
 ) -> Tensor:
-    found = list[Tensor]()
+    found = list[Any]()
 
     def check(mesh: Mesh) -> None:
         sums = inference.infer(
@@ -69,7 +69,7 @@ def infer(
         found.append(sums)
 
     run_ranks(Layout(data=ranks), check, plan=Plan(layout=Layout(data=ranks)))
-    for other in found:
+    for other in found if score is not None else ():
         assert torch.equal(other, found[0])
     return found[0]
 
@@ -85,6 +85,15 @@ def expect(net: nn.Module, images: Pairs, score: Score) -> Tensor:
 def close(found: Tensor, wanted: Tensor) -> None:
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_targets_that_nobody_asks_for_are_given_boxes(tmp_path: Path) -> None:
+    images, net = Pairs((3, 20, 9)), made("edsr_small")
+    assert not len(infer(net, images, tmp_path / "out.zarr", None, tile=16))
+    found = zarr.open_array(tmp_path / "out.zarr" / "0", mode="r")[...]
+    with torch.no_grad():
+        whole = net.eval()(images.images[0][None])[0]
+    torch.testing.assert_close(torch.from_numpy(found), whole)
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -190,13 +199,17 @@ def of_any_number(outputs: Tensor, targets: Tensor) -> Tensor:
     ).double()
 
 
+def without_dims(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.sum()
+
+
 @pytest.mark.parametrize(
     ("images", "score", "more", "says"),
     [
         (Pairs((3, 40, 40)), mean, {}, "score has to return sums over pixels"),
         (Pairs((3, 40, 40)), smooth, {}, "score has to return sums over pixels"),
         (Pairs((3, 40, 40)), of_any_number, {}, "score has to return sums over pixels"),
-        (Pairs((3, 40, 40)), lambda y, _: y.sum(), {}, "score returned torch.float64"),
+        (Pairs((3, 40, 40)), without_dims, {}, "score returned torch.float64"),
         (Images((3, 40, 40)), confusion, {}, "sample 0 is not .image, target., both images"),
         (Labels((3, 40, 40)), confusion, {}, "sample 0 is not .image, target., both images"),
         (Pairs((3, 40, 40), factor=2), confusion, {}, r"has \(40, 40\) pixels, and the target \(80, 80\)"),

@@ -286,7 +286,9 @@ def _read(
     sizes = windows.sizes(index)
     if isinstance(sizes[0], int):
         return torch.as_tensor(windows.window(index, box))[None], None
-    others = [None for _ in sizes[1:]] if target is None else [target]
+    # Of images that are not asked for, a pixel: who reads windows is given a box for each.
+    others = [None if one is None else Box(one, (range(1),) * len(one)) for one in sizes[1:]]
+    others[:1] = others[:1] if target is None else [target]
     found = [
         torch.as_tensor(one)[None]
         for one in windows.window(index, (box, *others))[: 2 if target else 1]
