@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 from bystanders import Bystanders
 from figures import Median, environment, ratio, table
 from publishing import Page, conditions
+from resident import resident
 from rounds import order
 
 import fivefold as ff
@@ -66,6 +67,7 @@ class Part:
 PARTS = {
     "infer-pairs": Part(1536, 512, 7),
     "infer-large": Part(20_000, 1024, 1, ("tile", "file")),
+    "infer-medium": Part(4096, 1024, 1, ("tile", "file")),
     "infer-tiny": Part(600, 256, 1, ("tile", "file")),
 }
 """the last one tries the script"""
@@ -174,12 +176,6 @@ def measured_once(call: Callable[[], object]) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     del kept
     return {"seconds": seconds, "peak_bytes": resident("VmHWM") - before}
-
-
-def resident(name: str) -> int:
-    """Bytes of this process."""
-    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
-    return int(line.split()[1]) * 1024
 
 
 # ---- around them

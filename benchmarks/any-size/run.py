@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 from figures import Median, environment, ratio, table
 from publishing import Page, conditions
+from resident import resident
 from rounds import order
 
 import fivefold as ff
@@ -119,12 +120,6 @@ def one(net: str, pixels: int, turns: int, budget: str, disk: str) -> dict[str, 
         wrote = written()
         found["seconds"] = step(pixels)
         return {**found, "written_bytes": written() - wrote}
-
-
-def resident(name: str) -> int:
-    """Bytes of this process."""
-    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
-    return int(line.split()[1]) * 1024
 
 
 def written() -> int:

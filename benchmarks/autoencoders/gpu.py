@@ -32,6 +32,7 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 from figures import environment, table
+from resident import resident
 from run import SDXL
 
 import fivefold as ff
@@ -141,12 +142,6 @@ def measured(call: Any, device: torch.device) -> tuple[float, int, Tensor | None
     seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")
     return seconds, peak - before, made
-
-
-def resident(name: str) -> int:
-    """Bytes of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if name in line).split()[1]) * 1024
 
 
 # ---- around them

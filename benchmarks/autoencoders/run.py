@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from families import FAMILIES, UNTILED, enable_tiling, made
 from figures import Median, environment, ratio, table
 from publishing import Page, conditions
+from resident import resident
 from rounds import order
 
 import fivefold as ff
@@ -144,12 +145,6 @@ def taken(call: Callable[[], torch.Tensor]) -> tuple[dict[str, float], torch.Ten
         "peak_bytes": resident("VmHWM") - before,
     }
     return told, found
-
-
-def resident(name: str) -> int:
-    """Bytes of this process."""
-    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
-    return int(line.split()[1]) * 1024
 
 
 # ---- around them

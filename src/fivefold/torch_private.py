@@ -163,7 +163,7 @@ def without_memory(
     cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> Any:
     """A tensor of a class that answers operators itself, in `__torch_dispatch__`."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device(device))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -77,7 +77,7 @@ def request(case: Case) -> dict[str, Any]:
 class Judge:
     """A process that stays and answers one case after the other."""
 
-    def __init__(self, limit_s: float = 30.0) -> None:
+    def __init__(self, limit_s: float = 90.0) -> None:
         self.limit_s = limit_s
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
         self._process: subprocess.Popen[str] | None = None

@@ -31,8 +31,14 @@ from fivefold.data.source import (
     Skipped,
     Source,
 )
-from fivefold.data.tiling import TileCollate, TiledSamples, noted, reads_later, tiles_of
-from fivefold.data.windows import windows_of
+from fivefold.data.tiling import (
+    SamplesReadLater,
+    TileCollate,
+    TiledSamples,
+    noted,
+    reads_later,
+    tiles_of,
+)
 from fivefold.data.workers import Key, Workers
 from fivefold.errors import DataError, DataWarning, FivefoldError, OffloadWarning, UsageError, warn
 from fivefold.launch.role import is_helper
@@ -281,35 +287,33 @@ def loader(
     Args:
         dataset: anything with a length and samples by index (map-style). Samples may draw from torch's,
             numpy's and Python's global generators; generators that the data set made itself are its own
-            business. Of one that offers windows (`fivefold.data.windows`), only this rank's tile is read; by
-            this process, as turns come to it, where images are computed by turns under a budget.
+            business. Of one that offers windows (`fivefold.data.windows`), this rank reads its tile, by turns
+            under a budget tile by tile.
         mesh: decides which samples of a batch this rank gets, and on which device.
         batch_size: samples in a batch over all ranks.
         seed: 0 to 2**64 - 1; decides the order and the randomness of every sample.
         shuffle: a new order in every epoch; else that of the data set.
         drop_last: leave out the smaller batch at the end of an epoch.
-        workers: processes that prepare batches, where helpers do not; 0: none. Default: the plan's.
-        prefetch: batches that each worker prepares ahead. Default: the plan's.
+        workers: processes that prepare batches, where helpers do not; 0: none. By default the plan's.
+        prefetch: batches that each worker prepares ahead. By default the plan's.
         collate: samples to batch. The default stacks pytrees. What it draws at random would depend on the
             number of ranks, so randomness belongs into the data set.
         finish: what is done to a rank's share of a batch where it arrives, on its device: never by a worker
             or helper, so the batches that travel can be small. It treats each sample by itself, draws
             nothing at random, and keeps the first dim, which may be 0.
-        on_error: what becomes of a batch with a sample that cannot be read: "stop" raises the error; "skip"
-            leaves the sample out, which is counted and told. Default: the plan's (`offload.on_error`).
+        on_error: of a sample that cannot be read: "stop" raises the error; "skip" leaves it out, which is
+            counted and told. Default: the plan's (`offload.on_error`).
 
     Raises:
-        UsageError: the data set is not map-style, a number makes no sense, a transform needs whole images,
-            or samples cannot be skipped under this layout.
+        UsageError: no map-style data set, a number without sense, a transform that needs whole images, or
+            samples that cannot be skipped under this layout.
         DataError: the data set is empty.
     """
     _check_dataset(dataset)
     given, workers = workers, mesh.plan.loader.workers if workers is None else workers
     prefetch = mesh.plan.loader.prefetch if prefetch is None else prefetch
     _check_numbers(seed, batch_size=(batch_size, 1), workers=(workers, 0), prefetch=(prefetch, 1))
-    windows = reads_later(mesh.plan) and windows_of(dataset) is not None
-    dataset, later = put_off(dataset) if collate is None and not windows else (dataset, None)
-    collate = later if collate is None else collate
+    dataset, collate, later = _put_off(dataset, collate, mesh)
     tiles = tiles_of(dataset, mesh)
     on_error = _checked(on_error or mesh.plan.offload.on_error, mesh, windows=tiles is not None)
     source = Source(
@@ -319,16 +323,18 @@ def loader(
         on_error="stop" if is_helper() else on_error,
     )  # fmt: skip
     _check_left(source)
-    producer = None
-    if windows and given:
-        warn(
-            f"workers={given} is not used: windows are read as turns come to them; leave it out, or set no "
-            "memory.budget",
-            DataWarning,
-        )
-    if not windows:
-        producer = producer_of(source, mesh, tiles, workers=workers, prefetch=prefetch, given=given)
+    producer = producer_of(source, mesh, tiles, workers=workers, prefetch=prefetch, given=given)
     return Loader(source, mesh, producer, tiles=tiles, later=later, finish=finish)
+
+
+def _put_off(
+    dataset: Samples, collate: Collate | None, mesh: Mesh
+) -> tuple[Samples, Collate | None, Later | None]:
+    """The data set, its collate, and what is left for whole batches, where there are some at once."""
+    if collate is not None or reads_later(mesh.plan):
+        return dataset, collate, None
+    dataset, later = put_off(dataset)
+    return dataset, later, later
 
 
 def _check_numbers(seed: int, **numbers: tuple[int, int]) -> None:
@@ -406,6 +412,14 @@ def producer_of(
     `given`: how many workers the user asked for, None if the plan did. In a helper, trainers can ask for
     the batches of `source` from now on.
     """
+    if isinstance(tiles, SamplesReadLater):
+        if given:
+            warn(
+                f"workers={given} is not used: windows are read as turns come to them; leave it out, or set "
+                "no memory.budget",
+                DataWarning,
+            )
+        return None
     if is_helper():
         _offer(source)
     elif os.environ.get("FIVEFOLD_HELPERS"):

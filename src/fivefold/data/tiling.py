@@ -21,7 +21,7 @@ from fivefold.mesh.unread import Ranges, Unread
 from fivefold.plan import Plan
 from fivefold.torch_private import pytree
 
-__all__ = ["TileCollate", "TiledSamples", "noted", "reads_later", "tiles_of"]
+__all__ = ["SamplesReadLater", "TileCollate", "TiledSamples", "noted", "reads_later", "tiles_of"]
 
 
 def reads_later(plan: Plan) -> bool:

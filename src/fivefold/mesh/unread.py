@@ -15,7 +15,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from fivefold.torch_private import NO_FUNCTION, TO_COPY, pytree, without_memory
+from fivefold.errors import UsageError
+from fivefold.torch_private import NO_FUNCTION, TO_COPY, pytree, schema_of, without_memory
 
 __all__ = ["Ranges", "Unread", "pieces"]
 
@@ -106,8 +107,22 @@ class Unread(Tensor):
             made = put_off(*args, **(kwargs or {}))
             if made is not None:
                 return made
+        for number, operand in enumerate(schema_of(func).arguments):
+            if operand.alias_info is not None and operand.alias_info.is_write:
+                _refuse_change(
+                    args[number] if number < len(args) else (kwargs or {}).get(operand.name)
+                )
         read = pytree.tree_map_only(Unread, Unread._held, (args, kwargs or {}))
         return func(*read[0], **read[1])
+
+
+def _refuse_change(written: object) -> None:
+    """Others that were cut out of it before, or of which it was, would not see the change."""
+    if isinstance(written, Unread):
+        raise UsageError(
+            f"a tensor {tuple(written.shape)} that is read tile by tile, as turns come to it, cannot be "
+            "changed in place: change it in the data set's transform, or change its clone()"
+        )
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fivefold.data.windows import Box, Windowed, windows_of
 from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
 from fivefold.mesh.heap import give_back
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.graph.fingerprint import in_words
@@ -84,30 +85,14 @@ def infer(
             file for what those cannot hold; or `score` is no sum over pixels, or targets are of other sizes.
         DataError: zarr or tifffile is not installed (extra images).
     """
-    mesh, net = model.mesh, model.module
-    windows = windows_of(dataset)
-    if windows is None:
-        raise UsageError(
-            f"infer reads windows of images, which {type(dataset).__name__} does not offer: use TiffImages "
-            "or ZarrImages, or give it the methods sizes and window (fivefold.data.windows.Windowed)"
-        )
-    if tile < 1:
-        raise UsageError(f"tile={tile}: windows have at least one pixel along each edge")
-    if any(p.is_meta or is_dtensor(p) for p in net.parameters()):
-        raise UsageError(
-            "ranks divide the parameters of the net among them (a pipe axis, or memory.shard), and each has "
-            "to compute whole windows: use a layout without"
-        )
+    mesh, net, windows = model.mesh, model.module, _checked(model, dataset, tile)
     if to is None and (score is None or then is not None):
         raise UsageError("with to=None nothing is written: give a score, and no then")
     scored = None if score is None else WindowScore(score, windows)
     sizes = [_size_of(windows, index) for index in range(len(windows))]
     with evaluating(model), torch.no_grad():
         job = _job(net, (sizes, tile, to is not None and is_tiff(to)), (then, score))
-        if to is not None and is_tiff(to):
-            store = TiffStore(Path(to), mesh, job, sizes)
-        else:
-            store = OutputStore(None if to is None else Path(to), mesh, job)
+        store = _store(None if to is None else Path(to), mesh, job, sizes)
         plan: _Plan | None = None
         for index in range(0 if store.complete else len(windows)):
             size = sizes[index]
@@ -117,6 +102,33 @@ def infer(
                 plan = _Plan(net, pixel, size, tile, then)
             _infer_one(plan, windows, index, store, scored)
     return store.finish()
+
+
+def _checked(model: ParallelModel, dataset: Any, tile: int) -> Windowed:
+    """How windows are read. Raises `UsageError` where nothing can be inferred so."""
+    windows = windows_of(dataset)
+    if windows is None:
+        raise UsageError(
+            f"infer reads windows of images, which {type(dataset).__name__} does not offer: use TiffImages "
+            "or ZarrImages, or give it the methods sizes and window (fivefold.data.windows.Windowed)"
+        )
+    if tile < 1:
+        raise UsageError(f"tile={tile}: windows have at least one pixel along each edge")
+    if any(p.is_meta or is_dtensor(p) for p in model.module.parameters()):
+        raise UsageError(
+            "ranks divide the parameters of the net among them (a pipe axis, or memory.shard), and each has "
+            "to compute whole windows: use a layout without"
+        )
+    return windows
+
+
+def _store(
+    path: Path | None, mesh: Mesh, job: str, sizes: Sequence[tuple[int, ...]]
+) -> OutputStore:
+    """Where outputs go. Collective."""
+    if path is not None and is_tiff(path):
+        return TiffStore(path, mesh, job, sizes)
+    return OutputStore(path, mesh, job)
 
 
 class _Plan:
@@ -260,10 +272,9 @@ def _infer_one(
             image, target = read.result()
             outputs, sums = plan.window(place).compute(image.to(mesh.device)), None
             if score is not None and target is not None and box is not None:
+                # A score may change what it is given.
                 given = map_tensors(torch.clone, outputs) if store.writes else outputs
-                sums = score.sums(
-                    given, target.to(mesh.device), box
-                )  # which may change what is given
+                sums = score.sums(given, target.to(mesh.device), box)
             parts = plan.parts(place, outputs) if store.writes else []
             if writing is not None:
                 writing.result()

@@ -215,7 +215,9 @@ class TurnedNet:
     ) -> list[View]:
         """The fewest turns that fit for such a batch. Collective where it is the first of its kind."""
         flat = leaves(batch.inputs)
-        parts = [part.shape if (part := part_of(leaf)) else leaf.shape for leaf in flat]
+        parts = [
+            (leaf.dtype, part.shape if (part := part_of(leaf)) else leaf.shape) for leaf in flat
+        ]
         key = (batch.call, torch.is_grad_enabled(), self._net.training, batch.share.total, *parts)
         if key not in known:
             budget, turns = self._budget, dict[str, int]()
