@@ -70,17 +70,27 @@ class Part:
     piece: int
     """the largest that is computed in one piece"""
     large: tuple[Large, ...]
+    pair_budget: str = ""
+    """within which turns are timed too"""
+
+    @property
+    def ways(self) -> dict[str, tuple[int, str]]:
+        """Of pairs, the first of which the others are compared with: turns along each edge, and a budget."""
+        turns = f"{self.pair_turns} x {self.pair_turns} turns"
+        found = {"in one piece": (1, ""), turns: (self.pair_turns, "")}
+        if self.pair_budget:
+            found[f"{turns}, budget {self.pair_budget}"] = self.pair_turns, self.pair_budget
+        return found
 
 
 PARTS = {
     "edsr": Part(
-        "edsr_small", 512, 2, 1024, (Large(4096, 16, "3900MiB"), Large(8192, 32, "6800MiB"))
+        "edsr_small", 512, 2, 1024, (Large(4096, 8, "3900MiB"), Large(8192, 16, "6800MiB"))
     ),
-    "resnet50": Part("resnet50", 1024, 2, 1024, (Large(4096, 8, "1GiB"),)),
-    "tiny": Part("edsr_small", 192, 2, 192, (Large(256, 2),)),
+    "resnet50": Part("resnet50", 1024, 2, 1024, (Large(4096, 8, "1GiB"),), "1700MiB"),
+    "tiny": Part("resnet50", 192, 2, 192, (Large(256, 2),), "600MiB"),
 }
 """the last one tries the script"""
-WAYS = ("in one piece", "by turns")
 
 
 # ---- in a process of its own
@@ -145,12 +155,13 @@ def asked(part: Part, pixels: int, turns: int, disk: Path, budget: str = "") -> 
 def measured(name: str, rounds: int, disk: Path, kept: list[Any] | None) -> dict[str, Any]:
     """One part; of large images what was `kept`, if it is not to be measured."""
     part, before = PARTS[name], environment()
-    pairs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    pairs: dict[str, list[dict[str, Any]]] = {way: [] for way in part.ways}
     for number in range(rounds):
-        for way in order([*WAYS], number):
-            turns = 1 if way == WAYS[0] else part.pair_turns
-            pairs[way].append(asked(part, part.pair, turns, disk))
-        print(f"{name}, round {number + 1}: {_ratio(pairs)}", flush=True)
+        for way in order([*part.ways], number):
+            turns, budget = part.ways[way]
+            pairs[way].append(asked(part, part.pair, turns, disk, budget))
+        told = ", ".join(str(_ratio(pairs, way)) for way in [*part.ways][1:])
+        print(f"{name}, round {number + 1}: {told}", flush=True)
     found: dict[str, Any] = {"pairs": pairs, "piece": asked(part, part.piece, 1, disk)}
     found["large"] = kept
     for each in part.large if kept is None else ():
@@ -172,9 +183,10 @@ def on_record(results: Path, name: str) -> list[Any]:
     return json.loads(file.read_text())["found"]["large"] if file.exists() else []
 
 
-def _ratio(pairs: dict[str, list[dict[str, Any]]]) -> Median:
-    seconds = {way: [told["seconds"] for told in every] for way, every in pairs.items()}
-    return ratio(seconds[WAYS[1]], seconds[WAYS[0]])
+def _ratio(pairs: dict[str, list[dict[str, Any]]], way: str) -> Median:
+    """Of seconds, to those of one piece."""
+    piece, *_ = pairs.values()
+    return ratio([told["seconds"] for told in pairs[way]], [told["seconds"] for told in piece])
 
 
 def section(result: dict[str, Any]) -> str:
@@ -191,10 +203,11 @@ def section(result: dict[str, Any]) -> str:
             f"{peak / MIB:,.0f}", f"{disk / MIB:,.0f}",
         ))  # fmt: skip
 
-    row(WAYS[0], part.pair, found["pairs"][WAYS[0]], "")
-    tiles = f"{part.pair_turns} x {part.pair_turns} turns"
-    row(tiles, part.pair, found["pairs"][WAYS[1]], str(_ratio(found["pairs"])))
-    row(WAYS[0], part.piece, [found["piece"]], "")
+    piece, *others = part.ways
+    row(piece, part.pair, found["pairs"][piece], "")
+    for way in others:
+        row(way, part.pair, found["pairs"][way], str(_ratio(found["pairs"], way)))
+    row(piece, part.piece, [found["piece"]], "")
     for each, told in zip(part.large, found["large"], strict=False):
         row(each.way, each.pixels, [told], "")
     header = (

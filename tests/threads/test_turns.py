@@ -21,10 +21,12 @@ from fivefold.mesh import Mesh
 from fivefold.parallel import ParallelModel, parallelize
 from fivefold.parallel.memory.file import FileStore
 from fivefold.parallel.memory.spill import Pool
-from fivefold.parallel.turns import shelf
+from fivefold.parallel.program.weightless import Count
+from fivefold.parallel.turns import shelf, step
 from fivefold.parallel.turns.net import TurnedNet
 from fivefold.parallel.turns.step import Step
 from fivefold.plan import Layout, Memory, Parallel, Plan, Tiles
+from fivefold.sections import bytes_of
 from ranks import run_ranks
 from small_models import CLASSES, SMALL, batch_of, judged, loss_of, net_of
 
@@ -85,6 +87,12 @@ def test_however_many_layers_share_an_exchange(fuse: str) -> None:
 # ---- under a budget
 
 
+DEEP = nn.Sequential(
+    nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
+    nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1),
+)  # fmt: skip
+
+
 def test_what_does_not_fit_is_on_a_disk_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,15 +119,18 @@ def test_what_does_not_fit_is_on_a_disk_meanwhile(
     assert sum(put_away) > 1 << 20
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["again", "whole"])
 @pytest.mark.parametrize("window_bytes", [0, 100_000])
 @pytest.mark.parametrize("name", ["unet", pytest.param("resnet20", marks=pytest.mark.long)])
 def test_everything_may_be_put_away(
-    name: str, window_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, window_bytes: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Pool(FileStore(tmp_path), window_bytes)
 
-    def nothing_stays(_self: Any, _programs: Any, batch: Any, state: Any) -> shelf.Shelf:
-        return shelf.Shelf(1, pool, (*batch, *state.values()))
+    def nothing_stays(_self: Any, programs: Any, batch: Any, state: Any) -> Any:
+        found = shelf.Shelf(1, pool, (*batch, *state.values()))
+        numbers = frozenset(range(99 if whole else 0))
+        return found, [numbers] * len(programs)
 
     monkeypatch.setattr(shelf, "_LEAST_BYTES", 1)
     monkeypatch.setattr(TurnedNet, "_shelf", nothing_stays)
@@ -182,13 +193,48 @@ def test_too_little_is_refused(budget: str, says: str) -> None:
     refused(net, plan_of("height=4", budget=budget), says, (1, 3, 128, 96))
 
 
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "again"), [("4800KiB", (28, 32)), ("7200KiB", (17, 31)), ("18MiB", (16, 16))]
+)
+def test_what_a_budget_has_room_for_is_not_computed_again(
+    budget: str, again: tuple[int, int], disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, run_steps, train = copy.deepcopy(DEEP).double(), step.run_steps, Step.train
+    computed, peak, like = 0, 0, torch.empty(1, 3, 128, 96, dtype=torch.float64)
+    batches = [(torch.randn_like(like), torch.randn_like(like)) for _ in range(2)]
+
+    def counted(program: Any, values: Any, steps: Any, wanted: set[int], *rest: Any) -> Any:
+        nonlocal computed
+        computed += len(wanted) > 0  # not a head, which gives nothing
+        return run_steps(program, values, steps, wanted, *rest)
+
+    def watched(self: Step, *args: Any, **options: Any) -> Any:  # not the recording before
+        nonlocal computed, peak
+        computed = 0
+        with Count([], "cpu") as count:  # images and targets are found as they are viewed
+            found = train(self, *args, **options)
+        peak = max(peak, count.most())
+        return found
+
+    def trained(mesh: Mesh) -> list[Tensor]:
+        model = parallelize(copy.deepcopy(net), mesh, loss=nn.MSELoss())
+        for batch in batches:
+            model.step(*batch)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    monkeypatch.setattr(step, "run_steps", counted)
+    monkeypatch.setattr(Step, "train", watched)
+    plan = plan_of("height=4,width=2", budget=budget, disk=str(tmp_path) if disk else "")
+    grads = run_ranks(1, trained, plan=plan)[0]
+    for x, y in batches:
+        nn.functional.mse_loss(net(x), y).backward()
+    torch.testing.assert_close(grads, [p.grad for p in net.parameters()])
+    assert again[0] <= computed <= again[1], "two segments of eight turns"
+    assert peak <= bytes_of(budget)
+
+
 # ---- as few as a budget allows
-
-
-DEEP = nn.Sequential(
-    nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
-    nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", [ONE, Layout(data=2), Layout(height=2)], ids=str)

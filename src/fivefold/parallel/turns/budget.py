@@ -3,6 +3,7 @@
 budget = parameters, gradients, the optimiser's state, the batch      there anyway
        + what one turn takes while it computes a segment              an upper bound, from shapes
        + what all turns keep between visits                           the rest: what is more goes to a disk
+       + all that backward needs of some segments                     what is left: others are computed again
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from fivefold.parallel.memory.link import measured_link
 from fivefold.parallel.memory.optimizers import OptimizerStates
 from fivefold.parallel.memory.spill import Pool
 from fivefold.parallel.memory.step import store_of
+from fivefold.parallel.program.costs import flops_of
 from fivefold.parallel.program.program import Compute, Move, Program
-from fivefold.parallel.turns.segments import Segment, segments_of
+from fivefold.parallel.turns.segments import HELD, Segment, segments_of
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.plan import Memory
 from fivefold.sections import bytes_of
@@ -57,8 +59,11 @@ class TurnBudget:
         programs: Sequence[Program],
         batch: Iterable[Tensor],
         mine: Iterable[Tensor],
-    ) -> Shelf:
-        """For one step. Raises `UsageError` where too little is left."""
+    ) -> tuple[Shelf, list[frozenset[int]]]:
+        """For one step; and by turn the segments that are not computed again in backward.
+
+        Raises `UsageError` where too little is left.
+        """
         trains = torch.is_grad_enabled()
         visit, kept = self._needed(programs, trains=trains)
         standing = self._standing_bytes(batch, trains=trains)
@@ -76,10 +81,13 @@ class TurnBudget:
                     f"their visits, and {_mib(limit)} are left for that. Name a local disk as memory.disk, "
                     "let more layers share an exchange (tiles.fuse), or allow more"
                 )
-            return Shelf()
+            return Shelf(), _whole(programs, limit - kept)
         window = limit // _WINDOW
-        growth = limit + visit if self._on_cpu else 0
-        return Shelf(limit - 2 * window, self._pool(window), mine, growth)
+        growth, limit = limit + visit if self._on_cpu else 0, limit - 2 * window
+        whole = _whole(programs, limit - kept)
+        for program, numbers in zip(programs, whole, strict=True):
+            limit -= sum(_again(program)[number][0] for number in numbers)
+        return Shelf(limit, self._pool(window), mine, growth), whole
 
     def load(self, programs: Sequence[Program], batch: Iterable[Tensor]) -> float:
         """What turns take of what there is for them, as `shelf` has it: up to 1 they fit.
@@ -150,6 +158,50 @@ def _kept_bytes(program: Program, segments: Sequence[Segment]) -> int:
     return sum(map(sum, gives)) + (max(takes) if gives else 0)
 
 
+def _whole(programs: Sequence[Program], spare_bytes: int) -> list[frozenset[int]]:
+    """Segments of which `spare_bytes` hold all that backward needs, by turn.
+
+    What takes longest to compute again, for its size, comes first. What is put away meanwhile would come back
+    more slowly than that, so all that is kept has its place before.
+    """
+    found: list[set[int]] = [set() for _ in programs]
+    if spare_bytes <= 0 or not torch.is_grad_enabled():
+        return [frozenset(one) for one in found]
+    every = [
+        (flops / max(size, 1), size, turn, number)
+        for turn, program in enumerate(programs)
+        for number, (size, flops) in enumerate(_again(program))
+    ]
+    for _, size, turn, number in sorted(every, reverse=True):
+        if size <= spare_bytes:
+            found[turn].add(number)
+            spare_bytes -= size
+    return [frozenset(one) for one in found]
+
+
+def _again(program: Program) -> list[tuple[int, float]]:
+    """What computing segments again saves of memory, and the operations that it takes; not of the last one.
+
+    Memory is what a step has measured, and before what all values take that a segment makes.
+    """
+    if "again" not in program.found:
+        made: list[tuple[int, float]] = []
+        for segment in segments_of(program)[:-1]:
+            steps = [program.steps[number] for number in segment.steps]
+            nodes = [step.node for step in steps if isinstance(step, Compute)]
+            flops = sum(  # the last node has saved what it needs before it is computed
+                flops_of(node) * _elements(program, index)
+                for node in nodes[:-1]
+                for index in node.outputs
+            )
+            made.append((sum(sum(_made_bytes(program, n)) for n in segment.steps), flops))
+        program.found["again"] = made
+    return [
+        (program.found.get((HELD, number), size), flops)
+        for number, (size, flops) in enumerate(program.found["again"])
+    ]
+
+
 def _made_bytes(program: Program, number: int) -> list[int]:
     step = program.steps[number]
     if isinstance(step, Move):
@@ -159,11 +211,15 @@ def _made_bytes(program: Program, number: int) -> list[int]:
 
 
 def _bytes(program: Program, index: int) -> int:
+    dtype = program.tape.dtypes.get(index)
+    return 0 if dtype is None else _elements(program, index) * dtype.itemsize
+
+
+def _elements(program: Program, index: int) -> int:
     here, spread = program.here, program.spreads.get(index)
-    if here is None or spread is None or index not in program.tape.dtypes:
+    if here is None or spread is None:
         return 0  # what a move made: it lives within a segment
-    elements = math.prod(spread.local_shape(here.grid, here.rank))
-    return elements * program.tape.dtypes[index].itemsize
+    return math.prod(spread.local_shape(here.grid, here.rank))
 
 
 def _mib(size_bytes: int) -> str:

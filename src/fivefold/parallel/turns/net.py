@@ -191,10 +191,11 @@ class TurnedNet:
             self._views = self._fitting_views(batch, beside, self._fitting)
         every = self._every_ready(batch)
         state = self.first.state(every[0])
-        shelf = self._shelf([one.program for one in every], [*leaves(inputs), *beside], state)
+        programs = [one.program for one in every]
+        shelf, whole = self._shelf(programs, [*leaves(inputs), *beside], state)
         turns = [
-            self._under_way(view, one, state, shelf)
-            for view, one in zip(self._views, every, strict=True)
+            self._under_way(*each, state, shelf)
+            for each in zip(self._views, every, whole, strict=True)
         ]
         return Step(turns, shelf, self._mesh.device)
 
@@ -240,17 +241,22 @@ class TurnedNet:
         return known[key]
 
     def _under_way(
-        self, view: View, ready: Prepared, state: Mapping[str, Tensor], shelf: Shelf
+        self,
+        view: View,
+        ready: Prepared,
+        whole: frozenset[int],
+        state: Mapping[str, Tensor],
+        shelf: Shelf,
     ) -> TurnUnderWay:
         segments, updates = segments_of(ready.program), view is self._views[0]
-        return TurnUnderWay(view.turn, view.net, ready, segments, state, shelf, updates)
+        return TurnUnderWay(view.turn, view.net, ready, segments, state, shelf, updates, whole)
 
     def _shelf(
         self, programs: Sequence[Program], batch: Sequence[Tensor], state: Mapping[str, Tensor]
-    ) -> Shelf:
-        """What is kept between visits: under a budget as much as it leaves."""
+    ) -> tuple[Shelf, list[frozenset[int]]]:
+        """What is kept between visits, under a budget as much as it leaves; see `TurnBudget.shelf`."""
         if self._budget is None:
-            return Shelf()
+            return Shelf(), [frozenset()] * len(programs)
         return self._budget.shelf(programs, batch, (*batch, *state.values()))
 
     def _noted(self, leaf: Tensor, share: Share) -> Tensor:

@@ -15,7 +15,10 @@ from fivefold.parallel.program.program import Compute, Move, Program
 from fivefold.parallel.program.recompute import StepSpan, segment_of
 from fivefold.parallel.program.run import returned
 
-__all__ = ["Segment", "segments_of"]
+__all__ = ["HELD", "Segment", "segments_of"]
+
+HELD = "held"
+"""with the number of a segment: how many bytes backward was found to need of it; in `Program.found`"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     backward   segment by segment in reverse: deposits get their gradients, and each turn goes on backward
 
 Between segments autograd's graph is cut. Of a segment only what crosses its ends is kept, and what its head
-was answered: what else backward needs is computed again.
+was answered: what else backward needs is computed again, unless a budget has room for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from fivefold.parallel.program.net import RecordedNet
 from fivefold.parallel.program.prepared import Outputs, Prepared
 from fivefold.parallel.program.rule import Moment
 from fivefold.parallel.program.run import carry_out, returned, run_steps
+from fivefold.parallel.program.weightless import Count
 from fivefold.parallel.trees import map_tensors
-from fivefold.parallel.turns.segments import Segment
+from fivefold.parallel.turns.segments import HELD, Segment
 from fivefold.parallel.turns.shelf import Shelf
 from fivefold.trace import Phase, span
 
@@ -48,6 +49,8 @@ class TurnUnderWay:
     shelf: Shelf
     updates: bool
     """whether it is the turn that updates running statistics"""
+    whole: frozenset[int] = frozenset()
+    """segments of which all is kept that backward needs"""
     values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """what is read later on, each cut out of the graph in which it was made"""
     made: list[list[tuple[GradientEdge | None, Tensor]]] = field(
@@ -103,11 +106,23 @@ class TurnUnderWay:
             return tuple(made[index] for index in gives)
 
         taken = self.reads(number)
-        made = _recomputed(body, taken)
+        made = self._held(number, body, taken) if number in self.whole else _recomputed(body, taken)
         self.taken.append(taken)
         for index in segment.dies:
             self.values.pop(index, None)
         self._keep(dict(zip(gives, made, strict=True)))
+
+    def _held(
+        self, number: int, body: Callable[..., tuple[Tensor, ...]], taken: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Compute a segment and keep what backward needs, which is measured the first time."""
+        found, key = self.ready.program.found, (HELD, number)
+        if key in found or not taken:
+            return body(*taken)
+        with Count([*taken, *self.state.values()], taken[0].device.type) as count:
+            made = body(*taken)
+            found[key] = count.now()
+        return made
 
     def _pass(self, segment: Segment, answers: Sequence[Tensor]) -> None:
         """The same without gradients: what nobody reads any more is let go meanwhile."""
