@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +16,10 @@ import fivefold as ff
 from fivefold.data.windows import Box
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
+from fivefold.parallel.program.alone import AloneWindow
 from fivefold.plan import Layout, Plan
 from fivefold.recipes import models
+from fivefold.train import infer_store
 from ranks import run_ranks
 
 
@@ -77,3 +82,33 @@ def infer(net: nn.Module, images: Any, to: Path, ranks: int = 1, **more: Any) ->
         ff.infer(parallelize(copy.deepcopy(net), mesh), images, to, **more)
 
     run_ranks(Layout(data=ranks), check, plan=Plan(layout=Layout(data=ranks)))
+
+
+@contextmanager
+def full_after(windows: int) -> Generator[None]:
+    """Within the block the disk is full when so many windows are written, which ends with an error."""
+    write, written = infer_store.OutputStore.write, 0
+
+    def ends(self: Any, *arguments: Any) -> None:
+        nonlocal written
+        if written == windows:
+            raise OSError("no space left on device")
+        written += 1
+        write(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(infer_store.OutputStore, "write", ends)
+        with pytest.raises(OSError, match="no space"):
+            yield
+
+
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The windows that are computed from now on."""
+    compute, found = AloneWindow.compute, list[Tensor]()
+
+    def noted(self: AloneWindow, image: Tensor) -> Any:
+        found.append(image)
+        return compute(self, image)
+
+    monkeypatch.setattr(AloneWindow, "compute", noted)
+    return found

@@ -1,4 +1,4 @@
-"""Autoencoders of every known family: published structures with fewer channels, weights at random."""
+"""Autoencoders of every known family: as published, or with fewer channels; weights at random."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["FAMILIES", "UNTILED", "Family", "enable_tiling", "made"]
+__all__ = [
+    "FAMILIES",
+    "PUBLISHED",
+    "UNTILED",
+    "Family",
+    "Published",
+    "decoder",
+    "enable_tiling",
+    "made",
+]
 
 UNTILED = ("AutoencoderKLCosmos",)
 """of which diffusers' `enable_tiling` changes nothing"""
@@ -76,6 +85,58 @@ FAMILIES = {
         (1, 3, 9, 256, 256),
     ),
 }
+
+
+class Published(NamedTuple):
+    """A configuration that weights are published for: what differs from the defaults of its class."""
+
+    family: str
+    latent: tuple[int, ...]
+    image: str
+    """what the latent is decoded to"""
+    options: dict[str, Any]
+
+
+_KL: dict[str, Any] = FAMILIES["AutoencoderKL"].options | {
+    "block_out_channels": (128, 256, 512, 512)
+}
+_CLIPS = {
+    "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+}
+PUBLISHED = {
+    "SDXL": Published("AutoencoderKL", (1, 4, 128, 128), "1024 x 1024", _KL),
+    "Flux": Published(
+        "AutoencoderKL", (1, 16, 128, 128), "1024 x 1024",
+        _KL | {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+    ),
+    "Sana": Published(
+        "AutoencoderDC", (1, 32, 32, 32), "1024 x 1024",
+        {"downsample_block_type": "conv", "upsample_block_type": "interpolate"},
+    ),
+    "Wan": Published("AutoencoderKLWan", (1, 16, 21, 60, 104), "81 x 480 x 832", {}),
+    "HunyuanVideo": Published(
+        "AutoencoderKLHunyuanVideo", (1, 16, 33, 68, 120), "129 x 544 x 960", {}
+    ),
+    "CogVideoX": Published("AutoencoderKLCogVideoX", (1, 16, 13, 60, 90), "49 x 480 x 720", _CLIPS),
+    "LTX-Video": Published("AutoencoderKLLTXVideo", (1, 128, 21, 16, 24), "161 x 512 x 768", {}),
+    "Mochi": Published("AutoencoderKLMochi", (1, 12, 28, 60, 106), "163 x 480 x 848", {}),
+    "Cosmos": Published("AutoencoderKLCosmos", (1, 16, 16, 88, 160), "121 x 704 x 1280", {}),
+}  # fmt: skip
+
+
+def decoder(name: str) -> Any:
+    """Of a published configuration: decodes when it is called. It wants diffusers."""
+    import diffusers
+
+    published = PUBLISHED[name]
+    kind = getattr(diffusers, published.family)
+
+    class Decoder(kind):
+        def forward(self, latent: torch.Tensor) -> torch.Tensor:
+            return self.decode(latent, return_dict=False)[0]
+
+    return Decoder(**published.options).eval()
 
 
 def made(name: str) -> Any:

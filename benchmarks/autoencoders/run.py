@@ -1,10 +1,10 @@
 """Autoencoders of diffusers: whole, with the tiles of its own, in turns and in tiles.
 
-    python benchmarks/autoencoders/run.py [--parts pairs,large,families]
+    python benchmarks/autoencoders/run.py [--parts pairs,large,families,planned]
 
 The configuration is the published one of SDXL, or that of a family with fewer channels; weights are random,
 the arithmetic is float32. Every decoding of SDXL's runs in a process of its own, after another one, and every
-family in one, on one thread.
+family in one, on one thread. What is planned is told of the published configurations without computing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
-from families import FAMILIES, UNTILED, enable_tiling, made
+from families import FAMILIES, PUBLISHED, UNTILED, decoder, enable_tiling, made
 from figures import Median, environment, ratio, table
 from publishing import Page, conditions
 from resident import resident
@@ -36,6 +36,7 @@ from rounds import order
 
 import fivefold as ff
 from fivefold.integrations.diffusers import tiled
+from fivefold.parallel.program.memory import predicted
 from real_torchvision import declare_missing
 
 HERE = Path(__file__).resolve().parent
@@ -76,6 +77,8 @@ PARTS = {
 """the last one tries the script"""
 FAMILY_ROUNDS = 3
 TURNS = "2 x 2 turns"
+PLANS = ((1, 2), (2, 2), (4, 4))
+"""tiles along height and width, for which memory is told"""
 
 
 # ---- in a process of its own
@@ -128,6 +131,18 @@ def family(name: str, out: Path) -> None:
     (out / "0.json").write_text(json.dumps(found))
 
 
+def planned(name: str, out: Path) -> None:
+    """What one rank is told to need for decoding with a published configuration, by tiles."""
+    declare_missing()
+    net, latent = decoder(name), torch.empty(PUBLISHED[name].latent, device="meta")
+    found: dict[str, int] = {}
+    for height, width in PLANS:
+        plan = ff.Plan(layout=ff.Layout(height=height, width=width))
+        told = predicted(net, plan, rank=0, inputs=latent)
+        found |= {"parameters": told.parameters_bytes, f"{height} x {width}": told.peak_bytes}
+    (out / "0.json").write_text(json.dumps(found))
+
+
 def _encoded(found: Any) -> torch.Tensor:
     return found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
 
@@ -167,28 +182,28 @@ def asked(way: str, edge: int, out: Path) -> dict[str, Any]:
     return {name: max(one[name] for one in told) for name in told[0]}
 
 
-def families() -> dict[str, Any]:
-    """Every family, after another one."""
+def every_one(part: str, names: Iterable[str]) -> dict[str, Any]:
+    """Every family or configuration, after another one."""
     before, found = environment(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        for name in FAMILIES:
+        for name in names:
             subprocess.run(
-                [sys.executable, __file__, "--family", name, folder],
+                [sys.executable, __file__, f"--{part}", name, folder],
                 check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             found[name] = json.loads((Path(folder) / "0.json").read_text())
-            print(name, {way: every[-1] for way, every in found[name].items()}, flush=True)
+            print(name, found[name], flush=True)
     more = {"torch": torch.__version__, "load": os.getloadavg()[2]}
     return {
-        "benchmark": "autoencoders", "part": "families", "found": found,
+        "benchmark": "autoencoders", "part": part, "found": found,
         "environment": {**before, **more},
     }  # fmt: skip
 
 
 def measured(name: str) -> dict[str, Any]:
     """One part."""
-    if name == "families":
-        return families()
+    if name in EACH:
+        return every_one(name, EACH[name])
     part, before = PARTS[name], environment()
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in part.ways}
     with tempfile.TemporaryDirectory() as folder:
@@ -233,10 +248,21 @@ def _of_families(result: dict[str, Any]) -> str:
     return "\n\n".join(text)
 
 
+def _of_plans(result: dict[str, Any]) -> str:
+    """A table of published configurations."""
+    rows: list[tuple[str, ...]] = []
+    for name, told in result["found"].items():
+        sizes = (f"{size / MIB:,.0f}" for size in told.values())
+        rows.append((name, f"`{PUBLISHED[name].family}`", PUBLISHED[name].image, *sizes))
+    tiles = [f"{height} x {width}" for height, width in PLANS]
+    header = ("model", "class", "image or clip", "parameters", *tiles)
+    return f"### Memory of a tile, predicted, MiB\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
 def section(result: dict[str, Any]) -> str:
     """The tables of one part."""
-    if result["part"] == "families":
-        return _of_families(result)
+    if result["part"] in EACH:
+        return (_of_families if result["part"] == "families" else _of_plans)(result)
     found, edge = result["found"], PARTS[result["part"]].edge
     rows: list[tuple[str, ...]] = []
     for way, every in found.items():
@@ -255,7 +281,8 @@ def section(result: dict[str, Any]) -> str:
     return f"{title}\n\n{table(header, rows)}\n\n{conditions(result)}"
 
 
-PAGE = Page(HERE, section, ("pairs", "large", "families"))
+EACH = {"families": FAMILIES, "planned": PUBLISHED}
+PAGE = Page(HERE, section, ("pairs", "large", *EACH))
 
 
 def main() -> int:
@@ -264,18 +291,20 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PAGE.order))
     parser.add_argument("--results", type=Path, default=PAGE.home / "results")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--family", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--families", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--planned", nargs=2, help=argparse.SUPPRESS)
     told = parser.parse_args()
-    if told.family is not None:
-        name, out = told.family
-        family(name, Path(out))
-        return 0
+    for asked_for, work in ((told.families, family), (told.planned, planned)):
+        if asked_for is not None:
+            name, out = asked_for
+            work(name, Path(out))
+            return 0
     if told.one is not None:
         way, edge, out = told.one
         one(way, int(edge), Path(out))
         return 0
     parts = told.parts.split(",")
-    valid = [*PARTS, "families"]
+    valid = [*PARTS, *EACH]
     if strange := [word for word in parts if word not in valid]:
         parser.error(f"there is no {strange[0]}; valid: {', '.join(valid)}")
     return PAGE.publish(parts, measured, told.results)

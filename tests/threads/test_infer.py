@@ -18,11 +18,9 @@ from fivefold.data.zarr import ZarrImages
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
-from fivefold.parallel.program.alone import AloneWindow
 from fivefold.plan import Layout, Plan
 from fivefold.train import infer as module
-from fivefold.train import infer_store
-from inferring import Images, infer, made
+from inferring import Images, computed, full_after, infer, made
 from ranks import run_ranks
 
 zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
@@ -97,34 +95,16 @@ def test_a_run_that_ended_early_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, images = made("two"), Images((3, 37, 50), (3, 20, 20))
-    write, compute, counts = (
-        infer_store.OutputStore.write,
-        AloneWindow.compute,
-        {"written": 0, "computed": 0},
-    )
-
-    def ends(self: Any, *arguments: Any) -> None:
-        if counts["written"] == 5:
-            raise OSError("no space left on device")
-        counts["written"] += 1
-        write(self, *arguments)
-
-    def counted(self: AloneWindow, image: Tensor) -> Any:
-        counts["computed"] += 1
-        return compute(self, image)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(infer_store.OutputStore, "write", ends)
-        with pytest.raises(OSError, match="no space"):
-            infer(net, images, tmp_path / "out", tile=16)
-    monkeypatch.setattr(AloneWindow, "compute", counted)
+    with full_after(5):
+        infer(net, images, tmp_path / "out", tile=16)
+    windows = computed(monkeypatch)
     with pytest.raises(UsageError, match="holds outputs of other weights, images or windows"):
         infer(net, images, tmp_path / "out", tile=8)
     infer(net, images, tmp_path / "out", tile=16)
-    assert counts["computed"] == 2 * 3 + 1 - 5
+    assert len(windows) == 2 * 3 + 1 - 5
     expect(net, images, tmp_path / "out")
     infer(net, images, tmp_path / "out", tile=16)
-    assert counts["computed"] == 2 * 3 + 1 - 5, "all of it is there"
+    assert len(windows) == 2 * 3 + 1 - 5, "all of it is there"
 
 
 def chosen(channels: Any) -> Callable[[Tensor], Tensor]:

@@ -18,11 +18,9 @@ from fivefold.data.windows import Box
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
 from fivefold.parallel import parallelize
-from fivefold.parallel.program.alone import AloneWindow
 from fivefold.plan import Layout, Plan
 from fivefold.train import infer as inference
-from fivefold.train import infer_store
-from inferring import Images, made
+from inferring import Images, computed, full_after, made
 from ranks import run_ranks
 
 zarr: Any = pytest.importorskip("zarr", reason="zarr is not installed (extra images)")
@@ -123,30 +121,16 @@ def test_a_run_that_goes_on_counts_each_window_once(
     to: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, images = nn.Conv2d(3, 2, 5, padding=2).double(), Pairs((3, 37, 50))
-    wanted, counts = expect(net, images, confusion), {"written": 0, "computed": 0}
-    write, compute = infer_store.OutputStore.write, AloneWindow.compute
-
-    def ends(self: Any, *arguments: Any) -> None:
-        if counts["written"] == after:
-            raise OSError("no space left on device")
-        counts["written"] += 1
-        write(self, *arguments)
-
-    def counted(self: AloneWindow, image: Tensor) -> Any:
-        counts["computed"] += 1
-        return compute(self, image)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(infer_store.OutputStore, "write", ends)
-        with pytest.raises(OSError, match="no space"):
-            infer(net, images, tmp_path / to, confusion, tile=16)
+    wanted = expect(net, images, confusion)
+    with full_after(after):
+        infer(net, images, tmp_path / to, confusion, tile=16)
     with pytest.raises(UsageError, match="holds outputs of other weights"):
         infer(net, images, tmp_path / to, None, tile=16)
-    monkeypatch.setattr(AloneWindow, "compute", counted)
+    windows = computed(monkeypatch)
     close(infer(net, images, tmp_path / to, confusion, 2, tile=16), wanted)
-    assert counts["computed"] == 6 - after
+    assert len(windows) == 6 - after
     close(infer(net, images, tmp_path / to, confusion, tile=16), wanted)
-    assert counts["computed"] == 6 - after, "all of it is there, and so are the sums"
+    assert len(windows) == 6 - after, "all of it is there, and so are the sums"
 
 
 def test_what_is_written_is_not_changed_by_a_score(tmp_path: Path) -> None:

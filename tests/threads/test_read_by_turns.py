@@ -129,7 +129,7 @@ def test_exact_and_never_whole(kind: str, layout: Layout, turns: str, tmp_path: 
     scans = Scans(classes=kind != "mse", named=kind == "mse")
     expected = run_ranks(layout, trained(net, loss, scans), plan=plan_of(tmp_path, layout, ""))[0]
     scans.read.clear()
-    plan = plan_of(tmp_path, layout, turns, "3MiB" if turns == "auto" else "6MiB")
+    plan = plan_of(tmp_path, layout, turns, "1800KiB" if turns == "auto" else "6MiB")
     got = run_ranks(layout, trained(net, loss, scans), plan=plan)[0]
     torch.testing.assert_close(got[:-1], expected[:-1], rtol=1e-9, atol=1e-11)
     if layout.data == 1:

@@ -22,6 +22,7 @@ from fivefold.parallel import ParallelModel, parallelize
 from fivefold.parallel.memory.file import FileStore
 from fivefold.parallel.memory.spill import Pool
 from fivefold.parallel.program.weightless import Count
+from fivefold.parallel.turns import net as turned_net
 from fivefold.parallel.turns import shelf, step
 from fivefold.parallel.turns.net import TurnedNet
 from fivefold.parallel.turns.step import Step
@@ -234,6 +235,30 @@ def test_what_a_budget_has_room_for_is_not_computed_again(
     assert peak <= bytes_of(budget)
 
 
+@pytest.mark.parametrize(("budget", "plenty"), [("12MiB", False), ("40MiB", True), ("", True)])
+def test_more_layers_share_an_exchange_where_memory_is_scarce(
+    budget: str, plenty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, numbers = Step.__init__, set[int]()
+
+    def noted(self: Step, turns: Any, *rest: Any) -> None:
+        numbers.add(len(turns[0].segments))
+        made(self, turns, *rest)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.randn(1, 3, 128, 96), torch.randn(1, 3, 128, 96)
+
+    monkeypatch.setattr(Step, "__init__", noted)
+    monkeypatch.setattr(turned_net, "measured_processor", lambda _: (1e9, 1e10))
+    layers = [nn.Conv2d(24, 24, 3, padding=1) for _ in range(5)]
+    net = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), *layers, nn.Conv2d(24, 3, 3, padding=1))
+    disk = str(tmp_path) if budget else ""
+    plan = plan_of("height=4,width=2", budget=budget, disk=disk)
+    report = judged(net, plan, 2, nn.MSELoss(), batch)
+    assert report.passed, (report.verdict(), report.notes, report.worst)
+    assert max(numbers) == 6 if plenty else max(numbers) < 6
+
+
 # ---- as few as a budget allows
 
 
@@ -268,7 +293,7 @@ def test_each_size_has_its_own_number(tmp_path: Path, monkeypatch: pytest.Monkey
         model(batches[3][0])
         return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    plan = plan_of("auto", budget="16MiB", disk=str(tmp_path))
+    plan = plan_of("auto", budget="10MiB", disk=str(tmp_path))
     found = run_ranks(1, trained, plan=plan)[0]
     losses = [nn.functional.mse_loss(net(x), y) for x, y in batches]
     torch.stack(losses).sum().backward()

@@ -89,15 +89,19 @@ class TurnBudget:
             limit -= sum(_again(program)[number][0] for number in numbers)
         return Shelf(limit, self._pool(window), mine, growth), whole
 
-    def load(self, programs: Sequence[Program], batch: Iterable[Tensor]) -> float:
+    def load(self, programs: Sequence[Program], batch: Iterable[Tensor], *, spills: bool) -> float:
         """What turns take of what there is for them, as `shelf` has it: up to 1 they fit.
 
-        With a disk they leave as much as they take for what is kept between.
+        Where what is kept between `spills` to a disk, they leave as much as they take for it.
         """
         trains = torch.is_grad_enabled()
         room = self._budget_bytes - self._standing_bytes(batch, trains=trains)
         visit, kept = self._needed(programs, trains=trains)
-        return (visit + (kept if self._store is None else visit)) / max(room, 1)
+        if self._store is None:
+            return (visit + kept) / max(room, 1)
+        if spills:
+            return 2 * visit / max(room, 1)
+        return (visit + kept * _WINDOW / (_WINDOW - 2)) / max(room, 1)
 
     def _pool(self, window_bytes: int) -> Pool:
         assert self._store is not None
@@ -126,7 +130,7 @@ def _bytes_of_turn(program: Program, *, trains: bool) -> tuple[int, int]:
     if key not in program.found:
         segments = segments_of(program)
         visit = max((_visit_bytes if trains else _pass_bytes)(program, one) for one in segments)
-        program.found[key] = visit, _kept_bytes(program, segments) if trains else 0
+        program.found[key] = visit, (_kept_bytes if trains else _alive_bytes)(program, segments)
     return program.found[key]
 
 
@@ -156,6 +160,16 @@ def _kept_bytes(program: Program, segments: Sequence[Segment]) -> int:
     gives = [[_bytes(program, index) for index in one.span.gives] for one in segments[:-1]]
     takes = (sum(_bytes(program, index) for index in one.span.takes) for one in segments)
     return sum(map(sum, gives)) + (max(takes) if gives else 0)
+
+
+def _alive_bytes(program: Program, segments: Sequence[Segment]) -> int:
+    """At most what one turn keeps without gradients: what segments give, until nobody reads it any more."""
+    alive, most = dict[int, int](), 0
+    for one in segments[:-1]:
+        alive |= {index: _bytes(program, index) for index in one.span.gives}
+        alive = {index: size for index, size in alive.items() if index not in one.dies}
+        most = max(most, sum(alive.values()))
+    return most
 
 
 def _whole(programs: Sequence[Program], spare_bytes: int) -> list[frozenset[int]]:

@@ -83,7 +83,8 @@ def turned(net: nn.Module, mesh: Mesh, loss: SharedLoss | None) -> TurnedNet | N
 class TurnedNet:
     """The user's net. Creating it is collective: it makes groups.
 
-    Where the plan leaves their number open, a batch has as few turns as its budget allows.
+    Where the plan leaves their number open, a batch has as few turns as its budget allows. Within a budget,
+    layers share an exchange as where memory is plenty, if all that is kept then has room, and else more do.
 
     Raises `UsageError` where turns do not go together with the rest of the plan.
     """
@@ -97,31 +98,32 @@ class TurnedNet:
         self.tiles = RecordedNet(net, mesh, Costs())
         """the tiles of processes, each as a whole"""
         self._budget = TurnBudget(net, mesh) if mesh.plan.memory.budget else None
-        self._costs, tiles = self._measured(), mesh.plan.tiles
-        self._views_by_turns: dict[tuple[tuple[str, int], ...], list[View]] = {}
-        self._fitting: dict[Any, list[View]] | None = {} if tiles.turns == "auto" else None
-        """by what batches are like, where their number of turns is left open"""
-        self._views = self._views_by(tiles.turns_by_axis())
+        self._plenty, self._scarce = self._measured()
+        self._known_views: dict[Any, list[View]] = {}
+        """by turns and whether memory is scarce"""
+        self._within: dict[Any, list[View]] = {}
+        """under a budget, by what batches are like"""
+        self._views = self._views_by(mesh.plan.tiles.turns_by_axis(), self._plenty)
 
-    def _views_by(self, turns: Mapping[str, int]) -> list[View]:
+    def _views_by(self, turns: Mapping[str, int], costs: Costs) -> list[View]:
         """Those of this process, found once. Collective."""
-        key = tuple(sorted(turns.items()))
-        if key not in self._views_by_turns:
+        key = *sorted(turns.items()), costs
+        if key not in self._known_views:
             joint = self.tiles.grid.data is not None
-            self._views_by_turns[key] = views_of(
-                self._net, self._mesh, turns, self._costs, joint=joint, loss=self._loss
+            self._known_views[key] = views_of(
+                self._net, self._mesh, turns, costs, joint=joint, loss=self._loss
             )
-        return self._views_by_turns[key]
+        return self._known_views[key]
 
-    def _measured(self) -> Costs:
-        """What plans go by: all processes have to make the same. Collective."""
+    def _measured(self) -> tuple[Costs, Costs]:
+        """What plans go by where memory is plenty, and where it is scarce. Collective: all make the same."""
         flops_per_s, copied = measured_processor(self._mesh.device)
-        if self._budget is not None:
-            copied = min(copied, self._budget.keeps_bytes_per_s)
-        told = torch.tensor([flops_per_s, copied], device=self._mesh.device)
+        kept = copied if self._budget is None else min(copied, self._budget.keeps_bytes_per_s)
+        told = torch.tensor([flops_per_s, copied, kept], device=self._mesh.device)
         comm.broadcast_all([told], self._group, Tag.CONTROL)
-        flops_per_s, copied = told.tolist()
-        return Costs(_VISIT_S, copied, flops_per_s, copied)
+        flops_per_s, *rates = told.tolist()
+        plenty, scarce = (Costs(_VISIT_S, rate, flops_per_s, rate) for rate in rates)
+        return plenty, scarce
 
     @property
     def first(self) -> RecordedNet:
@@ -187,8 +189,8 @@ class TurnedNet:
         """A step on a batch; `beside` it, there are other tensors."""
         inputs = map_tensors(functools.partial(self._noted, share=batch.share), batch.inputs)
         batch = replace(batch, inputs=inputs)
-        if self._fitting is not None:
-            self._views = self._fitting_views(batch, beside, self._fitting)
+        if self._budget is not None:
+            self._views = self._views_within(self._budget, batch, beside)
         every = self._every_ready(batch)
         state = self.first.state(every[0])
         programs = [one.program for one in every]
@@ -211,34 +213,35 @@ class TurnedNet:
             every.append(view.net.prepared_as(ready, parts))
         return every
 
-    def _fitting_views(
-        self, batch: Batch, beside: Sequence[Tensor], known: dict[Any, list[View]]
+    def _views_within(
+        self, budget: TurnBudget, batch: Batch, beside: Sequence[Tensor]
     ) -> list[View]:
         """The fewest turns that fit for such a batch. Collective where it is the first of its kind."""
-        flat = leaves(batch.inputs)
+        flat, tiles = leaves(batch.inputs), self._mesh.plan.tiles
         parts = [
             (leaf.dtype, part.shape if (part := part_of(leaf)) else leaf.shape) for leaf in flat
         ]
         key = (batch.call, torch.is_grad_enabled(), self._net.training, batch.share.total, *parts)
-        if key not in known:
-            budget, turns = self._budget, dict[str, int]()
-            assert budget is not None, "the plan has checked that"
-            size = max(
-                (leaf.shape[2:] for leaf in flat if leaf.dim() > 3), key=math.prod, default=()
-            )
-            while True:
-                self._views = self._views_by(turns)
+        if key not in self._within:
+            turns, held = tiles.turns_by_axis(), [*flat, *beside]
+            sizes = (leaf.shape[2:] for leaf in flat if leaf.dim() > 3)
+            size = max(sizes, key=math.prod, default=())
+
+            def load(costs: Costs) -> float:
+                self._views = self._views_by(turns, costs)
                 every = [one.program for one in self._every_ready(batch)]
-                load = torch.tensor(
-                    [budget.load(every, [*flat, *beside])], device=self._mesh.device
-                )
-                loads = comm.all_gather(load, self._group, Tag.CONTROL)
-                more = more_turns(turns, size, float(max(loads)))
+                found = budget.load(every, held, spills=costs is self._scarce)
+                loads = torch.tensor([found], device=self._mesh.device)
+                return float(max(comm.all_gather(loads, self._group, Tag.CONTROL)))
+
+            while load(self._plenty) > 1:
+                taken = load(self._scarce)
+                more = more_turns(turns, size, taken) if tiles.turns == "auto" else None
                 if more is None:
                     break
                 turns = more
-            known[key] = self._views
-        return known[key]
+            self._within[key] = self._views
+        return self._within[key]
 
     def _under_way(
         self,
