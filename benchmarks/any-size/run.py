@@ -152,9 +152,9 @@ def asked(part: Part, pixels: int, turns: int, disk: Path, budget: str = "") -> 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(name: str, rounds: int, disk: Path, kept: list[Any] | None) -> dict[str, Any]:
-    """One part; of large images what was `kept`, if it is not to be measured."""
-    part, before = PARTS[name], environment()
+def measured(name: str, rounds: int, disk: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+    """One part; of images that are larger than any piece what was measured `before`, if anything."""
+    part, there = PARTS[name], environment()
     pairs: dict[str, list[dict[str, Any]]] = {way: [] for way in part.ways}
     for number in range(rounds):
         for way in order([*part.ways], number):
@@ -163,24 +163,30 @@ def measured(name: str, rounds: int, disk: Path, kept: list[Any] | None) -> dict
         told = ", ".join(str(_ratio(pairs, way)) for way in [*part.ways][1:])
         print(f"{name}, round {number + 1}: {told}", flush=True)
     found: dict[str, Any] = {"pairs": pairs, "piece": asked(part, part.piece, 1, disk)}
-    found["large"] = kept
-    for each in part.large if kept is None else ():
-        found["large"] = [
-            *(found["large"] or []),
-            asked(part, each.pixels, each.turns, disk, each.budget),
-        ]
-        print(
-            f"{name}, {each.pixels} x {each.pixels}, {each.way}: {found['large'][-1]}", flush=True
-        )
     more = {"torch": torch.__version__, "disturbed_rounds": 0}
-    return {"benchmark": "any-size", "part": name, "rounds": rounds, "found": found,
-            "environment": {**before, **more}}  # fmt: skip
+    return with_large({"benchmark": "any-size", "part": name, "rounds": rounds, "found": found,
+            "environment": {**there, **more}}, disk, before)  # fmt: skip
 
 
-def on_record(results: Path, name: str) -> list[Any]:
-    """What was measured of large images before."""
+def with_large(result: dict[str, Any], disk: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+    """A result with the images that are larger than any piece: those of another one, or measured now."""
+    if before is not None:
+        known = before["found"].get("large", [])
+        large = {"large": known, "large_commit": before["found"].get("large_commit", "")}
+        return {**result, "found": {**result["found"], **large}}
+    part, found = PARTS[result["part"]], list[Any]()
+    for each in part.large:
+        found.append(asked(part, each.pixels, each.turns, disk, each.budget))
+        size = f"{each.pixels} x {each.pixels}"
+        print(f"{result['part']}, {size}, {each.way}: {found[-1]}", flush=True)
+    large = {"large": found, "large_commit": environment()["commit"]}
+    return {**result, "found": {**result["found"], **large}}
+
+
+def on_record(results: Path, name: str) -> dict[str, Any]:
+    """What was measured before."""
     file = results / f"{name}.json"
-    return json.loads(file.read_text())["found"]["large"] if file.exists() else []
+    return json.loads(file.read_text()) if file.exists() else {"found": {}}
 
 
 def _ratio(pairs: dict[str, list[dict[str, Any]]], way: str) -> Median:
@@ -208,12 +214,15 @@ def section(result: dict[str, Any]) -> str:
     for way in others:
         row(way, part.pair, found["pairs"][way], str(_ratio(found["pairs"], way)))
     row(piece, part.piece, [found["piece"]], "")
-    for each, told in zip(part.large, found["large"], strict=False):
+    for each, told in zip(part.large, found.get("large", []), strict=False):
         row(each.way, each.pixels, [told], "")
     header = (
         "way", "pixels", "seconds", "us per pixel", "of one piece", "peak, MiB", "written to the disk, MiB",
     )  # fmt: skip
-    return f"### {part.net}\n\n{table(header, rows)}\n\n{conditions(result)}"
+    told = conditions(result)
+    if commit := found.get("large_commit"):
+        told = f"{told[:-1]}; images larger than any piece: commit {commit}."
+    return f"### {part.net}\n\n{table(header, rows)}\n\n{told}"
 
 
 PAGE = Page(HERE, section, tuple(PARTS)[:-1])
@@ -226,7 +235,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--disk", type=Path, default=Path.cwd())
     parser.add_argument(
-        "--no-large", action="store_true", help="keep what was measured of large images"
+        "--only", choices=["pairs", "large"], help="measure these, and keep the others as they are"
     )
     parser.add_argument("--results", type=Path, default=PAGE.home / "results")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
@@ -238,13 +247,16 @@ def main() -> int:
     parts = told.parts.split(",")
     if strange := [word for word in parts if word not in PARTS]:
         parser.error(f"there is no {strange[0]}; valid: {', '.join(PARTS)}")
-    return PAGE.publish(
-        parts,
-        lambda name: measured(
-            name, told.rounds, told.disk, on_record(told.results, name) if told.no_large else None
-        ),
-        told.results,
-    )
+
+    def work(name: str) -> dict[str, Any]:
+        known = on_record(told.results, name) if told.only else None
+        if known is not None and told.only == "large":
+            if "part" not in known:
+                parser.error(f"--only large keeps pairs, and {told.results} has none of {name}")
+            return with_large(known, told.disk, None)
+        return measured(name, told.rounds, told.disk, known)
+
+    return PAGE.publish(parts, work, told.results)
 
 
 if __name__ == "__main__":

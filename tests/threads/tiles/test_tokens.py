@@ -1,8 +1,14 @@
-"""What is gathered because it looks at everything: attention and recurrence over pixels."""
+"""Attention and recurrence over pixels: what looks at everything is gathered, queries stay where they are."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.parallel.program.program import Compute, Program
 from fivefold.plan import Layout
 from tiles import expect_tiles
 
@@ -43,3 +49,93 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("net", [Attends(), Reads()], ids=lambda net: type(net).__name__)
 def test_what_looks_at_everything_is_gathered(net: nn.Module, layout: Layout) -> None:
     expect_tiles(net, (2, 4, 5, 4), layout)
+
+
+class OverAll(nn.Module):
+    """Attention over the pixels of all frames, as middle blocks of autoencoders have it."""
+
+    def __init__(self, how: Callable[["OverAll", int], dict[str, Any]], pixels: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(4, 12, 1), nn.Conv3d(4, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.bias = nn.Parameter(torch.zeros(2, pixels, pixels))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, *sizes = x.shape
+        tokens = self.first(x).permute(0, 2, 3, 4, 1).flatten(1, 3)
+        q, k, v = (t.unflatten(2, (2, 2)).transpose(1, 2) for t in tokens.chunk(3, 2))
+        found = F.scaled_dot_product_attention(q, k, v, **self.how(self, q.shape[2]))
+        found = self.norm(found.transpose(1, 2).flatten(2).transpose(1, 2)).transpose(1, 2)
+        return x + self.last(found.unflatten(1, sizes).permute(0, 4, 1, 2, 3)).reshape(n, 4, *sizes)
+
+
+def frames(_net: OverAll, tokens: int) -> dict[str, Any]:
+    """As HunyuanVideo: a frame sees those before it."""
+    of_frame = torch.arange(3).repeat_interleave(tokens // 3)
+    later = of_frame[:, None] < of_frame[None]
+    return {"attn_mask": torch.where(later, float("-inf"), 0.0).to(torch.float64)[None, None]}
+
+
+def allowed(_net: OverAll, tokens: int) -> dict[str, Any]:
+    numbers = torch.arange(tokens)
+    return {"attn_mask": (numbers[:, None] + numbers[None]) % 3 < 2}
+
+
+HOWS: dict[str, Callable[[OverAll, int], dict[str, Any]]] = {
+    "plain": lambda _net, _tokens: {},
+    "frames": frames,
+    "allowed": allowed,
+    "one row": lambda net, _tokens: {"attn_mask": net.bias[:, :1]},
+    "trained": lambda net, _tokens: {"attn_mask": net.bias, "scale": 0.3},
+}
+
+
+def stays_cut(program: Program) -> None:
+    """What follows attention lies as the image does."""
+    made = [step.node for step in program.steps if isinstance(step, Compute)]
+    attention = [node.name for node in made].index("scaled_dot_product_attention")
+    for node in made[attention:]:
+        assert all(not program.spreads[index].is_whole for index in node.outputs), node.where
+    (unflattened,) = (node for node in made[attention:] if node.name == "unflatten")
+    image = program.spreads[program.tape.inputs[0]]
+    cut = program.spreads[unflattened.outputs[0]]
+    assert [one for one in cut.cuts if one] == [one for one in image.cuts if one]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        (Layout(height=2, width=2), (3, 5, 3)),
+        (Layout(width=3), (3, 2, 7)),
+        (Layout(depth=2, height=2), (3, 5, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", HOWS)
+def test_queries_stay_where_they_are(how: str, layout: Layout, sizes: tuple[int, ...]) -> None:
+    net = OverAll(HOWS[how], sizes[0] * sizes[1] * sizes[2])
+    expect_tiles(net, (2, 4, *sizes), layout, check=stays_cut)
+
+
+def test_queries_that_are_counted_are_gathered() -> None:
+    net = OverAll(lambda _net, _tokens: {"is_causal": True}, 30)
+    expect_tiles(net, (2, 4, 3, 5, 2), Layout(height=2, width=2))
+
+
+class TwoWays(nn.Module):
+    """One dim that becomes those that it was made of, and others, beside a dim that is divided too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        tokens = x.flatten(2).relu()
+        image = tokens.unflatten(2, (h, w)) * x
+        turned = tokens.unflatten(2, (w, h)).transpose(2, 3) * x
+        pairs = tokens.reshape(n, c // 2, 2, h, w).sum(2).repeat_interleave(2, 1)
+        together = tokens.reshape(n, c * h, w).reshape(n, c, h, w)
+        return image + turned + pairs + together
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(height=3)], ids=str)
+def test_dims_that_become_one_and_several_again(layout: Layout) -> None:
+    expect_tiles(TwoWays(), (2, 4, 7, 5), layout)

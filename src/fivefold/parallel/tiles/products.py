@@ -1,7 +1,8 @@
 """Matrix products, attention, embeddings: what they contract has to be whole; everything else may be cut.
 
 linear      (samples, rows, columns, in)  x  weight          rows and columns may be cut
-attention   (samples, heads, pixels, E)                      samples and heads may be; pixels are gathered
+attention   (samples, heads, pixels, E)                      samples, heads and queries may be; keys and
+                                                             values of all pixels are gathered
 einsum      "nchw,cd->ndhw"                                  n, h, w and d may be
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fivefold.parallel.graph.refs import Slot
 from fivefold.parallel.graph.tape import Node
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import (
@@ -25,7 +27,16 @@ from fivefold.parallel.program.spread import Division, Spread
 from fivefold.parallel.tiles.along import arguments, dims_of, reduced
 from fivefold.parallel.tiles.pointwise import broadcast, broadcast_wants
 
-__all__ = ["Einsum", "Embedding", "Gathered", "Linear", "PerChannel", "Products", "Similarity"]
+__all__ = [
+    "Einsum",
+    "Embedding",
+    "Gathered",
+    "Linear",
+    "PerChannel",
+    "Products",
+    "Queries",
+    "Similarity",
+]
 
 
 @rule("linear")
@@ -90,6 +101,40 @@ class Products:
             op.node.name in {"matmul", "bmm"} and min(len(first.shape), len(second.shape)) > 1
         )
         return matrices and len(op.given) == 2 and second.is_whole and first.cuts[-1] is None
+
+
+class Queries:
+    """Attention of the queries that are here to all keys and values."""
+
+    def place(self, op: Operation) -> Sequence[Spread] | None:
+        """As the queries are cut; None where they are whole, or are numbered as they lie."""
+        queries, shape = op.given[0], op.node.output_shapes[0]
+        cut = queries.cuts[-2] if len(shape) > 2 else None
+        if cut is None or cut.empty or queries.cuts[-1] or not _by_query(op.node):
+            return None
+        each = [Spread(spread.shape[:-2], spread.cuts[:-2]) for spread in op.given]
+        made = Spread(shape, (*broadcast(each, shape[:-2]).cuts, cut, None)).tight()
+        axes = [axis for found in made.cuts if found is not None for axis in found.axes]
+        return [made] if len(axes) == len(set(axes)) else None
+
+    def lower(self, op: Operation) -> Local:
+        """The same call: rows of a mask are those of queries."""
+        made, wants = op.made[0], list[tuple[Want, ...]]()
+        batches = Spread(made.shape[:-2], made.cuts[:-2])
+        for number, shape in enumerate(op.node.shapes):
+            rows = number not in {1, 2} and shape[-2] > 1
+            each = want_of(shape[-2], made.cuts[-2]) if rows else Want.all_of(shape[-2])
+            batch = broadcast_wants(shape[:-2], batches)
+            wants.append((*batch, each, Want.all_of(shape[-1])))
+        return Local(tuple(wants), call(op.node))
+
+
+def _by_query(node: Node) -> bool:
+    """Whether a query may be looked at alone: by default it does not depend on how many are before it."""
+    given = node.bound(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
+    slots = [given.get(name) for name in ("query", "key", "value")]
+    in_order = [one.index for one in slots if isinstance(one, Slot)] == [0, 1, 2]
+    return in_order and given.get("is_causal", False) is False
 
 
 @rule("einsum")

@@ -37,7 +37,7 @@ from fivefold.parallel.program.rule import (
 from fivefold.parallel.program.spread import Box, Spread
 from fivefold.parallel.randomness import uniform_box
 from fivefold.parallel.tiles.pointwise import Pointwise, broadcast_wants
-from fivefold.parallel.tiles.products import Products
+from fivefold.parallel.tiles.products import Products, Queries
 
 __all__ = ["Attention", "Bernoulli", "Dropout", "Fresh", "Sampled", "Seeded"]
 
@@ -314,14 +314,17 @@ class Attention(Seeded):
             return super().place(op)
         if op.node.function is not F.scaled_dot_product_attention:
             return Heads().place(op)
-        return None if op.node.kwargs.get("enable_gqa") else Products().place(op)
+        if op.node.kwargs.get("enable_gqa"):
+            return None
+        return Queries().place(op) or Products().place(op)
 
     def lower(self, op: Operation) -> Local:
         """The same."""
         if self.drops(op.node):
             return super().lower(op)
-        long = op.node.function is not F.scaled_dot_product_attention
-        return Heads().lower(op) if long else Products().lower(op)
+        if op.node.function is not F.scaled_dot_product_attention:
+            return Heads().lower(op)
+        return (Queries() if op.made[0].cuts[-2] else Products()).lower(op)
 
 
 @rule("gru", "lstm", "rnn_relu", "rnn_tanh")

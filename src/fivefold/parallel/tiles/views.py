@@ -7,6 +7,7 @@ one whose parts lie in one piece each:
     (N, H W, C)  -> (N, H, W, C)        groups N|N  HW|H W  C|C      bounds move to whole rows
     (N, C, H, W) -> (N, C, H W)         cut along W: its parts lie in pieces, so HW is divided anew,
                                         or samples are, if there are as many as ranks
+    (N, C, H W) -> (N, C, H, W)         of what was divided so: H and W are cut as they were before
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from fivefold.mesh import owned
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Local, Moment, Operation, Wants, as_held, rule
-from fivefold.parallel.program.spread import Box, Division, Grid, Range, Spread
+from fivefold.parallel.program.spread import Box, Division, Grid, Range, Source, Spread
 from fivefold.parallel.program.windows import follow
 
 __all__ = ["DimGroup", "View", "groups"]
@@ -79,6 +80,8 @@ class DimGroup:
     def cut(self, cuts: Sequence[Division | None], n: int, grid: Grid) -> Division | None:
         """How the first dim of the result, of `n` rows, is divided, given how the operand's dims are."""
         major, *minor = cuts
+        if len(self.before) == len(self.after) == 1:
+            return None if major is None else major.tight()
         if not any(minor):
             return None if major is None else follow(major, n, self.bound)
         axes = tuple(axis for cut in cuts if cut is not None for axis in cut.axes)
@@ -94,7 +97,16 @@ class DimGroup:
             for a, b in itertools.pairwise(replicas)
             for part in range(each)
         ]
-        return Division.at(axes, [*bounds, n])
+        made = Division.at(axes, [*bounds, n])
+        if grid.data in axes or len(self.after) > 1:
+            return made
+        return replace(made, source=Source(self.sizes, tuple(cut and cut.tight() for cut in cuts)))
+
+    def restored(self, cut: Division | None, shape: Sequence[int]) -> Source | None:
+        """The dims that the one dim of the operand was made of, if it becomes them again."""
+        source = None if cut is None or len(self.before) > 1 else cut.source
+        same = source is not None and source.sizes == tuple(shape[dim] for dim in self.after)
+        return source if same else None
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup] | None:
@@ -136,10 +148,17 @@ class View:
         pieces = any(given.cuts[dim] is not None for group in found for dim in group.before[1:])
         if pieces and _may_turn_to_samples(op):
             return None
+        others = [group for group in found if len(group.after) > 1 or len(group.before) > 1]
+        alone = sum(any(given.cuts[dim] for dim in group.before) for group in others) == 1
         made = Spread.whole(shape)
         for group in found:
             cuts, first = [given.cuts[dim] for dim in group.before], group.after[0]
-            made = made.with_cut(first, group.cut(cuts, shape[first], op.here.grid))
+            source = group.restored(cuts[0], shape) if alone else None
+            if source is None:
+                made = made.with_cut(first, group.cut(cuts, shape[first], op.here.grid))
+                continue
+            for dim, cut in zip(group.after, source.cuts, strict=True):
+                made = made.with_cut(dim, cut)
         return [made]
 
     def lower(self, op: Operation) -> Local:
@@ -149,6 +168,10 @@ class View:
         assert found is not None
         held, local = made.held(here.grid, here.rank), made.local_shape(here.grid, here.rank)
         cuts = [made.cuts[group.after[0]] for group in found]
+        wants = _wants(op.node.shapes[0], found, cuts)
+        restored = [group for group in found if any(made.cuts[dim] for dim in group.after[1:])]
+        if restored:
+            return self._restored(op, restored, wants)
         crops = [
             (0, group.numel) if cut is None else group.crop(held[group.after[0]])
             for group, cut in zip(found, cuts, strict=True)
@@ -166,7 +189,18 @@ class View:
             return x.reshape(local)
 
         others = tuple(as_held(spread) for spread in op.given[1:])  # only their shape is read
-        return Local((_wants(op.node.shapes[0], found, cuts), *others), run)
+        return Local((wants, *others), run)
+
+    def _restored(self, op: Operation, restored: Sequence[DimGroup], wants: Wants) -> Local:
+        """Take the pieces of what was divided otherwise before it became one dim; crop nothing."""
+        made, here, every = op.made[0], op.here, list(wants)
+        for group in restored:
+            sizes = tuple(made.shape[dim] for dim in group.after)
+            source = Source(sizes, tuple(made.cuts[dim] for dim in group.after))
+            every[group.before[0]] = Want(source.axes, source.segments(here.grid))
+        local = made.local_shape(here.grid, here.rank)
+        others = tuple(as_held(spread) for spread in op.given[1:])
+        return Local((tuple(every), *others), lambda _, operands: operands[0].reshape(local))
 
 
 def _may_turn_to_samples(op: Operation) -> bool:
