@@ -106,16 +106,12 @@ def test_what_does_not_fit_is_on_a_disk_meanwhile(
 
     monkeypatch.setattr(shelf, "_LEAST_BYTES", 1)
     monkeypatch.setattr(shelf.Shelf, "put_away_item", counted)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
-        nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1),
-    )  # fmt: skip
 
     def batch() -> tuple[Tensor, Tensor]:
         return torch.randn(1, 3, 128, 96), torch.randn(1, 3, 128, 96)
 
     plan = plan_of("height=4,width=2", budget="2400KiB", disk=str(tmp_path))
-    report = judged(net, plan, 2, nn.MSELoss(), batch)
+    report = judged(copy.deepcopy(DEEP), plan, 2, nn.MSELoss(), batch)
     assert report.passed, (report.verdict(), report.notes, report.worst)
     assert sum(put_away) > 1 << 20
 

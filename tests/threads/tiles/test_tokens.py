@@ -65,9 +65,24 @@ class OverAll(nn.Module):
         n, _, *sizes = x.shape
         tokens = self.first(x).permute(0, 2, 3, 4, 1).flatten(1, 3)
         q, k, v = (t.unflatten(2, (2, 2)).transpose(1, 2) for t in tokens.chunk(3, 2))
-        found = F.scaled_dot_product_attention(q, k, v, **self.how(self, q.shape[2]))
+        found = self.attend(q, k, v)
         found = self.norm(found.transpose(1, 2).flatten(2).transpose(1, 2)).transpose(1, 2)
         return x + self.last(found.unflatten(1, sizes).permute(0, 4, 1, 2, 3)).reshape(n, 4, *sizes)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **self.how(self, q.shape[2]))
+
+
+class WrittenOut(OverAll):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul((q @ k.transpose(2, 3)).softmax(-1), v)
+
+
+class InBatches(OverAll):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flat = [t.flatten(0, 1) for t in (q, k, v)]
+        weights = torch.bmm(flat[0], flat[1].mT).softmax(-1)
+        return torch.bmm(weights, flat[2]).unflatten(0, q.shape[:2])
 
 
 def frames(_net: OverAll, tokens: int) -> dict[str, Any]:
@@ -94,10 +109,11 @@ HOWS: dict[str, Callable[[OverAll, int], dict[str, Any]]] = {
 def stays_cut(program: Program) -> None:
     """What follows attention lies as the image does."""
     made = [step.node for step in program.steps if isinstance(step, Compute)]
-    attention = [node.name for node in made].index("scaled_dot_product_attention")
+    names = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm"}
+    attention = next(number for number, node in enumerate(made) if node.name in names)
     for node in made[attention:]:
         assert all(not program.spreads[index].is_whole for index in node.outputs), node.where
-    (unflattened,) = (node for node in made[attention:] if node.name == "unflatten")
+    *_, unflattened = (node for node in made[attention:] if node.name == "unflatten")
     image = program.spreads[program.tape.inputs[0]]
     cut = program.spreads[unflattened.outputs[0]]
     assert [one for one in cut.cuts if one] == [one for one in image.cuts if one]
@@ -116,6 +132,12 @@ def stays_cut(program: Program) -> None:
 def test_queries_stay_where_they_are(how: str, layout: Layout, sizes: tuple[int, ...]) -> None:
     net = OverAll(HOWS[how], sizes[0] * sizes[1] * sizes[2])
     expect_tiles(net, (2, 4, *sizes), layout, check=stays_cut)
+
+
+@pytest.mark.parametrize("kind", [WrittenOut, InBatches])
+def test_rows_of_products_stay_where_they_are(kind: type[OverAll]) -> None:
+    net = kind(HOWS["plain"], 45)
+    expect_tiles(net, (2, 4, 3, 5, 3), Layout(height=2, width=2), check=stays_cut)
 
 
 def test_queries_that_are_counted_are_gathered() -> None:

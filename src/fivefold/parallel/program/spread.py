@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Box", "Division", "Grid", "Range", "Source", "Spread"]
+__all__ = ["Box", "Division", "Grid", "Range", "Spread"]
 
 Range = tuple[int, int]
 """[start, stop) in global coordinates"""
@@ -84,8 +84,8 @@ class Division:
     """part i owns [bounds[i], bounds[i + 1])"""
     held: tuple[Range, ...]
     """what part i has: its own, and possibly a margin"""
-    source: Source | None = field(default=None, compare=False)
-    """of dims that have become one: what they were, and may become again"""
+    source: Spread | None = field(default=None, compare=False)
+    """of dims that have become one: how they were divided, and may be again"""
 
     @classmethod
     def at(cls, axes: tuple[int, ...], bounds: Sequence[int]) -> Division:
@@ -109,49 +109,6 @@ class Division:
     def same_as(self, other: Division | None) -> bool:
         """Whether both cut alike, margins apart."""
         return other is not None and self.axes == other.axes and self.bounds == other.bounds
-
-
-@dataclass(frozen=True)
-class Source:
-    """Dims that have become one, in order."""
-
-    sizes: tuple[int, ...]
-    cuts: tuple[Division | None, ...]
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes of the grid along which some of them is divided."""
-        return tuple(axis for cut in self.cuts if cut is not None for axis in cut.axes)
-
-    def segments(self, grid: Grid) -> tuple[tuple[Range, ...], ...]:
-        """For every part along `axes`, row-major: where what it has lies in the one dim, in order."""
-        axes = self.axes
-        found: list[tuple[Range, ...]] = []
-        for place in itertools.product(*(range(grid.sizes[axis]) for axis in axes)):
-            at, box = dict(zip(axes, place, strict=True)), list[Range]()
-            for n, cut in zip(self.sizes, self.cuts, strict=True):
-                part = 0
-                for axis in () if cut is None else cut.axes:
-                    part = part * grid.sizes[axis] + at[axis]
-                box.append((0, n) if cut is None else cut.held[part])
-            found.append(_runs(self.sizes, box))
-        return tuple(found)
-
-
-def _runs(sizes: Sequence[int], box: Sequence[Range]) -> tuple[Range, ...]:
-    """Where a box lies in the flattened tensor, row by row; dims that it fills are part of a row."""
-    last, minor = len(sizes) - 1, 1
-    while last and box[last] == (0, sizes[last]):
-        minor *= sizes[last]
-        last -= 1
-    (start, stop), n = box[last], sizes[last]
-    found: list[Range] = []
-    for lead in itertools.product(*(range(*edge) for edge in box[:last])):
-        row = 0
-        for here, size in zip(lead, sizes, strict=False):
-            row = row * size + here
-        found.append(((row * n + start) * minor, (row * n + stop) * minor))
-    return tuple(found) or ((0, 0),)
 
 
 @dataclass(frozen=True)
@@ -194,6 +151,21 @@ class Spread:
             (0, n) if cut is None else (cut.held if held else cut.owned)[grid.part(rank, cut.axes)]
             for n, cut in zip(self.shape, self.cuts, strict=True)
         )
+
+    def flat(self, grid: Grid, rank: int) -> tuple[Range, ...]:
+        """Where what tile rank `rank` has lies in the flattened tensor, in order."""
+        box, last, minor = self.held(grid, rank), len(self.shape) - 1, 1
+        while last and box[last] == (0, self.shape[last]):  # part of a row
+            minor *= self.shape[last]
+            last -= 1
+        (start, stop), n = box[last], self.shape[last]
+        found: list[Range] = []
+        for lead in itertools.product(*(range(*edge) for edge in box[:last])):
+            row = 0
+            for here, size in zip(lead, self.shape, strict=False):
+                row = row * size + here
+            found.append(((row * n + start) * minor, (row * n + stop) * minor))
+        return tuple(found) or ((0, 0),)
 
     def local_shape(self, grid: Grid, rank: int) -> tuple[int, ...]:
         """Shape of what tile rank `rank` has."""

@@ -19,7 +19,6 @@ from fivefold.parallel.program.rule import (
     Operation,
     as_held,
     call,
-    everything,
     rule,
     want_of,
 )
@@ -27,16 +26,7 @@ from fivefold.parallel.program.spread import Division, Spread
 from fivefold.parallel.tiles.along import arguments, dims_of, reduced
 from fivefold.parallel.tiles.pointwise import broadcast, broadcast_wants
 
-__all__ = [
-    "Einsum",
-    "Embedding",
-    "Gathered",
-    "Linear",
-    "PerChannel",
-    "Products",
-    "Queries",
-    "Similarity",
-]
+__all__ = ["Einsum", "Embedding", "Gathered", "Linear", "PerChannel", "Products", "Similarity"]
 
 
 @rule("linear")
@@ -68,65 +58,41 @@ class Products:
     def place(self, op: Operation) -> Sequence[Spread] | None:
         """Batches as the operands have them; the matrices whole. Or as `linear`, which may be written so.
 
-        Rows of the first may be cut where all ranks have the second, a table of positions say.
+        Rows of the first may be cut: pixels as they look for others. All of the others is gathered then.
         """
         if op.node.name in {"matmul", "mm"} and len(op.given[1].shape) == 2:
             return Linear().place(op)
+        shape = op.node.output_shapes[0]
         if self._by_rows(op):
-            return [broadcast(op.given, op.node.output_shapes[0])]
-        if any(len(s.shape) < 2 or s.cuts[-1] or s.cuts[-2] for s in op.given):
+            each = [Spread(spread.shape[:-2], spread.cuts[:-2]) for spread in op.given]
+            cuts = (*broadcast(each, shape[:-2]).cuts, op.given[0].cuts[-2], None)
+            made = Spread(shape, cuts).tight()
+        elif any(len(s.shape) < 2 or s.cuts[-1] or s.cuts[-2] for s in op.given):
             return None
-        made = broadcast(op.given, op.node.output_shapes[0])
+        else:
+            made = broadcast(op.given, shape)
         axes = [axis for cut in made.cuts if cut is not None for axis in cut.axes]
         return [made] if len(axes) == len(set(axes)) else None
 
     def lower(self, op: Operation) -> Local:
-        """The same call on the parts of the batches."""
+        """The same call on the parts of the batches, and of the rows; a mask of attention has those too."""
         if op.node.name in {"matmul", "mm"} and len(op.given[1].shape) == 2:
             return Linear().lower(op)
-        made = op.made[0]
-        wants = [
-            broadcast_wants(shape[:-2], Spread(made.shape[:-2], made.cuts[:-2]))
-            + everything(shape[-2:])
-            for shape in op.node.shapes
-        ]
-        if self._by_rows(op):
-            rows = want_of(op.node.shapes[0][-2], made.cuts[-2])
-            wants[0] = (*wants[0][:-2], rows, wants[0][-1])
+        made, wants = op.made[0], list[tuple[Want, ...]]()
+        batches = Spread(made.shape[:-2], made.cuts[:-2])
+        for number, (*batch, rows, columns) in enumerate(op.node.shapes):
+            cut = None if number in {1, 2} or rows == 1 else made.cuts[-2]
+            each = broadcast_wants(tuple(batch), batches)
+            wants.append((*each, want_of(rows, cut), Want.all_of(columns)))
         return Local(tuple(wants), call(op.node))
 
     def _by_rows(self, op: Operation) -> bool:
-        first, second = op.given[0], op.given[-1]
-        matrices = (
-            op.node.name in {"matmul", "bmm"} and min(len(first.shape), len(second.shape)) > 1
-        )
-        return matrices and len(op.given) == 2 and second.is_whole and first.cuts[-1] is None
-
-
-class Queries:
-    """Attention of the queries that are here to all keys and values."""
-
-    def place(self, op: Operation) -> Sequence[Spread] | None:
-        """As the queries are cut; None where they are whole, or are numbered as they lie."""
-        queries, shape = op.given[0], op.node.output_shapes[0]
-        cut = queries.cuts[-2] if len(shape) > 2 else None
-        if cut is None or cut.empty or queries.cuts[-1] or not _by_query(op.node):
-            return None
-        each = [Spread(spread.shape[:-2], spread.cuts[:-2]) for spread in op.given]
-        made = Spread(shape, (*broadcast(each, shape[:-2]).cuts, cut, None)).tight()
-        axes = [axis for found in made.cuts if found is not None for axis in found.axes]
-        return [made] if len(axes) == len(set(axes)) else None
-
-    def lower(self, op: Operation) -> Local:
-        """The same call: rows of a mask are those of queries."""
-        made, wants = op.made[0], list[tuple[Want, ...]]()
-        batches = Spread(made.shape[:-2], made.cuts[:-2])
-        for number, shape in enumerate(op.node.shapes):
-            rows = number not in {1, 2} and shape[-2] > 1
-            each = want_of(shape[-2], made.cuts[-2]) if rows else Want.all_of(shape[-2])
-            batch = broadcast_wants(shape[:-2], batches)
-            wants.append((*batch, each, Want.all_of(shape[-1])))
-        return Local(tuple(wants), call(op.node))
+        first, attends = op.given[0], op.node.name == "scaled_dot_product_attention"
+        if not attends and op.node.name not in {"matmul", "bmm"}:
+            return False
+        matrices = min(len(spread.shape) for spread in op.given) > 1
+        cut = first.cuts[-2] if matrices and first.cuts[-1] is None else None
+        return cut is not None and not (attends and (cut.empty or not _by_query(op.node)))
 
 
 def _by_query(node: Node) -> bool:

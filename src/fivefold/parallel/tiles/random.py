@@ -37,7 +37,7 @@ from fivefold.parallel.program.rule import (
 from fivefold.parallel.program.spread import Box, Spread
 from fivefold.parallel.randomness import uniform_box
 from fivefold.parallel.tiles.pointwise import Pointwise, broadcast_wants
-from fivefold.parallel.tiles.products import Products, Queries
+from fivefold.parallel.tiles.products import Products
 
 __all__ = ["Attention", "Bernoulli", "Dropout", "Fresh", "Sampled", "Seeded"]
 
@@ -300,7 +300,7 @@ class RandomLeaky(Seeded):
 
 @rule("scaled_dot_product_attention", "multi_head_attention_forward")
 class Attention(Seeded):
-    """Products of matrices; the longer one by samples. With dropout, drawn inside one kernel, gathered."""
+    """Queries where they are, keys and values of all; the longer one by samples. With dropout, gathered."""
 
     def drops(self, node: Node) -> bool:
         """Whether it drops attention."""
@@ -314,17 +314,14 @@ class Attention(Seeded):
             return super().place(op)
         if op.node.function is not F.scaled_dot_product_attention:
             return Heads().place(op)
-        if op.node.kwargs.get("enable_gqa"):
-            return None
-        return Queries().place(op) or Products().place(op)
+        return None if op.node.kwargs.get("enable_gqa") else Products().place(op)
 
     def lower(self, op: Operation) -> Local:
         """The same."""
         if self.drops(op.node):
             return super().lower(op)
-        if op.node.function is not F.scaled_dot_product_attention:
-            return Heads().lower(op)
-        return (Queries() if op.made[0].cuts[-2] else Products()).lower(op)
+        long = op.node.function is not F.scaled_dot_product_attention
+        return Heads().lower(op) if long else Products().lower(op)
 
 
 @rule("gru", "lstm", "rnn_relu", "rnn_tanh")

@@ -23,7 +23,7 @@ from torch import Tensor
 from fivefold.mesh import owned
 from fivefold.parallel.program.exchange import Want
 from fivefold.parallel.program.rule import Local, Moment, Operation, Wants, as_held, rule
-from fivefold.parallel.program.spread import Box, Division, Grid, Range, Source, Spread
+from fivefold.parallel.program.spread import Box, Division, Grid, Range, Spread
 from fivefold.parallel.program.windows import follow
 
 __all__ = ["DimGroup", "View", "groups"]
@@ -100,12 +100,12 @@ class DimGroup:
         made = Division.at(axes, [*bounds, n])
         if grid.data in axes or len(self.after) > 1:
             return made
-        return replace(made, source=Source(self.sizes, tuple(cut and cut.tight() for cut in cuts)))
+        return replace(made, source=Spread(self.sizes, tuple(cuts)).tight())
 
-    def restored(self, cut: Division | None, shape: Sequence[int]) -> Source | None:
+    def restored(self, cut: Division | None, shape: Sequence[int]) -> Spread | None:
         """The dims that the one dim of the operand was made of, if it becomes them again."""
         source = None if cut is None or len(self.before) > 1 else cut.source
-        same = source is not None and source.sizes == tuple(shape[dim] for dim in self.after)
+        same = source is not None and source.shape == tuple(shape[dim] for dim in self.after)
         return source if same else None
 
 
@@ -196,8 +196,10 @@ class View:
         made, here, every = op.made[0], op.here, list(wants)
         for group in restored:
             sizes = tuple(made.shape[dim] for dim in group.after)
-            source = Source(sizes, tuple(made.cuts[dim] for dim in group.after))
-            every[group.before[0]] = Want(source.axes, source.segments(here.grid))
+            dims = Spread(sizes, tuple(made.cuts[dim] for dim in group.after))
+            parts = {here.grid.part(rank, dims.axes): rank for rank in range(here.grid.size)}
+            flat = (dims.flat(here.grid, parts[part]) for part in range(len(parts)))
+            every[group.before[0]] = Want(dims.axes, tuple(flat))
         local = made.local_shape(here.grid, here.rank)
         others = tuple(as_held(spread) for spread in op.given[1:])
         return Local((tuple(every), *others), lambda _, operands: operands[0].reshape(local))
