@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -159,6 +160,86 @@ def test_a_tiff_file_of_a_run_that_was_killed(tmp_path: Path, during: str) -> No
     assert (tmp_path / "out.tif").stat() == before
 
 
+def compared(folder: Path, target: np.ndarray, *more: str) -> tuple[float, float]:
+    """What is printed of a target, with nothing written: the metric, and the mean loss."""
+    tifffile.imwrite(folder / "wanted.tif", target)
+    words = [*WORDS[:-2], "--target", "wanted.tif", "--tile", "32", "-n", "2"]
+    done = fivefold(*words, *more, cwd=folder, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert sorted(path.name for path in folder.iterdir()) == ["a.tif", "wanted.tif", "weights.pt"]
+    return float(re.findall(r"(?:PSNR|accuracy) ([\d.]+)", line)[0]), float(line.split()[-1])
+
+
+def test_a_picture_is_compared_with(tmp_path: Path) -> None:
+    whole = prepared(tmp_path).double()
+    pixels = np.random.default_rng(6).integers(0, 255, (180, 260, 3), dtype=np.uint8)
+    psnr, loss = compared(tmp_path, pixels)
+    errors = whole - torch.from_numpy(pixels).permute(2, 0, 1).double() / 255
+    assert psnr == pytest.approx(-10 * errors.square().mean().log10().item(), abs=0.006)
+    assert loss == pytest.approx(errors.abs().mean().item(), rel=0.006)
+
+
+def test_classes_are_compared_with(tmp_path: Path) -> None:
+    whole = prepared(tmp_path)
+    classes = np.random.default_rng(6).integers(0, 3, (180, 260), dtype=np.uint8)
+    accuracy, loss = compared(tmp_path, classes)
+    wanted = torch.from_numpy(classes).long()
+    share = (whole.argmax(0) == wanted).double().mean().item()
+    assert accuracy == pytest.approx(share, abs=6e-4)
+    found = torch.nn.functional.cross_entropy(whole[None], wanted[None]).item()
+    assert loss == pytest.approx(found, abs=6e-4)
+
+
+def test_volumes_of_zarr_stores_are_compared_with(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    (tmp_path / "volumes.py").write_text(
+        "import torch\n\ndef net():\n    return torch.nn.Conv3d(2, 4, 3, padding=1)\n"
+    )
+    net = torch.nn.Conv3d(2, 4, 3, padding=1)
+    torch.save(net.state_dict(), tmp_path / "weights.pt")
+    scans = np.random.default_rng(5).random((2, 2, 9, 12, 11), dtype=np.float32)
+    classes = np.random.default_rng(6).integers(0, 4, (2, 9, 12, 11))
+    zarr.save_array(tmp_path / "scans.zarr/images", scans)
+    zarr.save_array(tmp_path / "truth.zarr/classes", classes)
+    done = fivefold(
+        "infer", "volumes:net", "--weights", "weights.pt", "--input", "scans.zarr/images", "--target",
+        "truth.zarr/classes", "--output", "out.zarr", "--tile", "5", "--argmax",
+        cwd=tmp_path, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    whole = net(torch.from_numpy(scans)).detach()
+    share = (whole.argmax(1) == torch.from_numpy(classes)).double().mean().item()
+    told = float(re.findall(r"accuracy (\S+),", done.stdout)[0])
+    assert told == pytest.approx(share, abs=6e-4)
+    assert zarr.open_array(tmp_path / "out.zarr/1", mode="r").shape == (9, 12, 11)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (np.full((180, 260), 3), "--target has classes 3 to 3, and the model tells 3 apart"),
+        (np.zeros((180, 260), np.float32), "--target has 1 channels, and the model returns 3"),
+        (np.zeros((90, 130, 3), np.uint8), "targets of its size: that has (180, 260) pixels"),
+    ],
+    ids=["classes", "channels", "size"],
+)
+def test_other_targets_are_refused(tmp_path: Path, target: np.ndarray, says: str) -> None:
+    prepared(tmp_path)
+    tifffile.imwrite(tmp_path / "wanted.tif", target)
+    done = infer(tmp_path, "--target", "wanted.tif")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_something_has_to_come_of_it(tmp_path: Path) -> None:
+    prepared(tmp_path)
+    done = fivefold(*WORDS[:-2], cwd=tmp_path)
+    assert done.returncode == 2
+    assert "give --target, and no --argmax" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -167,8 +248,10 @@ def test_a_tiff_file_of_a_run_that_was_killed(tmp_path: Path, during: str) -> No
         (["--output", "a.tif"], "a.tif is there already: name another file, or remove it"),
         (["--output", "."], "is there already: name another folder, or remove it"),
         (["--tile", "0"], "--tile 0: at least 1 is needed"),
+        (["--target", "b.tif"], "--target b.tif: there is no such file or folder"),
+        (["--target", "."], "both TIFF files, or both arrays of zarr stores"),
     ],
-    ids=["input", "weights", "a file", "there", "tile"],
+    ids=["input", "weights", "a file", "there", "tile", "target", "another kind"],
 )
 def test_mistakes_are_told_in_a_line(tmp_path: Path, more: list[str], says: str) -> None:
     prepared(tmp_path)

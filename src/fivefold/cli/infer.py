@@ -35,7 +35,7 @@ class Infer:
     """Write what a model returns for an image that need not fit in memory, window by window.
 
     The output is that of the whole image. Nets that take statistics or attention over whole images are
-    refused. Started again after it was killed, it goes on where it was.
+    refused. Started again after it was killed, it goes on where it was. With --target it is compared, too.
 
     Example: fivefold infer edsr_small --weights best.pt --input slide.tif --output large.zarr
     """
@@ -46,8 +46,10 @@ class Infer:
     """the model's state_dict, as torch.save writes it"""
     input: Annotated[Path, _option("PATH")]
     """a TIFF file, or an array N x C x H x W of a zarr store, such as scans.zarr/images"""
-    output: Annotated[Path, _option("PATH")]
+    output: Annotated[Path | None, _option("PATH")] = None
     """the TIFF file to write, such as large.tif, or a zarr group: an array for each image, "0", "1" ..."""
+    target: Annotated[Path | None, _option("PATH")] = None
+    """what should come out: prints accuracy (of a map of classes) or PSNR; --output may be left out"""
     tile: Annotated[int, _option("N")] = 1024
     """pixels of an edge of a window"""
     argmax: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = (
@@ -88,12 +90,21 @@ class Infer:
 
     def _check(self) -> None:
         models.check(self.model)
-        for name, path in {"weights": self.weights, "input": self.input}.items():
-            if not path.exists():
+        read = {"weights": self.weights, "input": self.input, "target": self.target}
+        for name, path in read.items():
+            if path is not None and not path.exists():
                 raise UsageError(f"--{name} {path}: there is no such file or folder")
-        parent = self.output.resolve().parent
-        if not parent.is_dir():
+        if self.output is None:
+            if self.target is None or self.argmax:
+                raise UsageError(
+                    "without --output nothing is written: give --target, and no --argmax"
+                )
+        elif not (parent := self.output.resolve().parent).is_dir():
             raise UsageError(f"--output {self.output}: there is no folder {parent}")
+        if self.target is not None and self.target.is_dir() != self.input.is_dir():
+            raise UsageError(
+                f"--target {self.target}: it and --input are both TIFF files, or both arrays of zarr stores"
+            )
         for name in ("tile", "classes", "channels", "processes"):
             if (value := getattr(self, name)) < 1:
                 raise UsageError(f"--{name} {value}: at least 1 is needed")
@@ -107,7 +118,10 @@ class Infer:
         with start(Plan(layout=Layout(data=processes))) as mesh:
             model = parallelize(net, mesh)
             then = _classes if self.argmax else None
-            infer(model, images, self.output, tile=self.tile, then=then)
+            score = None if self.target is None else _sums
+            sums = infer(model, images, self.output, tile=self.tile, then=then, score=score)
+            if score is not None and not mesh.rank:
+                print(_in_words(sums.tolist()))
         return 0
 
     def _images(self) -> Any:
@@ -121,10 +135,58 @@ class Infer:
             bytes_too = 1 / 255 if image.dtype == torch.uint8 else 1.0
             return image.float() * (bytes_too if self.scale is None else self.scale)
 
-        transform = on_windows(prepared)
+        def wanted(target: Tensor) -> Tensor:
+            return target if _is_map(target, 1 + len(data.images[0].size)) else prepared(target)
+
+        transforms: dict[str, Any] = {
+            "transform": on_windows(prepared),
+            "target_transform": on_windows(wanted),
+        }
+        data: TiffImages | ZarrImages
         if self.input.is_dir():
-            return ZarrImages(self.input.parent, self.input.name, transform=transform)
-        return TiffImages([self.input], transform=transform)
+            targets = None if self.target is None else str(self.target.resolve())  # of any group
+            data = ZarrImages(self.input.parent, self.input.name, targets, **transforms)
+        else:
+            data = TiffImages([self.input], self.target and [self.target], **transforms)
+        return data
+
+
+def _is_map(target: Tensor, image_dims: int) -> bool:
+    """Whether it is of classes: whole numbers without channels."""
+    return target.dim() < image_dims and not target.is_floating_point()
+
+
+def _sums(outputs: Tensor, target: Tensor) -> Tensor:
+    """Those of a task, and how many pixels were compared with classes."""
+    import torch
+
+    from fivefold.train.task import CLASSES, PICTURES
+
+    classes, channels = _is_map(target, outputs.dim()), outputs.shape[1]
+    if classes and (target.min() < 0 or target.max() >= channels):
+        raise UsageError(
+            f"--target has classes {target.min()} to {target.max()}, and the model tells {channels} apart, "
+            "from 0 on; a picture needs channels, or numbers with a point"
+        )
+    if target.dim() < outputs.dim() and not classes:
+        target = target[:, None]
+    if not classes and target.shape != outputs.shape:
+        raise UsageError(
+            f"--target has {target.shape[1]} channels, and the model returns {channels}"
+        )
+    sums = (CLASSES if classes else PICTURES).sums(outputs, target)
+    return torch.cat([sums, sums.new_tensor([classes * target.numel()])])
+
+
+def _in_words(sums: list[float]) -> str:
+    from fivefold.train.task import CLASSES, PICTURES
+
+    *told, classes = sums
+    if classes:
+        found = CLASSES.figures(told)
+        return f"accuracy {found['accuracy']:.4f}, cross-entropy {found['test_loss']:.4f}"
+    found = PICTURES.figures(told)
+    return f"PSNR {found['psnr_db']:.2f} dB, mean absolute error {found['test_loss']:.3g}"
 
 
 def _classes(outputs: Tensor) -> Tensor:
