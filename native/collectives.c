@@ -38,14 +38,14 @@ static int reduce_inlined(struct run *run, size_t bytes)
 {
     ff_group *group = run->group;
     uint32_t round = group->round;
-    const void *sources[FF_MAX_RANKS];
+    const void *sources[FF_MAX_LOCAL];
     memcpy(ff_posted(group, group->rank, round)->inlined, run->call->in, bytes);
     int status = ff_turn(run);
     if (status || !wants_result(run))
         return status;
     for (int q = 0; q < group->ranks; q++)
         sources[q] = ff_posted(group, q, round)->inlined;
-    reduction(run)(run->call->out, sources, group->ranks, run->call->count);
+    reduction(run)(run->call->out, sources, group->ranks, group->ranks, run->call->count);
     return FF_OK;
 }
 
@@ -53,14 +53,14 @@ static int reduce_whole(struct run *run, size_t bytes)
 {
     ff_group *group = run->group;
     uint32_t round = group->round;
-    const void *sources[FF_MAX_RANKS];
+    const void *sources[FF_MAX_LOCAL];
     memcpy(ff_staging(group, group->rank, round), run->call->in, bytes);
     int status = ff_turn(run);
     if (status || !wants_result(run))
         return status;
     for (int q = 0; q < group->ranks; q++)
         sources[q] = q == group->rank ? run->call->in : ff_staging(group, q, round);
-    reduction(run)(run->call->out, sources, group->ranks, run->call->count);
+    reduction(run)(run->call->out, sources, group->ranks, group->ranks, run->call->count);
     return FF_OK;
 }
 
@@ -130,11 +130,11 @@ static char *part_of(const struct run *run, const struct slices *of, uint32_t ro
 static void add_slice(struct run *run, const struct slices *of, size_t chunk, uint32_t round, void *out)
 {
     ff_group *group = run->group;
-    const void *sources[FF_MAX_RANKS];
+    const void *sources[FF_MAX_LOCAL];
     for (int q = 0; q < group->ranks; q++)
         sources[q] = part_of(run, of, round, q);
     sources[group->rank] = slice_in(run, of, chunk, group->rank);
-    reduction(run)(out, sources, group->ranks, slice_bytes(of, group, chunk, group->rank) / run->size);
+    reduction(run)(out, sources, group->ranks, group->ranks, slice_bytes(of, group, chunk, group->rank) / run->size);
 }
 
 /* What is claimed ahead, and stays in the first-level cache from there on. */
@@ -158,10 +158,10 @@ static void replace_piece(struct run *run, char *const *parts, size_t at, size_t
     ff_group *group = run->group;
     bool all = run->call->kind == FF_ALLREDUCE;
     char *sum = parts[group->ranks] + at;
-    const void *sources[FF_MAX_RANKS];
+    const void *sources[FF_MAX_LOCAL];
     for (int q = 0; q < group->ranks; q++)
         sources[q] = parts[q] + at;
-    reduction(run)(sum, sources, group->ranks, bytes / run->size);
+    reduction(run)(sum, sources, group->ranks, group->ranks, bytes / run->size);
     for (int q = 0; all && q < group->ranks; q++)
         if (q != group->rank)
             memcpy(parts[q] + at, sum, bytes);
@@ -173,7 +173,7 @@ static void replace_slice(struct run *run, const struct slices *of, size_t chunk
 {
     ff_group *group = run->group;
     size_t bytes = slice_bytes(of, group, chunk, group->rank);
-    char *parts[FF_MAX_RANKS + 1];      /* the last: where the result goes */
+    char *parts[FF_MAX_LOCAL + 1];      /* the last: where the result goes */
     for (int q = 0; q < group->ranks; q++)
         parts[q] = part_of(run, of, round, q);
     parts[group->rank] = (char *)slice_in(run, of, chunk, group->rank);
@@ -250,7 +250,7 @@ static int reduce_large(struct run *run, size_t bytes)
 {
     ff_group *group = run->group;
     const struct slices of = slices_of(group, bytes, false);
-    struct view views[FF_MAX_RANKS];
+    struct view views[FF_MAX_LOCAL];
     uint32_t round = group->round;
     if (!offer(run, bytes))
         put_slices(run, &of, 0);
@@ -280,7 +280,7 @@ int ff_run_reduce_scatter(struct run *run)
 {
     ff_group *group = run->group;
     const struct slices of = slices_of(group, run->call->count * run->size, true);
-    struct view views[FF_MAX_RANKS];
+    struct view views[FF_MAX_LOCAL];
     if (!reduction(run))
         return cannot_reduce(run);
     if (!of.chunks)
@@ -320,7 +320,7 @@ int ff_execute(struct run *run)
     if (ff_is_broken(group, run->report))
         return FF_BROKEN;
     run->size = ff_dtype_bytes(run->call->dtype);
-    int status = kinds[run->call->kind](run);
+    int status = group->nodes ? ff_execute_on_nodes(run) : kinds[run->call->kind](run);
     run->report->status = (uint32_t)status;
     return status;
 }

@@ -1,7 +1,7 @@
 /* Which build of the reductions this processor can run. */
 #include "reduce.h"
 
-static ff_reductions *chosen(const char **name)
+static const struct ff_reductions *chosen(const char **name)
 {
 #ifdef FF_HAS_AVX512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -27,12 +27,27 @@ const char *ff_instructions(void)
     return name;
 }
 
+static bool exists(uint32_t dtype, uint32_t reduction)
+{
+    return dtype < FF_DTYPES && reduction < FF_REDUCTIONS;
+}
+
 ff_reduce ff_reduction_of(uint32_t dtype, uint32_t reduction)
 {
     const char *name;
-    if (dtype >= FF_DTYPES || reduction >= FF_REDUCTIONS)
-        return NULL;
-    return (*chosen(&name))[dtype][reduction];
+    return exists(dtype, reduction) ? chosen(&name)->of_all[dtype][reduction] : NULL;
+}
+
+ff_reduce ff_reduction_of_some(uint32_t dtype, uint32_t reduction)
+{
+    const char *name;
+    return exists(dtype, reduction) ? chosen(&name)->of_some[dtype][reduction] : NULL;
+}
+
+ff_reduce ff_reduction_of_parts(uint32_t dtype, uint32_t reduction)
+{
+    const char *name;
+    return exists(dtype, reduction) ? chosen(&name)->of_parts[dtype][reduction] : NULL;
 }
 
 size_t ff_dtype_bytes(uint32_t dtype)

@@ -1,7 +1,9 @@
 /* Every operation of the core, with threads as ranks, against a serial reference. Built with the thread or
  * the address sanitizer by `make sanitize`; without, it runs in a second.
  *
- *     driver [ranks [rounds [seed]]]
+ *     driver [ranks [rounds [seed [nodes]]]]
+ *
+ * Nodes are groups of threads with a memory of their own, and socket pairs between them.
  */
 #define _GNU_SOURCE
 #include "fivefold.h"
@@ -11,18 +13,30 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
 
-static int ranks = 4, rounds = 150;
+enum { MOST_RANKS = 64 };
+static int ranks = 4, rounds = 150, nodes = 1;
 static unsigned seed = 1;
-static void *memory, *narrow, *flooded, *arenas[FF_MAX_RANKS];
+static void *memory, *narrow, *flooded, *arenas[MOST_RANKS];
 static size_t arena_bytes;
 static void *slots;
-static uint64_t came_ns[FF_MAX_RANKS];
+static uint64_t came_ns[MOST_RANKS];
+
+/* Groups of several nodes, one after the other; ranks meet between them. */
+static int32_t node_of[MOST_RANKS];
+static int members[MOST_RANKS];
+static void *memories[MOST_RANKS];
+static ff_group *groups[MOST_RANKS];
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+static pthread_barrier_t meeting;
+static int wakers[MOST_RANKS];
 
 #define CHECK(condition, ...)                                                                       \
     do {                                                                                            \
@@ -73,7 +87,7 @@ struct rank {
     int rank;
     ff_group *group;
     float *in, *out;
-    uint64_t in_counts[FF_MAX_RANKS], out_counts[FF_MAX_RANKS];
+    uint64_t in_counts[MOST_RANKS], out_counts[MOST_RANKS];
 };
 
 static void fill(struct rank *own, int k, size_t count, int blocks)
@@ -133,8 +147,8 @@ static ff_call drawn(struct rank *own, unsigned *state)
     call.root = (int)draw(state, (unsigned)ranks);
     call.count = draw(state, size + 1);
     static const unsigned none = 0, all = ~0u;
-    const unsigned in_arena[] = {none, all, draw(state, 1u << ranks)};      /* one bit per rank */
-    bool here = in_arena[draw(state, 3)] >> own->rank & 1;
+    const unsigned in_arena[] = {none, all, draw(state, 1u << (ranks % 24))};   /* one bit per rank */
+    bool here = nodes == 1 && in_arena[draw(state, 3)] >> own->rank & 1;
     bool in_place = call.kind == FF_ALLREDUCE || call.kind == FF_REDUCE;
     call.in = here ? arenas[own->rank] : own->in;
     call.out = here && in_place ? arenas[own->rank] : own->out;
@@ -170,14 +184,15 @@ static void collectives(struct rank *own)
     }
 }
 
-/* Uneven blocks; then blocks that two ranks disagree about. */
+/* Uneven blocks; then, on one node, blocks that two ranks disagree about. */
 static void uneven(struct rank *own)
 {
     ff_report report = {0};
     uint64_t at = 0;
+    int unit = ranks > 16 ? 300 : 1500;
     for (int q = 0; q < ranks; q++) {
-        own->in_counts[q] = (uint64_t)(own->rank * 100 + q * 1500);
-        own->out_counts[q] = (uint64_t)(q * 100 + own->rank * 1500);
+        own->in_counts[q] = (uint64_t)(own->rank * 100 + q * unit);
+        own->out_counts[q] = (uint64_t)(q * 100 + own->rank * unit);
         for (uint64_t i = 0; i < own->in_counts[q]; i++)
             own->in[at++] = value(0, own->rank, q, i);
     }
@@ -189,7 +204,8 @@ static void uneven(struct rank *own)
         for (uint64_t i = 0; i < own->out_counts[q]; i++)
             CHECK(own->out[at++] == value(0, q, own->rank, i), "from %d", q);
     own->out_counts[0] += own->rank == 1;
-    CHECK(ff_run(own->group, &call, &report) == FF_MISMATCH, "status %u", report.status);
+    if (nodes == 1)
+        CHECK(ff_run(own->group, &call, &report) == FF_MISMATCH, "status %u", report.status);
 }
 
 static void mismatch(struct rank *own)
@@ -209,7 +225,7 @@ static void arrivals(struct rank *own)
     enum { SUMS = sizeof counts / sizeof *counts };
     for (int late = 0; late < ranks; late++) {
         ff_op *ops[SUMS];
-        uint64_t started_ns[SUMS], all_ns[SUMS * FF_MAX_RANKS];
+        uint64_t started_ns[SUMS], all_ns[SUMS * MOST_RANKS];
         ff_event row = {.end_ns = 7, .cpu_ns = 7};
         ff_report report = {0};
         if (own->rank == late) {
@@ -252,7 +268,7 @@ static void messages(struct rank *own, bool in_arena)
 {
     static const size_t counts[] = {0, 5, 3000, MOST / 2};
     enum { TAGS = 4 };
-    ff_message *sent[FF_MAX_RANKS][TAGS];
+    ff_message *sent[MOST_RANKS][TAGS];
     ff_report report = {0};
     float *data = in_arena ? arenas[own->rank] : own->in;
     for (size_t i = 0; i < MOST; i++)
@@ -362,6 +378,140 @@ static void flood(struct rank *own)
     ff_group_close(group);
 }
 
+/* ---- several nodes */
+
+static int connect_to(void *self, int rank, int lane)
+{
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0, "no sockets");
+    pthread_mutex_lock(&opening);
+    int status = groups[rank] ? ff_group_accept(groups[rank], ((struct rank *)self)->rank, lane, pair[1]) : -1;
+    pthread_mutex_unlock(&opening);
+    if (!status)
+        return pair[0];
+    close(pair[0]);
+    close(pair[1]);
+    return -1;
+}
+
+static void *memory_of(int members)
+{
+    void *made = zeroed(ff_group_bytes(members, STAGING, RING));
+    CHECK(ff_group_set_up(made, members, STAGING, RING) == 0, "set up");
+    return made;
+}
+
+static void open_on_nodes(struct rank *own)
+{
+    int place = 0, mine[MOST_RANKS], count = 0;
+    wakers[own->rank] = eventfd(0, EFD_NONBLOCK);
+    for (int q = 0; q < own->rank; q++)
+        place += node_of[q] == node_of[own->rank];
+    if (!place)
+        memories[node_of[own->rank]] = memory_of(members[node_of[own->rank]]);
+    pthread_barrier_wait(&meeting);
+    for (int q = 0; q < ranks; q++)
+        if (node_of[q] == node_of[own->rank])
+            mine[count++] = dup(wakers[q]);
+    own->group = ff_group_open(memories[node_of[own->rank]], place, 1);
+    CHECK(own->group, "no memory");
+    for (int q = 0; q < count; q++)
+        ff_group_peer(own->group, q, -1, NULL, 0);
+    CHECK(ff_group_spread(own->group, own->rank, ranks, node_of, connect_to, own, mine) == 0, "no memory");
+    groups[own->rank] = own->group;
+    pthread_barrier_wait(&meeting);
+}
+
+static void close_on_nodes(struct rank *own)
+{
+    pthread_mutex_lock(&opening);
+    groups[own->rank] = NULL;
+    pthread_mutex_unlock(&opening);
+    ff_group_close(own->group);
+}
+
+/* The last rank leaves; whoever needs it learns who, though the time limit is far. */
+static void left_on_nodes(struct rank *own)
+{
+    ff_report report = {0};
+    ff_call call = {.kind = FF_BARRIER, .timeout_s = 600};
+    if (own->rank != ranks - 1) {
+        int status = ff_run(own->group, &call, &report);
+        CHECK(status == FF_LEFT || status == FF_BROKEN || status == FF_UNREACHABLE, "status %d", status);
+        CHECK(report.missing[(ranks - 1) / 64] >> (ranks - 1) % 64 & 1, "missing %llx, status %d of %d",
+              (unsigned long long)report.missing[0], status, report.other_status);
+    }
+}
+
+/* One asks for something else, and all learn of it, here or in the next operation. */
+static void mismatch_on_nodes(struct rank *own)
+{
+    ff_report report = {0};
+    ff_call call = {.kind = own->rank == ranks - 1 ? FF_ALLGATHER : FF_ALLREDUCE, .dtype = FF_F32, .count = 10,
+                    .in = own->in, .out = own->out, .timeout_s = 60};
+    int status = ff_run(own->group, &call, &report);
+    if (!status)
+        status = ff_run(own->group, &call, &report);
+    CHECK(status == FF_MISMATCH || (status == FF_BROKEN && report.other_status == FF_MISMATCH), "status %d of %d", status,
+          report.other_status);
+}
+
+/* The last rank does not come: all learn who it was. */
+static void late_on_nodes(struct rank *own)
+{
+    ff_report report = {0};
+    ff_call call = {.kind = FF_ALLREDUCE, .dtype = FF_F32, .count = seed % 2 ? 10 : MOST, .in = own->in, .out = own->out,
+                    .timeout_s = 2};
+    if (own->rank == ranks - 1)
+        return;
+    int status = ff_run(own->group, &call, &report);
+    CHECK(status == FF_TIMEOUT || (status == FF_BROKEN && report.other_status == FF_TIMEOUT), "status %d of %d", status,
+          report.other_status);
+    CHECK(report.missing[(ranks - 1) / 64] >> (ranks - 1) % 64 & 1, "rank %d: missing %llx", own->rank,
+          (unsigned long long)report.missing[0]);
+}
+
+static void *rank_on_nodes(void *argument)
+{
+    static void (*const endings[])(struct rank *) = {left_on_nodes, mismatch_on_nodes, late_on_nodes};
+    struct rank own = {.rank = (int)(intptr_t)argument};
+    own.in = malloc(MOST * sizeof(float) * (size_t)ranks);
+    own.out = malloc(MOST * sizeof(float) * (size_t)ranks);
+    CHECK(own.in && own.out, "no memory");
+    open_on_nodes(&own);
+    collectives(&own);
+    uneven(&own);
+    messages(&own, false);
+    collectives(&own);
+    close_on_nodes(&own);
+    for (int i = 0; i < 3; i++) {
+        bool leaves = i == 0 && own.rank == ranks - 1;
+        pthread_barrier_wait(&meeting);
+        close(wakers[own.rank]);
+        open_on_nodes(&own);
+        endings[i](&own);
+        if (leaves)
+            close_on_nodes(&own);
+        pthread_barrier_wait(&meeting);     /* nobody else has left before all know */
+        if (!leaves)
+            close_on_nodes(&own);
+    }
+    free(own.in);
+    free(own.out);
+    return NULL;
+}
+
+static void lay_out_nodes(void)
+{
+    CHECK(pthread_barrier_init(&meeting, NULL, (unsigned)ranks) == 0, "no barrier");
+    for (int q = 0; q < ranks; q++) {
+        node_of[q] = seed % 2 ? q * nodes / ranks : q % nodes;
+        members[node_of[q]]++;
+    }
+}
+
+/* ---- one node */
+
 static void *rank_main(void *argument)
 {
     struct rank own = {.rank = (int)(intptr_t)argument};
@@ -390,25 +540,26 @@ static void *rank_main(void *argument)
 
 int main(int count, char **words)
 {
-    pthread_t threads[FF_MAX_RANKS];
+    pthread_t threads[MOST_RANKS];
     ranks = count > 1 ? atoi(words[1]) : ranks;
     rounds = count > 2 ? atoi(words[2]) : rounds;
     seed = count > 3 ? (unsigned)atoi(words[3]) : seed;
-    CHECK(ranks >= 2 && ranks <= 16, "2 to 16 ranks");
+    nodes = count > 4 ? atoi(words[4]) : nodes;
+    CHECK(ranks >= 2 && ranks <= (nodes > 1 ? MOST_RANKS : 16) && nodes <= ranks, "2 to 16 ranks, 64 on several nodes");
     arena_bytes = MOST * sizeof(float) * (size_t)ranks;
-    void **groups[] = {&memory, &narrow, &flooded};
-    for (int i = 0; i < 3; i++) {
-        *groups[i] = zeroed(ff_group_bytes(ranks, STAGING, RING));
-        CHECK(ff_group_set_up(*groups[i], ranks, STAGING, RING) == 0, "set up");
-    }
+    void **shared[] = {&memory, &narrow, &flooded};
+    for (int i = 0; i < 3 && nodes == 1; i++)
+        *shared[i] = memory_of(ranks);
     slots = zeroed(ff_slots_bytes(SLOTS));
     ff_slots_set_up(slots, SLOTS);
     for (int q = 0; q < ranks; q++)
         arenas[q] = zeroed(arena_bytes);
+    if (nodes > 1)
+        lay_out_nodes();
     for (int q = 0; q < ranks; q++)
-        CHECK(pthread_create(&threads[q], NULL, rank_main, (void *)(intptr_t)q) == 0, "thread");
+        CHECK(pthread_create(&threads[q], NULL, nodes > 1 ? rank_on_nodes : rank_main, (void *)(intptr_t)q) == 0, "thread");
     for (int q = 0; q < ranks; q++)
         pthread_join(threads[q], NULL);
-    printf("%d ranks, %d collectives, %s: all as expected\n", ranks, rounds, ff_instructions());
+    printf("%d ranks, %d nodes, %d collectives, %s: all as expected\n", ranks, nodes, rounds, ff_instructions());
     return 0;
 }

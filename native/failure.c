@@ -23,20 +23,25 @@ static int first_missing(const ff_report *report, int ranks)
     return -1;
 }
 
+/* Whoever waits on this node looks again, and sees that the group is broken. */
+void ff_break(ff_group *group, uint64_t told)
+{
+    uint64_t none = 0;
+    atomic_compare_exchange_strong(&group->shared->broken, &none, told);
+    for (int i = 0; i < 2 * group->ranks; i++)
+        ff_futex_wake(&group->posts[i].flag);
+    for (int q = 0; q < group->ranks; q++)
+        ff_ring_bell(group, q);
+    ff_streams_tell_of(group);
+}
+
 /* `broken` is status | who gave up << 8 | whom it missed + 1 << 24. The first to give up is remembered;
  * without it the others would wait for a rank that no longer takes part. */
 int ff_give_up(ff_group *group, ff_report *report, int status)
 {
-    uint64_t none = 0;
-    uint64_t about = (uint64_t)(first_missing(report, group->ranks) + 1);
-    uint64_t told = (uint64_t)status | (uint64_t)group->rank << 8 | about << 24;
-    atomic_compare_exchange_strong(&group->shared->broken, &none, told);
-    for (int i = 0; i < 2 * group->ranks; i++)
-        ff_futex_wake(&group->posts[i].flag);
-    for (int q = 0; q < group->ranks; q++) {
-        atomic_fetch_add(&group->bells[q].rung, 1);
-        ff_futex_wake(&group->bells[q].rung);
-    }
+    uint64_t about = (uint64_t)(first_missing(report, ff_size(group)) + 1);
+    uint64_t told = (uint64_t)status | (uint64_t)ff_own(group) << 8 | about << 24;
+    ff_break(group, told);
     report->status = (uint32_t)status;
     return status;
 }
@@ -46,6 +51,7 @@ bool ff_is_broken(ff_group *group, ff_report *report)
     uint64_t told = atomic_load_explicit(&group->shared->broken, memory_order_acquire);
     if (!told)
         return false;
+    ff_streams_tell_of(group);  /* every rank tells those that it has streams with */
     report->status = FF_BROKEN;
     report->other_status = (uint32_t)(told & 0xff);
     report->other = (int32_t)(told >> 8 & 0xffff);

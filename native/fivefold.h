@@ -1,5 +1,5 @@
-/* The C core of Fivefold: collectives and messages between processes of one node, through memory that
- * they share.
+/* The C core of Fivefold: collectives and messages between processes, through memory that those of a node share
+ * and streams between nodes.
  *
  * Plain C11 without torch or Python: fivefold.arena loads the library with ctypes, one build serves every
  * version of both. All functions may be called from several threads, except those that open and close.
@@ -16,8 +16,9 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 5          /* raised when anything in this file changes; Python compares it */
-#define FF_MAX_RANKS 256
+#define FF_ABI 6          /* raised when anything in this file changes; Python compares it */
+#define FF_MAX_LOCAL 256  /* ranks of a node */
+#define FF_MAX_RANKS 4096
 
 enum ff_kind {
     FF_ALLREDUCE, FF_REDUCE, FF_BROADCAST, FF_ALLGATHER, FF_GATHER, FF_SCATTER, FF_REDUCE_SCATTER,
@@ -41,7 +42,9 @@ enum ff_status {
     FF_UNSUPPORTED,  /* this dtype has no such reduction */
     FF_NO_MEMORY,    /* or what `missing` has sent, and nobody receives, takes a quarter of the node's */
     FF_CLOSED,       /* this rank closed the group meanwhile */
-    FF_UNREADABLE    /* the memory of `missing`, which could be read before, cannot any more */
+    FF_UNREADABLE,   /* the memory of `missing`, which could be read before, cannot any more */
+    FF_CUT_OFF,      /* the node of `missing` acknowledges nothing */
+    FF_UNREACHABLE   /* no stream to `missing` could be opened */
 };
 
 /* When all had come, what went wrong, and who is missing (one bit per rank). */
@@ -127,6 +130,18 @@ FF_API void ff_group_peer(ff_group *group, int rank, int pidfd, void *arena, siz
 FF_API int ff_group_probe(ff_group *group, double timeout_s, ff_report *report);
 FF_API void ff_group_break(ff_group *group);  /* every rank that waits gives up */
 FF_API void ff_group_close(ff_group *group);
+
+/* Ranks on several nodes: the group that was opened is that of this node's ranks, in their order. `node_of` has the
+ * node of each of `ranks` ranks, from 0 in the order of their first ranks; this one is `rank`. From here on ranks are
+ * those of all nodes. `connect` opens the stream to a rank that something is to be sent to, a connected socket, or
+ * returns -1; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of this
+ * node. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
+enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
+typedef int (*ff_connect)(void *self, int rank, int lane);
+FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
+                           void *self, const int *wakers);
+/* A stream that `rank` has opened to this one. Returns 0, or -1 if there is one already: the caller closes it. */
+FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor);
 
 /* Collectives: run one now, or post it and wait later. All ranks start them in one order. */
 FF_API int ff_run(ff_group *group, const ff_call *call, ff_report *report);

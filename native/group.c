@@ -43,7 +43,7 @@ size_t ff_group_bytes(int ranks, size_t staging, size_t ring)
 int ff_group_set_up(void *memory, int ranks, size_t staging, size_t ring)
 {
     struct shared *shared = memory;
-    if (ranks < 1 || ranks > FF_MAX_RANKS || staging % PAGE || ring % PAGE || !staging || !ring)
+    if (ranks < 1 || ranks > FF_MAX_LOCAL || staging % PAGE || ring % PAGE || !staging || !ring)
         return -1;
     shared->ranks = (uint32_t)ranks;
     shared->staging_bytes = staging;
@@ -85,13 +85,15 @@ ff_group *ff_group_open(void *memory, int rank, int crowded)
 
 void ff_group_peer(ff_group *group, int rank, int pidfd, void *arena, size_t arena_bytes)
 {
-    group->peers[rank] = (struct peer){.pidfd = pidfd, .arena = arena, .arena_bytes = arena_bytes};
+    group->peers[rank] = (struct peer){.pidfd = pidfd, .waker = -1, .arena = arena, .arena_bytes = arena_bytes};
 }
 
 void ff_group_close(ff_group *group)
 {
     ff_queue_close(group);
     ff_messages_close(group);
+    if (group->nodes)
+        ff_streams_close(group);
     atomic_store(&group->bells[group->rank].left, 1);
     for (int parity = 0; parity < 2; parity++)      /* who sleeps looks again, and sees that we left */
         ff_futex_wake(&group->posts[2 * group->rank + parity].flag);

@@ -48,6 +48,7 @@ struct bell {                               /* rung by others when a rank's mess
     _Alignas(LINE) _Atomic uint32_t rung;
     _Atomic uint32_t sleepers;
     _Atomic uint32_t left;                  /* the rank has closed the group */
+    _Atomic uint32_t polling;               /* the rank sleeps on its waker, as it waits for other nodes too */
 };
 
 struct ring {                               /* messages from one rank to one other */
@@ -64,6 +65,7 @@ struct shared {
 
 struct peer {
     int pidfd, pid;
+    int waker;                              /* an eventfd; -1: it waits for no other nodes */
     char *arena;
     size_t arena_bytes;
 };
@@ -81,7 +83,8 @@ struct ff_group {
     bool crowded;
     bool reaches;                           /* every rank may read the memory of every rank */
     uint64_t token;                         /* what the others read to find that out */
-    struct peer peers[FF_MAX_RANKS];
+    struct peer peers[FF_MAX_LOCAL];
+    struct nodes *nodes;                    /* NULL: all ranks are on this node */
 
     uint32_t round;                         /* belongs to whoever runs an operation */
     uint64_t sequence;
@@ -125,6 +128,88 @@ struct view {
     uint64_t address;
 };
 
+/* streams.c: between nodes. Ranks are those of all nodes. */
+struct stream {
+    _Atomic int out, in;                    /* sockets, each opened by the side that sends; -1: not yet */
+    pthread_mutex_t lock;                   /* of `out`, while something is sent or told */
+    bool midway;                            /* part of what follows a head has been sent */
+    _Atomic bool left;                      /* the rank has closed the group */
+    _Atomic bool ended_in, ended_out;       /* nothing more comes; it takes nothing more, */
+    _Atomic uint64_t ended_ns;              /* since when */
+};
+
+struct head;
+
+struct nodes {
+    int rank, ranks;                        /* of all nodes */
+    int node, count;
+    int *node_of, *place;                   /* by rank: its node, and which rank of that node it is */
+    int *members, *begins;                  /* ranks of node m: members[begins[m]] .. members[begins[m + 1]] */
+    int leaders;                            /* as many ranks as the smallest node has */
+    ff_connect connect;
+    void *self;                             /* of `connect` */
+    struct stream *streams[FF_LANES];       /* by rank */
+    char *scratch;                          /* of collectives */
+    size_t scratch_bytes;
+    uint64_t turn, *turns[2];               /* by rank, receiving and sending: see carry */
+    struct piece *pieces;
+    struct pollfd *polled;
+    _Atomic bool tells;                     /* the others of the end of the group: */
+    struct head *told;
+    pthread_mutex_t telling;
+};
+
+/* What precedes whatever is sent. */
+struct head {
+    uint32_t what;                          /* of a collective as in a post; of a message its dtype; or GAVE_UP, LEFT */
+    int32_t root;                           /* of a message its tag */
+    uint64_t count;                         /* elements; of GAVE_UP what `broken` says */
+    uint64_t bytes;                         /* that follow */
+    uint64_t sequence;
+};
+#define GAVE_UP UINT32_C(0xffffff01)
+#define LEFT UINT32_C(0xffffff02)
+
+static inline int ff_world(const ff_group *group, int local)
+{
+    const struct nodes *nodes = group->nodes;
+    return nodes ? nodes->members[nodes->begins[nodes->node] + local] : local;
+}
+
+static inline int ff_local(const ff_group *group, int rank)    /* -1: on another node */
+{
+    const struct nodes *nodes = group->nodes;
+    return !nodes ? rank : nodes->node_of[rank] == nodes->node ? nodes->place[rank] : -1;
+}
+
+static inline int ff_own(const ff_group *group)
+{
+    return group->nodes ? group->nodes->rank : group->rank;
+}
+
+static inline int ff_size(const ff_group *group)
+{
+    return group->nodes ? group->nodes->ranks : group->ranks;
+}
+
+struct stream *ff_stream(const ff_group *group, int lane, int rank);
+int ff_stream_to(ff_group *group, int lane, int rank);
+void ff_stream_ended(struct stream *stream);
+bool ff_stream_never_came(const struct stream *stream);
+int ff_stream_unreachable(ff_group *group, int rank, ff_report *report);
+long ff_stream_send(ff_group *group, struct stream *stream, const struct head *head, size_t *head_at,
+                    const char *data, size_t bytes, size_t left);
+long ff_stream_receive(ff_group *group, struct stream *stream, struct head *head, size_t *head_at,
+                       char *data, size_t bytes);
+int ff_stream_lost(ff_group *group, int lane, int rank, ff_report *report);
+void ff_streams_hear(ff_group *group);
+void ff_streams_tell_of(ff_group *group);
+void ff_streams_close(ff_group *group);
+
+/* carry.c, nodes.c: collectives of several nodes */
+bool ff_pieces_open(struct nodes *nodes);
+int ff_execute_on_nodes(struct run *run);
+
 /* waiting.c */
 uint64_t ff_now_ns(void);
 uint64_t ff_deadline_ns(double timeout_s);
@@ -138,9 +223,11 @@ void ff_futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t ns);
 
 /* failure.c */
 bool ff_has_ended(const ff_group *group, int rank);
+void ff_break(ff_group *group, uint64_t told);
 int ff_give_up(ff_group *group, ff_report *report, int status);
 bool ff_is_broken(ff_group *group, ff_report *report);
-void ff_miss(ff_report *report, int rank);
+void ff_miss(ff_report *report, int rank);      /* of all nodes */
+uint32_t ff_what(const ff_call *call);
 
 /* rounds.c */
 char *ff_staging(const ff_group *group, int rank, uint32_t round);
@@ -177,14 +264,18 @@ int ff_run_barrier(struct run *run);
 int ff_queue_open(ff_group *group);
 void ff_queue_close(ff_group *group);
 
-/* messages.c */
+/* messages.c, rings.c */
+void ff_ring_bell(ff_group *group, int local);
 int ff_messages_open(ff_group *group);
 void ff_messages_close(ff_group *group);
 
-/* reduce.c, built once per set of instructions. Sums `sources` in order; `out` may be one of them.
+/* reduce.c, built once per set of instructions. Sums `n` sources in the order of a binary tree; a mean is over `ranks`.
+ * `out` may be one of the sources.
  *
- * 16-bit floats are summed in float and rounded once. */
-typedef void (*ff_reduce)(void *out, const void *const *sources, int ranks, size_t count);
+ * 16-bit floats are summed in float and rounded once: of some of the ranks only, their sum is left in float. */
+typedef void (*ff_reduce)(void *out, const void *const *sources, int n, int ranks, size_t count);
 ff_reduce ff_reduction_of(uint32_t dtype, uint32_t reduction);
+ff_reduce ff_reduction_of_some(uint32_t dtype, uint32_t reduction);
+ff_reduce ff_reduction_of_parts(uint32_t dtype, uint32_t reduction);
 
 #endif

@@ -72,7 +72,7 @@ static void drop(ff_group *group, ff_message *message, int status)
     } else {
         unlink_from(&all->receives, message);
     }
-    for (int q = 0; q < group->ranks; q++)
+    for (int q = 0; q < ff_size(group); q++)
         if (all->coming[q].message == message)
             all->coming[q].message = NULL;
     for (struct stray *stray = all->strays; stray; stray = stray->next)
@@ -81,9 +81,16 @@ static void drop(ff_group *group, ff_message *message, int status)
     ff_messages_settle(all, message, status);
 }
 
-static bool has_gone(ff_group *group, int rank)
+/* Whether nothing more goes to a rank, or comes from it. */
+static bool has_gone(ff_group *group, int rank, bool sends)
 {
-    return ff_has_ended(group, rank) || atomic_load(&group->bells[rank].left);
+    int local = ff_local(group, rank);
+    if (local < 0) {
+        const struct stream *stream = ff_stream(group, FF_MESSAGES, rank);
+        return sends ? atomic_load(&stream->ended_out)
+                     : atomic_load(&stream->ended_in) || ff_stream_never_came(stream);
+    }
+    return ff_has_ended(group, local) || atomic_load(&group->bells[local].left);
 }
 
 /* FF_OK while the message may still come to its end. */
@@ -93,10 +100,10 @@ static int outlook(ff_group *group, ff_message *message)
     if (ff_is_broken(group, report))
         return FF_BROKEN;
     int gone = 0;
-    for (int q = 0; q < group->ranks; q++)
-        if ((message->peer < 0 ? q != group->rank : q == message->peer) && has_gone(group, q))
+    for (int q = 0; q < ff_size(group); q++)
+        if ((message->peer < 0 ? q != ff_own(group) : q == message->peer) && has_gone(group, q, message->sends))
             ff_miss(report, q), gone++;
-    if (gone == (message->peer < 0 ? group->ranks - 1 : 1))
+    if (gone == (message->peer < 0 ? ff_size(group) - 1 : 1))
         return ff_give_up(group, report, FF_DIED);
     memset(report->missing, 0, sizeof report->missing);
     if (ff_now_ns() < message->deadline_ns)
@@ -120,7 +127,7 @@ static void drop_hopeless(ff_group *group)
 {
     struct messages *all = group->messages;
     drop_hopeless_of(group, all->receives);
-    for (int q = 0; q < group->ranks; q++) {
+    for (int q = 0; q < ff_size(group); q++) {
         drop_hopeless_of(group, all->sends[q]);
         drop_hopeless_of(group, all->offers[q]);
     }
@@ -131,12 +138,16 @@ static void sleep_on_bell(ff_group *group, uint32_t seen)
 {
     struct bell *bell = &group->bells[group->rank];
     struct messages *all = group->messages;
-    pthread_mutex_unlock(&all->lock);
-    atomic_fetch_add(&bell->sleepers, 1);
-    if (atomic_load(&bell->rung) == seen)
-        ff_futex_wait(&bell->rung, seen, LOOK_NS);
-    atomic_fetch_sub(&bell->sleepers, 1);
-    pthread_mutex_lock(&all->lock);
+    if (group->nodes) {
+        ff_letters_sleep(group, seen);
+    } else {
+        pthread_mutex_unlock(&all->lock);
+        atomic_fetch_add(&bell->sleepers, 1);
+        if (atomic_load(&bell->rung) == seen)
+            ff_futex_wait(&bell->rung, seen, LOOK_NS);
+        atomic_fetch_sub(&bell->sleepers, 1);
+        pthread_mutex_lock(&all->lock);
+    }
     if (!ff_messages_move(group))
         drop_hopeless(group);
 }
@@ -298,8 +309,7 @@ void ff_messages_close(ff_group *group)
         drop_hopeless(group);
     }
     pthread_cond_broadcast(&all->work);
-    atomic_fetch_add(&group->bells[group->rank].rung, 1);
-    ff_futex_wake(&group->bells[group->rank].rung);
+    ff_ring_bell(group, group->rank);
     pthread_mutex_unlock(&all->lock);
     if (all->has_thread)
         pthread_join(all->thread, NULL);

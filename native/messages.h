@@ -12,6 +12,7 @@ struct ff_message {
     uint32_t dtype;
     char *data;
     uint64_t bytes, at;         /* at: how much has been moved */
+    size_t head_at;             /* to another node: how much of the head has been sent */
     uint64_t mark;              /* of an offered one: what the ring's `taken` reaches when it has been read */
     uint64_t deadline_ns;
     ff_report report;
@@ -33,6 +34,8 @@ struct stray {
 
 /* What is being read out of the ring of a peer. */
 struct coming {
+    struct head head;           /* from another node, and how much of it has come */
+    size_t head_at;
     bool active;
     uint64_t bytes, at;
     struct view view;           /* of an offered message */
@@ -56,10 +59,21 @@ struct messages {
     pthread_t thread;
 };
 
-/* messages.c, rings.c; the lock is held */
+/* messages.c, rings.c, letters.c; the lock is held */
 bool ff_messages_move(ff_group *group);                              /* whether anything moved */
 bool ff_messages_take_stray(ff_group *group, ff_message *message);
 void ff_messages_append(ff_message **list, ff_message *message);
 void ff_messages_settle(struct messages *all, ff_message *message, int status);
+
+/* Of rings.c: what came is for a receiver, or a stray; where its bytes go, NULL where they are not wanted; its end. */
+bool ff_coming_begin(ff_group *group, int peer, uint64_t bytes, int32_t tag, uint32_t dtype);
+char *ff_coming_to(const struct coming *coming);
+void ff_coming_end(struct messages *all, struct coming *coming);
+bool ff_anyone_listens(const struct messages *all, int peer);
+
+/* letters.c: to and from other nodes */
+bool ff_letter_push(ff_group *group, ff_message *message);
+bool ff_letter_pull(ff_group *group, int peer);
+void ff_letters_sleep(ff_group *group, uint32_t seen);
 
 #endif

@@ -133,7 +133,7 @@ int ff_unreadable(struct run *run, int rank)
 {
     if (ff_is_broken(run->group, run->report))
         return FF_BROKEN;       /* its owner gave up, and may have let the tensor go */
-    ff_miss(run->report, rank);
+    ff_miss(run->report, ff_world(run->group, rank));
     return ff_give_up(run->group, run->report, ff_has_ended(run->group, rank) ? FF_DIED : FF_UNREADABLE);
 }
 
@@ -189,8 +189,8 @@ int ff_group_probe(ff_group *group, double timeout_s, ff_report *report)
         const struct trial *other = (const struct trial *)ff_staging(group, q, round);
         if (!other->failed)
             continue;
-        report->other = q;
-        report->other_root = (int32_t)other->about;
+        report->other = ff_world(group, q);
+        report->other_root = ff_world(group, (int)other->about);
         report->other_count = other->failed;
         return FF_OK;
     }

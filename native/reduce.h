@@ -4,14 +4,18 @@
 
 #include "internal.h"
 
-typedef const ff_reduce ff_reductions[FF_DTYPES][FF_REDUCTIONS];
+struct ff_reductions {
+    ff_reduce of_all[FF_DTYPES][FF_REDUCTIONS];
+    ff_reduce of_some[FF_DTYPES][FF_REDUCTIONS];    /* of the ranks: means are sums, 16-bit floats become float */
+    ff_reduce of_parts[FF_DTYPES][FF_REDUCTIONS];   /* of such, in the order of ranks */
+};
 
-extern ff_reductions ff_reduce_plain;
+extern const struct ff_reductions ff_reduce_plain;
 #ifdef FF_HAS_AVX2
-extern ff_reductions ff_reduce_avx2;
+extern const struct ff_reductions ff_reduce_avx2;
 #endif
 #ifdef FF_HAS_AVX512
-extern ff_reductions ff_reduce_avx512;
+extern const struct ff_reductions ff_reduce_avx512;
 #endif
 
 #endif

@@ -3,16 +3,17 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* What precedes a message. Messages are padded to its size, so that it never wraps. */
-struct head {
+struct ring_head {
     uint64_t bytes;
     int32_t tag;
     uint32_t dtype;
     uint64_t place, address;    /* of an offered message, as in a post */
 };
 
-enum { HEAD = sizeof(struct head) };
+enum { HEAD = sizeof(struct ring_head) };
 /* Told to the reader before the rest is written, so that both copy at once. */
 static const uint64_t PIECE_BYTES = 64 * 1024;
 /* Of an offered message: other messages may move in between. */
@@ -30,6 +31,7 @@ static uint64_t padded(uint64_t bytes)
     return (bytes + HEAD - 1) / HEAD * HEAD;
 }
 
+/* Ranks of rings are those of the node. */
 static struct ring *ring_of(const ff_group *group, int from, int to)
 {
     return &group->rings[from * group->ranks + to];
@@ -40,12 +42,17 @@ static char *data_of(const ff_group *group, int from, int to)
     return group->ring_data + (size_t)(from * group->ranks + to) * group->ring_bytes;
 }
 
-static void ring_bell(ff_group *group, int rank)
+void ff_ring_bell(ff_group *group, int local)
 {
-    struct bell *bell = &group->bells[rank];
+    struct bell *bell = &group->bells[local];
     atomic_fetch_add(&bell->rung, 1);
     if (atomic_load(&bell->sleepers))
         ff_futex_wake(&bell->rung);
+    if (atomic_load(&bell->polling)) {
+        const uint64_t one = 1;
+        if (write(group->peers[local].waker, &one, sizeof one) < 0)
+            return;             /* it has been woken so often that it need not be once more */
+    }
 }
 
 static void put(char *ring, uint64_t ring_bytes, uint64_t at, const char *from, uint64_t bytes)
@@ -63,9 +70,9 @@ static void get(const char *ring, uint64_t ring_bytes, uint64_t at, char *to, ui
 }
 
 /* The head of a message. One that fits into the ring is never offered: it leaves without its reader. */
-static struct head head_of(const ff_group *group, ff_message *message)
+static struct ring_head head_of(const ff_group *group, ff_message *message)
 {
-    struct head head = {.bytes = message->bytes, .tag = message->tag, .dtype = message->dtype};
+    struct ring_head head = {.bytes = message->bytes, .tag = message->tag, .dtype = message->dtype};
     if (message->bytes <= group->ring_bytes)
         return head;
     head.place = ff_place(group, message->data, message->bytes);
@@ -78,15 +85,16 @@ static struct head head_of(const ff_group *group, ff_message *message)
 /* Write as much of a message as there is room for; whether any was. */
 static bool push(ff_group *group, ff_message *message)
 {
-    struct ring *ring = ring_of(group, group->rank, message->peer);
-    char *data = data_of(group, group->rank, message->peer);
+    int local = ff_local(group, message->peer);
+    struct ring *ring = ring_of(group, group->rank, local);
+    char *data = data_of(group, group->rank, local);
     uint64_t written = atomic_load_explicit(&ring->written, memory_order_relaxed);
     uint64_t taken = atomic_load_explicit(&ring->taken, memory_order_acquire);
     uint64_t room = group->ring_bytes - (written - taken), before = written;
     if (!message->begun) {
         if (room < HEAD)
             return false;
-        struct head head = head_of(group, message);
+        struct ring_head head = head_of(group, message);
         put(data, group->ring_bytes, written, (const char *)&head, HEAD);
         written += HEAD;
         room -= HEAD;
@@ -105,7 +113,7 @@ static bool push(ff_group *group, ff_message *message)
     if (written == before)
         return false;
     atomic_store_explicit(&ring->written, written, memory_order_release);
-    ring_bell(group, message->peer);
+    ff_ring_bell(group, local);
     return true;
 }
 
@@ -127,7 +135,7 @@ static ff_message *unlink_receiver(struct messages *all, int peer, int32_t tag)
     return NULL;
 }
 
-static bool anyone_listens(const struct messages *all, int peer)
+bool ff_anyone_listens(const struct messages *all, int peer)
 {
     for (const ff_message *message = all->receives; message; message = message->next)
         if (message->peer == peer || message->peer < 0)
@@ -135,19 +143,19 @@ static bool anyone_listens(const struct messages *all, int peer)
     return false;
 }
 
-static struct stray *new_stray(struct messages *all, int peer, const struct head *head)
+static struct stray *new_stray(struct messages *all, int peer, uint64_t bytes, int32_t tag, uint32_t dtype)
 {
     struct stray *stray = NULL, **end = &all->strays;
-    if (head->bytes > all->stray_limit - all->stray_bytes || !(stray = calloc(1, sizeof *stray)) ||
-        !(stray->data = malloc(head->bytes ? head->bytes : 1))) {
+    if (bytes > all->stray_limit - all->stray_bytes || !(stray = calloc(1, sizeof *stray)) ||
+        !(stray->data = malloc(bytes ? bytes : 1))) {
         free(stray);
         return NULL;
     }
     stray->peer = peer;
-    stray->tag = head->tag;
-    stray->dtype = head->dtype;
-    stray->bytes = head->bytes;
-    all->stray_bytes += head->bytes;
+    stray->tag = tag;
+    stray->dtype = dtype;
+    stray->bytes = bytes;
+    all->stray_bytes += bytes;
     while (*end)
         end = &(*end)->next;
     return *end = stray;
@@ -200,21 +208,15 @@ bool ff_messages_take_stray(ff_group *group, ff_message *message)
     return false;
 }
 
-/* Read the head of the next message, if someone waits for one of this peer. */
-static bool begin(ff_group *group, int peer, const char *data, uint64_t taken)
+bool ff_coming_begin(ff_group *group, int peer, uint64_t bytes, int32_t tag, uint32_t dtype)
 {
     struct messages *all = group->messages;
     struct coming *coming = &all->coming[peer];
-    struct head head;
-    if (!anyone_listens(all, peer))
-        return false;
-    get(data, group->ring_bytes, taken, (char *)&head, HEAD);
-    *coming = (struct coming){.active = true, .bytes = head.bytes};
-    coming->view = ff_view(group, peer, head.place, head.address);
-    coming->message = unlink_receiver(all, peer, head.tag);
+    *coming = (struct coming){.active = true, .bytes = bytes};
+    coming->message = unlink_receiver(all, peer, tag);
     if (coming->message)
-        told(coming->message, peer, head.dtype, head.bytes);
-    else if (!(coming->stray = new_stray(all, peer, &head))) {
+        told(coming->message, peer, dtype, bytes);
+    else if (!(coming->stray = new_stray(all, peer, bytes, tag, dtype))) {
         ff_report report = {0};
         ff_miss(&report, peer);
         ff_give_up(group, &report, FF_NO_MEMORY);   /* it could only wait for a receiver that may never come */
@@ -223,7 +225,20 @@ static bool begin(ff_group *group, int peer, const char *data, uint64_t taken)
     return true;
 }
 
-static void end(struct messages *all, struct coming *coming)
+/* Read the head of the next message, if someone waits for one of this peer. */
+static bool begin(ff_group *group, int peer, const char *data, uint64_t taken)
+{
+    struct ring_head head;
+    if (!ff_anyone_listens(group->messages, peer))
+        return false;
+    get(data, group->ring_bytes, taken, (char *)&head, HEAD);
+    if (!ff_coming_begin(group, peer, head.bytes, head.tag, head.dtype))
+        return false;
+    group->messages->coming[peer].view = ff_view(group, ff_local(group, peer), head.place, head.address);
+    return true;
+}
+
+void ff_coming_end(struct messages *all, struct coming *coming)
 {
     coming->active = false;
     if (coming->message) {
@@ -235,8 +250,7 @@ static void end(struct messages *all, struct coming *coming)
     }
 }
 
-/* Where the next bytes go, NULL where they are not wanted. */
-static char *destination(const struct coming *coming)
+char *ff_coming_to(const struct coming *coming)
 {
     if (coming->message)
         return verdict(coming->message) == FF_OK ? coming->message->data : NULL;
@@ -247,15 +261,16 @@ static char *destination(const struct coming *coming)
 static bool read_piece(ff_group *group, int peer)
 {
     struct coming *coming = &group->messages->coming[peer];
-    struct ring *ring = ring_of(group, peer, group->rank);
+    int local = ff_local(group, peer);
+    struct ring *ring = ring_of(group, local, group->rank);
     uint64_t left = coming->bytes - coming->at, bytes = left < READ_PIECE_BYTES ? left : READ_PIECE_BYTES;
-    char *to = destination(coming);
+    char *to = ff_coming_to(coming);
     if (!to)
         bytes = left;
     else if (ff_read_from(group, &coming->view, coming->at, to + coming->at, bytes)) {
         ff_report report = {0};
         ff_miss(&report, peer);
-        ff_give_up(group, &report, ff_has_ended(group, peer) ? FF_DIED : FF_UNREADABLE);
+        ff_give_up(group, &report, ff_has_ended(group, local) ? FF_DIED : FF_UNREADABLE);
         return false;
     }
     coming->at += bytes;
@@ -264,8 +279,8 @@ static bool read_piece(ff_group *group, int peer)
     if (atomic_load(&group->shared->broken))
         return false;           /* the sender may have given up, and let the message go meanwhile */
     atomic_fetch_add_explicit(&ring->taken, HEAD, memory_order_release);
-    ring_bell(group, peer);
-    end(group->messages, coming);
+    ff_ring_bell(group, local);
+    ff_coming_end(group->messages, coming);
     return true;
 }
 
@@ -273,8 +288,9 @@ static bool pull(ff_group *group, int peer)
 {
     struct messages *all = group->messages;
     struct coming *coming = &all->coming[peer];
-    struct ring *ring = ring_of(group, peer, group->rank);
-    const char *data = data_of(group, peer, group->rank);
+    int local = ff_local(group, peer);
+    struct ring *ring = ring_of(group, local, group->rank);
+    const char *data = data_of(group, local, group->rank);
     uint64_t taken = atomic_load_explicit(&ring->taken, memory_order_relaxed);
     uint64_t there = atomic_load_explicit(&ring->written, memory_order_acquire) - taken;
     uint64_t before = taken;
@@ -289,17 +305,17 @@ static bool pull(ff_group *group, int peer)
     if (ff_sees(&coming->view))
         return read_piece(group, peer);
     uint64_t left = coming->bytes - coming->at, bytes = left < there ? left : there;
-    char *to = destination(coming);
+    char *to = ff_coming_to(coming);
     if (to && bytes)
         get(data, group->ring_bytes, taken, to + coming->at, bytes);
     coming->at += bytes;
     taken += padded(bytes);
     if (taken != before) {
         atomic_store_explicit(&ring->taken, taken, memory_order_release);
-        ring_bell(group, peer);
+        ff_ring_bell(group, local);
     }
     if (coming->at == coming->bytes)
-        end(all, coming);
+        ff_coming_end(all, coming);
     return taken != before;
 }
 
@@ -316,7 +332,9 @@ static void settle_sends(ff_group *group, int peer)
         else
             ff_messages_settle(all, sent, FF_OK);
     }
-    struct ring *ring = ring_of(group, group->rank, peer);
+    if (!all->offers[peer])
+        return;
+    struct ring *ring = ring_of(group, group->rank, ff_local(group, peer));
     while ((sent = all->offers[peer]) &&
            atomic_load_explicit(&ring->taken, memory_order_acquire) >= sent->mark) {
         all->offers[peer] = sent->next;
@@ -329,13 +347,14 @@ bool ff_messages_move(ff_group *group)
 {
     struct messages *all = group->messages;
     bool moved = false;
-    for (int q = 0; q < group->ranks; q++) {
+    for (int q = 0; q < ff_size(group); q++) {
+        bool near = ff_local(group, q) >= 0;
         if (all->sends[q])
-            moved |= push(group, all->sends[q]);
+            moved |= near ? push(group, all->sends[q]) : ff_letter_push(group, all->sends[q]);
         if (all->sends[q] || all->offers[q])
             settle_sends(group, q);
         if (all->receives || all->coming[q].active)
-            moved |= pull(group, q);
+            moved |= near ? pull(group, q) : ff_letter_pull(group, q);
     }
     return moved;
 }

@@ -28,7 +28,7 @@ static int missing(struct run *run, int status)
     ff_group *group = run->group;
     for (int q = 0; q < group->ranks; q++)
         if (!has_come(ff_posted(group, q, group->round), group->round + 1))
-            ff_miss(run->report, q);
+            ff_miss(run->report, ff_world(group, q));
     return ff_give_up(group, run->report, status);
 }
 
@@ -63,7 +63,7 @@ static int sleep_for(struct run *run, int rank)
     if (status == FF_OK || status == FF_BROKEN)
         return status;
     return status == FF_TIMEOUT ? missing(run, status)
-                                : (ff_miss(run->report, rank), ff_give_up(group, run->report, status));
+                                : (ff_miss(run->report, ff_world(group, rank)), ff_give_up(group, run->report, status));
 }
 
 static int wait_for(struct run *run, int rank)
@@ -79,7 +79,7 @@ static int wait_for(struct run *run, int rank)
     return sleep_for(run, rank);
 }
 
-static uint32_t what_is(const ff_call *call)
+uint32_t ff_what(const ff_call *call)
 {
     return call->kind | call->dtype << 8 | call->reduction << 16;
 }
@@ -98,7 +98,7 @@ static int check(struct run *run)
             continue;
         }
         run->report->status = FF_MISMATCH;
-        run->report->other = q;
+        run->report->other = ff_world(group, q);
         run->report->other_kind = post->what & 0xff;
         run->report->other_dtype = post->what >> 8 & 0xff;
         run->report->other_reduction = post->what >> 16 & 0xff;
@@ -115,7 +115,7 @@ int ff_turn(struct run *run)
 {
     ff_group *group = run->group;
     struct post *own = ff_posted(group, group->rank, group->round);
-    own->what = what_is(run->call);
+    own->what = ff_what(run->call);
     own->root = run->call->root;
     own->count = run->call->count;
     own->place = run->place;

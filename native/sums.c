@@ -39,7 +39,7 @@ int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
     bool all = run->call->kind == FF_ALLREDUCE;
     int first = all ? group->rank : run->call->root;
     size_t end = slice_begin(run, bytes, group->rank + 1);
-    const void *sources[FF_MAX_RANKS];
+    const void *sources[FF_MAX_LOCAL];
     int status = within(run, views, bytes, true);
     if (status)
         return status;
@@ -48,7 +48,7 @@ int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
         char *sum = views[first].mapped + at;
         for (int q = 0; q < group->ranks; q++)
             sources[q] = views[q].mapped + at;
-        reduction(run)(sum, sources, group->ranks, piece / run->size);
+        reduction(run)(sum, sources, group->ranks, group->ranks, piece / run->size);
         for (int q = 0; all && q < group->ranks; q++)
             if (q != group->rank)
                 memcpy(views[q].mapped + at, sum, piece);
@@ -63,7 +63,7 @@ static int add(struct run *run, const struct view *views, size_t at, size_t byte
     ff_group *group = run->group;
     size_t room = group->staging_bytes / (size_t)group->ranks / 64 * 64;
     char *staging = ff_staging(group, group->rank, group->round);
-    const void *sources[FF_MAX_RANKS];
+    const void *sources[FF_MAX_LOCAL];
     for (size_t done = 0; done < bytes; done += room) {
         size_t piece = least(room, bytes - done);
         for (int q = 0; q < group->ranks; q++) {
@@ -73,7 +73,7 @@ static int add(struct run *run, const struct view *views, size_t at, size_t byte
             if (status)
                 return status;
         }
-        reduction(run)(out + done, sources, group->ranks, piece / run->size);
+        reduction(run)(out + done, sources, group->ranks, group->ranks, piece / run->size);
     }
     return FF_OK;
 }

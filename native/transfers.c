@@ -44,7 +44,7 @@ int ff_run_broadcast(struct run *run)
     size_t total = block_bytes(run), step = group->staging_bytes, at = 0;
     bool root = group->rank == run->call->root;
     bool offered = root && ff_offer(run, run->call->in, total);
-    struct view views[FF_MAX_RANKS];
+    struct view views[FF_MAX_LOCAL];
     int seen = 0;
     do {
         uint32_t round = group->round;
@@ -72,7 +72,7 @@ static int gather(struct run *run, bool here)
     ff_group *group = run->group;
     size_t total = block_bytes(run), step = group->staging_bytes, at = 0;
     bool offered = ff_offer(run, run->call->in, total);
-    struct view views[FF_MAX_RANKS];
+    struct view views[FF_MAX_LOCAL];
     int seen = 0;
     if (here)
         copy(block_out(run, group->rank), run->call->in, total);
@@ -119,7 +119,7 @@ int ff_run_scatter(struct run *run)
     size_t total = block_bytes(run), step = room(group), at = 0;
     bool root = group->rank == run->call->root;
     bool offered = root && !run->call->ins && ff_offer(run, run->call->in, total * (size_t)group->ranks);
-    struct view views[FF_MAX_RANKS];
+    struct view views[FF_MAX_LOCAL];
     int seen = 0;
     if (root)
         copy(run->call->out, block_in(run, group->rank), total);
@@ -148,13 +148,13 @@ int ff_run_scatter(struct run *run)
 
 /* What goes from every rank to every other, in bytes, and where it lies here. */
 struct exchange {
-    size_t in_bytes[FF_MAX_RANKS], out_bytes[FF_MAX_RANKS];
-    const char *in[FF_MAX_RANKS];
-    char *out[FF_MAX_RANKS];
+    size_t in_bytes[FF_MAX_LOCAL], out_bytes[FF_MAX_LOCAL];
+    const char *in[FF_MAX_LOCAL];
+    char *out[FF_MAX_LOCAL];
     size_t most;            /* of all blocks of all ranks */
     size_t in_total;
-    size_t from[FF_MAX_RANKS];      /* where the block for this rank lies in the tensor of another */
-    struct view views[FF_MAX_RANKS];
+    size_t from[FF_MAX_LOCAL];      /* where the block for this rank lies in the tensor of another */
+    struct view views[FF_MAX_LOCAL];
     int seen;               /* how many ranks offer their tensor; -1: not known yet */
 };
 

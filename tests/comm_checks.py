@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
-
-from fivefold.comm import meeting
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
@@ -187,17 +185,28 @@ def draw(number: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
     )
 
 
-def reference(name: str, tensors: list[Tensor]) -> Tensor:
-    """In the order of ranks, one after the other; 16-bit floats in float32, rounded once."""
+def reference(name: str, tensors: list[Tensor], nodes: Sequence[int] | None = None) -> Tensor:
+    """In the order of a binary tree over the ranks; 16-bit floats in float32, rounded once.
+
+    With the nodes of the ranks: in that of a tree over nodes, each of which is one over its ranks.
+    """
     dtype = tensors[0].dtype
     half = dtype in (torch.bfloat16, torch.float16)
     acting = [t.float() for t in tensors] if half else tensors
     act = {"sum": torch.add, "avg": torch.add, "prod": torch.mul, "min": torch.minimum,
            "max": torch.maximum, "band": torch.bitwise_and, "bor": torch.bitwise_or,
            "bxor": torch.bitwise_xor}[name]  # fmt: skip
-    result = acting[0]
-    for tensor in acting[1:]:
-        result = act(result, tensor)
+
+    def tree(leaves: list[Tensor]) -> Tensor:
+        if len(leaves) == 1:
+            return leaves[0]
+        middle = 1 << (len(leaves) - 1).bit_length() - 1
+        return act(tree(leaves[:middle]), tree(leaves[middle:]))
+
+    parts: dict[int, list[Tensor]] = {}
+    for tensor, node in zip(acting, nodes or [0] * len(acting), strict=True):
+        parts.setdefault(node, []).append(tensor)
+    result = tree([*map(tree, parts.values())])
     if name == "avg":
         result = result / len(tensors)
     return result.to(dtype)
@@ -215,7 +224,9 @@ def laid_out(tensor: Tensor, how: str) -> Tensor:
     return tensor.clone()
 
 
-def random_operations(seed: int, rounds: int, most_bytes: int) -> int:
+def random_operations(
+    seed: int, rounds: int, most_bytes: int, nodes: Sequence[int] | None = None
+) -> int:
     """Random reductions in the world and in halves of it, several at once; how many were checked."""
     choose = random.Random(seed)  # alike on all ranks
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -235,7 +246,8 @@ def random_operations(seed: int, rounds: int, most_bytes: int) -> int:
             members = list(range(size)) if world else halves[rank % 2]
             group = None if world else groups[rank % 2]
             key = number * 10 + part
-            expected = reference(name, [draw(key, q, count, dtype) for q in members])
+            where = nodes and [nodes[q] for q in members]
+            expected = reference(name, [draw(key, q, count, dtype) for q in members], where)
             tensor = laid_out(draw(key, rank, count, dtype), hows[rank])
             work = dist.all_reduce(tensor, REDUCTIONS[name], group, async_op=choose.random() < 0.6)
             pending.append((work, tensor, expected))
@@ -263,10 +275,21 @@ def mismatch() -> str:
     return text
 
 
-def lateness() -> tuple[float, str]:
+def mismatch_on_nodes() -> str:
+    """Rank 1 sums something else; what each is told, in this operation or the next."""
+    dtype = torch.float64 if dist.get_rank() == 1 else torch.float32
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(3, dtype=dtype))
+        except RuntimeError as problem:
+            return str(problem)
+    return ""
+
+
+def lateness(by_s: float = 1.5) -> tuple[float, str]:
     """Rank 1 does not come; seconds until the others give up, and what they say."""
     if dist.get_rank() == 1:
-        time.sleep(1.5)
+        time.sleep(by_s)
     start = time.monotonic()
     try:
         dist.all_reduce(torch.ones(1000))
@@ -338,26 +361,6 @@ def dropped_works() -> list[float]:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     return tensor.tolist()
-
-
-def on_two_nodes() -> tuple[list[str], float, list[str]]:
-    """Rank 2 says that it is elsewhere: kinds of a group with it and one without, a sum, lines logged."""
-    rank, lines = dist.get_rank(), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fivefold").addHandler(handler)
-    true_name, meeting.node_name = meeting.node_name, lambda: "elsewhere" if rank == 2 else "here"
-    try:
-        groups = [dist.new_group(), dist.new_group([0, 1])]
-    finally:
-        meeting.node_name = true_name
-        logging.getLogger("fivefold").removeHandler(handler)
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=groups[0])
-    kinds = [
-        type(group).__name__ if isinstance(group, dist.ProcessGroup) else "" for group in groups
-    ]
-    return kinds, tensor.item(), lines
 
 
 def after_the_end() -> str:

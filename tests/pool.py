@@ -45,6 +45,8 @@ class _Task:
     module: str
     name: str
     arguments: tuple[Any, ...]
+    nodes: Sequence[int] | None
+    """by rank, which node it is to say that it is on"""
 
 
 def _serve(line: Connection, rank: int) -> None:
@@ -68,6 +70,10 @@ def _in_group(rank: int, task: _Task) -> Any:
     import fivefold.comm  # knows the backend
 
     assert fivefold.comm.BACKEND
+    if task.nodes is not None:
+        from fivefold.comm import meeting
+
+        meeting.node_name = lambda: f"node {task.nodes[rank]}"
     dist.init_process_group(
         task.backend,
         store=dist.FileStore(task.path, task.size),
@@ -106,13 +112,18 @@ class Pool:
         *arguments: Any,
         size: int | None = None,
         timeout_s: float = 60.0,
+        nodes: Sequence[int] | None = None,
     ) -> None:
-        """Begin a call on the first `size` ranks, in a default group that ends with it."""
+        """Begin a call on the first `size` ranks, in a default group that ends with it.
+
+        Ranks that are told to be on several `nodes` share no memory, and reach each other through the
+        loopback interface.
+        """
         self._groups += 1
         path = str(Path(self._folder.name) / f"store-{self._groups}")
         size = self.size if size is None else size
         task = _Task(
-            backend, size, path, timeout_s, function.__module__, function.__name__, arguments
+            backend, size, path, timeout_s, function.__module__, function.__name__, arguments, nodes
         )
         for line in self._lines[:size]:
             line.send(task)
@@ -126,10 +137,15 @@ class Pool:
         return found
 
     def run(
-        self, backend: str, function: Callable[..., Any], *arguments: Any, size: int | None = None
+        self,
+        backend: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        size: int | None = None,
+        nodes: Sequence[int] | None = None,
     ) -> list[Any]:
         """Call on the first `size` ranks; the first failure is raised here."""
-        self.start(backend, function, *arguments, size=size)
+        self.start(backend, function, *arguments, size=size, nodes=nodes)
         values = self.collect(range(self.size if size is None else size))
         for rank, value in enumerate(values):
             assert not isinstance(value, Failed), f"rank {rank}:\n{value.trace}"

@@ -303,13 +303,14 @@ class Comm:
     """How processes talk."""
 
     backend: str = "auto"
-    """a torch.distributed backend, or auto: fivefold on CPUs (gloo between nodes), nccl on GPUs (gloo where
-    ranks share one)"""
+    """a torch.distributed backend, or auto: fivefold on CPUs, nccl on GPUs (gloo where ranks share one)"""
     timeout_s: float = 600.0
     """how long a collective may wait for a missing rank, in seconds"""
+    silence_s: float = 10.0
+    """how long another node may acknowledge nothing before it is lost, in seconds, with backend fivefold"""
 
     def __post_init__(self) -> None:
-        _at_least("comm", self, timeout_s=1)
+        _at_least("comm", self, timeout_s=1, silence_s=1)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import comm_checks
 from comm_script import run
 from fivefold.arena.native import problem
-from pool import Pool
 
 
 @pytest.mark.long
@@ -31,18 +29,6 @@ def test_without_the_core_a_group_is_gloo_and_says_why() -> None:
     )
     assert done.stdout == "ProcessGroup fivefold [1.0, 1.0, 1.0]\n"
     assert "uses gloo: rank 0 cannot share memory: Fivefold was installed without" in done.stderr
-
-
-@pytest.mark.skipif(bool(problem()), reason="installed without the C core")
-def test_ranks_that_share_no_node_get_gloo_and_one_line() -> None:
-    with Pool(3) as pool:
-        found = pool.run("fivefold", comm_checks.on_two_nodes)
-    both = ["ProcessGroup", "SharedGroup"]
-    assert [kinds for kinds, _, _ in found] == [both, both, ["ProcessGroup", ""]]
-    assert all(total == 3 for _, total, _ in found)
-    first, *others = (lines for _, _, lines in found)
-    assert len(first) == 1 and "3 ranks uses gloo: ranks 0 and 2 share no node" in first[0]
-    assert not any(others)
 
 
 @pytest.mark.long

@@ -28,8 +28,11 @@ from typing import ClassVar
 from fivefold.errors import FivefoldError
 
 __all__ = [
+    "CONNECT",
     "DTYPES",
     "KINDS",
+    "MAX_LOCAL",
+    "MAX_RANKS",
     "REDUCTIONS",
     "ArenaError",
     "Call",
@@ -39,9 +42,9 @@ __all__ = [
     "problem",
 ]
 
-ABI = 5
+ABI = 6
 LIBRARY = "libfivefold_core.so"
-MAX_RANKS = 256
+MAX_LOCAL, MAX_RANKS = 256, 4096
 
 KINDS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
@@ -106,6 +109,9 @@ class Call(ctypes.Structure):
     ]
 
 
+CONNECT = ctypes.CFUNCTYPE(c_int, pointer, c_int, c_int)
+"""`ff_connect`: self, rank, lane -> descriptor, or -1"""
+
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     # name: (result, arguments...)
     "ff_abi": (c_uint32,),
@@ -116,6 +122,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_open": (pointer, pointer, c_int, c_int),
     "ff_group_peer": (None, pointer, c_int, c_int, pointer, c_size_t),
     "ff_group_probe": (c_int, pointer, c_double, POINTER(CallReport)),
+    "ff_group_spread": (c_int, pointer, c_int, c_int, POINTER(c_int32), CONNECT, pointer, POINTER(c_int)),
+    "ff_group_accept": (c_int, pointer, c_int, c_int, c_int),
     "ff_group_break": (None, pointer),
     "ff_group_close": (None, pointer),
     "ff_run": (c_int, pointer, POINTER(Call), POINTER(CallReport)),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,9 +17,9 @@ from fivefold.checkpoint.ranks import Ranks
 from fivefold.checkpoint.store import LocalStore
 from fivefold.closing import Closing
 from fivefold.errors import CheckpointError
-from fivefold.wire import new_key
+from fivefold.wire import new_key, own_address
 
-__all__ = ["RankNode", "own_address"]
+__all__ = ["RankNode"]
 
 _Kind = TypeVar("_Kind", bound=Agent)
 _FIGURES_S = 5.0
@@ -210,21 +208,3 @@ class RankNode(Closing):
         if agent is not None:
             (agent.leave if failed else agent.close)()
         self._started, self.addresses = False, ()
-
-
-def own_address(nodes: int) -> str:
-    """The address of this host that the other nodes reach it by: the interface toward rank 0, if known."""
-    toward = os.environ.get("MASTER_ADDR", "")
-    if nodes == 1 or toward in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"
-    # Connecting a datagram socket sends nothing; it only chooses the interface.
-    for target in filter(None, (toward, "192.0.2.1")):  # the second is reserved (RFC 5737)
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards,
-        ):
-            outwards.connect((target, 9))
-            return str(outwards.getsockname()[0])
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"

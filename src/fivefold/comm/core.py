@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from fivefold.arena import Segment
-from fivefold.arena.native import DTYPES, KINDS, REDUCTIONS, Call, CallReport, core
+from fivefold.arena.native import CONNECT, DTYPES, KINDS, REDUCTIONS, Call, CallReport, core
+from fivefold.comm import streams
 from fivefold.comm.tensors import MARKS
 
-__all__ = ["AskedMessage", "Core", "explain"]
+__all__ = ["AskedMessage", "Core", "Spread", "explain"]
 
 STAGING_BYTES = 256 << 10
 """per rank, twice: small enough to stay in a core's own cache"""
@@ -24,8 +25,26 @@ RING_BYTES = 256 << 10
 
 (
     _TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED,
-    _UNREADABLE,
-) = range(1, 12)  # fmt: skip
+    _UNREADABLE, _CUT_OFF, _UNREACHABLE,
+) = range(1, 14)  # fmt: skip
+_OPEN_S = 30.0
+"""how long a stream to another node may take to be opened"""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the ranks of a group lie on several nodes."""
+
+    local: int
+    """which rank of its node this one is"""
+    node_of: Sequence[int]
+    """by rank; numbered from 0 in the order of their first ranks"""
+    doors: Sequence[streams.Door]
+    """by rank"""
+    token: str
+    """names the group to those that open streams to it"""
+    wakers: Sequence[int]
+    """an eventfd per rank of this node; the group's own from now on"""
 
 
 @dataclass
@@ -35,30 +54,71 @@ class Core:
     rank: int
     size: int
     memory: Segment
-    """the group's: posts, stagings, rings"""
+    """of the ranks of this node: posts, stagings, rings"""
     arenas: Sequence[Segment]
-    """where the ranks' tensors may lie, one segment per rank; kept, not owned"""
+    """where their tensors may lie, one segment per rank; kept, not owned"""
     watches: list[int]
-    """per rank, what tells of its end, or -1"""
+    """per rank of this node, what tells of its end, or -1"""
     crowded: bool
-    """whether there are more ranks than cores"""
+    """whether this node has more ranks than cores"""
     name: str = ""
     """of the group, for messages"""
     tag: str = ""
     """what the group is for, as torch's `group_desc` says; for messages and events"""
     left_in: int = 0
     """in a forked child: the process whose group this is"""
+    spread: Spread | None = None
+    """None: all ranks are on this node"""
+    unreachable: str = ""
+    """why the last stream that could not be opened could not"""
     _pointer: int = field(init=False, repr=False)
     _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         library = core()
-        opened = library.ff_group_open(self.memory.address, self.rank, int(self.crowded))
+        local = self.rank if self.spread is None else self.spread.local
+        opened = library.ff_group_open(self.memory.address, local, int(self.crowded))
         assert opened, "the memory was set up by rank 0"
         self._pointer = opened
         _opened[id(self)] = self
         for rank, (arena, watch) in enumerate(zip(self.arenas, self.watches, strict=True)):
             library.ff_group_peer(opened, rank, watch, arena.address, arena.size_bytes)
+        if self.spread is not None:
+            self._open_to_nodes(self.spread)
+
+    def _open_to_nodes(self, spread: Spread) -> None:
+        known = weakref.ref(self)
+
+        def connect(_self: object, rank: int, lane: int) -> int:
+            group = known()
+            return -1 if group is None else group.connect(rank, lane)
+
+        self._connect = CONNECT(connect)  # the core calls it as long as the group is open
+        numbers = (ctypes.c_int32 * self.size)(*spread.node_of)
+        wakers = (ctypes.c_int * len(spread.wakers))(*spread.wakers)
+        failed = core().ff_group_spread(
+            self._pointer, self.rank, self.size, numbers, self._connect, None, wakers
+        )
+        assert not failed, "there is memory for a group"
+        streams.expect(spread.token, self)
+
+    def connect(self, rank: int, lane: int) -> int:
+        """Open a stream to a rank of another node: its descriptor, or -1."""
+        assert self.spread is not None
+        try:
+            return streams.open_stream(
+                self.spread.doors[rank], self.spread.token, self.rank, lane, _OPEN_S
+            )
+        except streams.StreamError as problem:
+            self.unreachable = str(problem)
+            return -1
+
+    def accept(self, rank: int, lane: int, descriptor: int) -> bool:
+        """Take a stream that a rank of another node has opened."""
+        with self._closing:
+            if not self._pointer:
+                return False
+            return core().ff_group_accept(self._pointer, rank, lane, descriptor) == 0
 
     @property
     def pointer(self) -> int:
@@ -117,6 +177,8 @@ class Core:
 
     def close(self) -> None:
         """Leave the group. Operations under way fail, here and on the others."""
+        if self.spread is not None and self._pointer:
+            streams.dismiss(self.spread.token)
         with self._closing:
             if self._pointer:
                 core().ff_group_close(self._pointer)
@@ -193,6 +255,10 @@ def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
         _DIED: f"the process of {who} has ended",
         _LEFT: f"{who} has left the group (its script ended or failed)",
         _CLOSED: "it closed the group while this was under way",
+        _CUT_OFF: f"the node of {who} acknowledges nothing any more: it is down, or cut off from this one",
+        _UNREACHABLE: f"no stream to {who} could be opened"
+        + (f" ({group.unreachable})" if group.unreachable else "")
+        + ": it has ended, or its node takes no connections from this one",
         _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
         _NO_MEMORY: f"a quarter of the node's memory is taken by messages of {who} that nobody receives: are "
         "they received in another order than they are sent?"

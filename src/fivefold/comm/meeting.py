@@ -1,20 +1,23 @@
-"""How the ranks of a group find out whether they share a node, and come by each other's memory.
+"""How the ranks of a group find out which of them share a node, and come by each other's memory.
 
-every rank   tells through the store: its node, its cores, and whether it can share memory at all
-rank 0       decides whether they can, makes the group's memory and opens a gate
-the others   call there, and hand in their arena
-rank 0       passes the memory and all arenas to each
+every rank       tells through the store: its node, its cores, and what keeps it from taking part
+rank 0           decides who shares a node
+every rank       tells, if there are several, where it takes calls
+first of a node  makes the memory of its ranks, and opens a gate
+the others       call there, and hand in their arena
+first of a node  passes the memory and all arenas to each
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,27 +27,27 @@ from fivefold.arena import (
     Connection,
     Gate,
     Segment,
-    between,
     check,
     connect,
     node_name,
     watch,
 )
-from fivefold.arena.native import problem
-from fivefold.comm.core import Core
+from fivefold.arena.native import MAX_RANKS, problem
+from fivefold.comm import streams
+from fivefold.comm.core import Core, Spread
 from fivefold.comm.own_arena import mapped, own_arena
 from fivefold.comm.store import agree
 
 __all__ = ["Apart", "meet"]
 
 _log = logging.getLogger(__name__)
-_MOST_RANKS = 240
-"""as many arenas fit into one message"""
+_MOST_LOCAL = 240
+"""ranks of a node: as many arenas fit into one message"""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Why the ranks of a group cannot share memory."""
+    """Why the ranks of a group cannot form it."""
 
     reason: str
 
@@ -63,11 +66,14 @@ class _Decision:
     """What the first rank tells the others."""
 
     apart: str
-    """why they cannot share memory; empty if they can"""
+    """why they cannot form the group; empty if they can"""
     gate: str
     """where it listens"""
-    cores: int
-    """that all have in all"""
+    node_of: list[int]
+    cores: list[int]
+    """that the ranks of each node have in all"""
+    token: str
+    """names the group to those that open streams to it"""
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Core | Apart:
@@ -75,40 +81,76 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
 
     Raises `LaunchError` when a rank does not come, `ArenaError` when one is lost on the way.
     """
-    gate = Gate() if rank == 0 else None
+    with contextlib.ExitStack() as gates:
+        gate = gates.enter_context(Gate()) if rank == 0 else None
 
-    def decide(told: list[str]) -> str:
-        assert gate is not None
-        members = [_Member(**json.loads(text)) for text in told]
-        cores = len({core for member in members for core in member.cores})
-        return json.dumps(asdict(_Decision(_apart(members), gate.address, cores)))
+        def decide(told: list[str]) -> str:
+            assert gate is not None
+            return json.dumps(
+                asdict(_decided([_Member(**json.loads(text)) for text in told], gate))
+            )
 
-    try:
         own = _Member(node_name(), sorted(os.sched_getaffinity(0)), _own_problem(size))
-        told = json.dumps(asdict(own))
         what = f"making group {name}"
+        told = json.dumps(asdict(own))
         text = agree(store, rank, size, told, decide, timeout=timeout, what=what)
         decision = _Decision(**json.loads(text))
         if decision.apart:
             return Apart(decision.apart)
-        timeout_s = timeout.total_seconds()
+        node = decision.node_of[rank]
+        here = [q for q, other in enumerate(decision.node_of) if other == node]
+        address, several = decision.gate, len(decision.cores) > 1
+        if node and rank == here[0]:
+            gate = gates.enter_context(Gate())
+            store.set(f"gate/{node}", gate.address)
+        elif node:
+            store.wait([f"gate/{node}"], timeout)
+            address = store.get(f"gate/{node}").decode()
+        local, timeout_s = here.index(rank), timeout.total_seconds()
         if gate is not None:
-            fds, pids = _serve(gate, size, timeout_s)
+            given = _serve(gate, len(here), timeout_s, wakers=several)
         else:
-            fds, pids = _call(decision.gate, rank, timeout_s)
-    finally:
-        if gate is not None:
-            gate.close()
-    memory, arenas = Segment.attach(fds[0]), [mapped(fd) for fd in fds[1:]]
-    watches = [watch(pid) for pid in pids]
-    group = Core(rank, size, memory, arenas, watches, _is_crowded(size, decision.cores), name)
-    if size > 1:
+            given = _call(address, local, timeout_s, wakers=several)
+    spread = None
+    if several:
+        doors = _doors(dist.PrefixStore("doors", store), rank, size, timeout, what)
+        spread = Spread(local, decision.node_of, doors, decision.token, given.wakers)
+    memory, arenas = Segment.attach(given.fds[0]), [mapped(fd) for fd in given.fds[1:]]
+    watches = [watch(pid) for pid in given.pids]
+    crowded = _is_crowded(len(here), decision.cores[node])
+    group = Core(rank, size, memory, arenas, watches, crowded, name, spread=spread)
+    _try_reading(group, timeout_s)
+    return group
+
+
+def _doors(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, what: str
+) -> list[streams.Door]:
+    """Where the ranks take calls. Collective."""
+    own = json.dumps(astuple(streams.door()))
+    text = agree(store, rank, size, own, json.dumps, timeout=timeout, what=what)
+    return [streams.Door(*json.loads(told)) for told in json.loads(text)]
+
+
+def _try_reading(group: Core, timeout_s: float) -> None:
+    """Let ranks of a node find out whether they may read each other's memory. Collective."""
+    if len(group.arenas) > 1:
         try:
-            _note_staging(group.probe(timeout_s), rank)
+            _note_staging(group.probe(timeout_s), group.rank)
         except BaseException:
             group.close()
             raise
-    return group
+
+
+def _decided(members: Sequence[_Member], gate: Gate) -> _Decision:
+    """As rank 0."""
+    names = [*dict.fromkeys(member.node for member in members)]
+    node_of = [names.index(member.node) for member in members]
+    cores = [
+        len({core for member in members if member.node == name for core in member.cores})
+        for name in names
+    ]
+    return _Decision(_apart(members, node_of), gate.address, node_of, cores, streams.new_token())
 
 
 @functools.cache
@@ -129,21 +171,22 @@ def _own_problem(size: int) -> str:
         return why
     try:
         own_arena()
-        check(Core.bytes_per_rank(size), f"a rank of a group of {size}")
+        check(Core.bytes_per_rank(min(size, _MOST_LOCAL)), f"a rank of a group of {size}")
     except ArenaError as trouble:
         return str(trouble)
     return ""
 
 
-def _apart(members: Sequence[_Member]) -> str:
-    """Why they cannot share memory, or nothing."""
+def _apart(members: Sequence[_Member], node_of: Sequence[int]) -> str:
+    """Why they cannot form a group, or nothing."""
     for rank, member in enumerate(members):
         if member.problem:
             return f"rank {rank} cannot share memory: {member.problem}"
-        if why := between(members[0].node, member.node):
-            return f"ranks 0 and {rank} {why}"
-    if len(members) > _MOST_RANKS:
-        return f"{len(members)} ranks on one node; {_MOST_RANKS} is the most"
+    for node in {*node_of}:
+        if (count := node_of.count(node)) > _MOST_LOCAL:
+            return f"{count} ranks on one node; {_MOST_LOCAL} is the most"
+    if len(members) > MAX_RANKS:
+        return f"{len(members)} ranks; {MAX_RANKS} is the most"
     return ""
 
 
@@ -157,11 +200,22 @@ def _is_crowded(size: int, cores: int) -> bool:
     return _largest > cores
 
 
-def _serve(gate: Gate, size: int, timeout_s: float) -> tuple[list[int], list[int]]:
-    """As rank 0: collect the arenas, and give everyone everything. Returns file descriptors and pids."""
+@dataclass(frozen=True)
+class _Given:
+    """What the ranks of a node share."""
+
+    fds: list[int]
+    """of the group's memory, and of their arenas"""
+    pids: list[int]
+    wakers: list[int]
+
+
+def _serve(gate: Gate, size: int, timeout_s: float, *, wakers: bool) -> _Given:
+    """As the first rank of a node: collect the arenas, and give everyone everything."""
     memory = Core.memory_for(size)
     arenas, pids = {0: os.dup(own_arena().segment.fd)}, {0: os.getpid()}
     lines, end = list[Connection](), time.monotonic() + timeout_s
+    events = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(size if wakers else 0)]
     try:
         while len(lines) < size - 1:
             lines.append(gate.accept(max(end - time.monotonic(), 0.001)))
@@ -172,15 +226,18 @@ def _serve(gate: Gate, size: int, timeout_s: float) -> tuple[list[int], list[int
         fds = [os.dup(memory.fd), *(arenas[rank] for rank in everyone)]
         for line in lines:
             line.send(json.dumps([pids[rank] for rank in everyone]).encode(), fds)
+            if wakers:
+                line.send(b"wakers", events)
     finally:
         for line in lines:
             line.close()
         memory.close()
-    return fds, [pids[rank] for rank in everyone]
+    return _Given(fds, [pids[rank] for rank in everyone], events)
 
 
-def _call(address: str, rank: int, timeout_s: float) -> tuple[list[int], list[int]]:
+def _call(address: str, local: int, timeout_s: float, *, wakers: bool) -> _Given:
     with connect(address, timeout_s) as line:
-        line.send(str(rank).encode(), [own_arena().segment.fd])
+        line.send(str(local).encode(), [own_arena().segment.fd])
         told, fds = line.receive()
-    return fds, json.loads(told)
+        events = line.receive()[1] if wakers else []
+    return _Given(fds, json.loads(told), events)

@@ -1,8 +1,7 @@
 """The backend "fivefold" of torch.distributed: who gets which group.
 
-all ranks on one node      SharedGroup: the C core, in memory that they share
-ranks on several nodes     torch's gloo, said in one line
-no C core, no memory       torch's gloo, said in one line
+the C core is there     SharedGroup: memory that ranks of a node share, streams between nodes
+no C core, no memory    torch's gloo, said in one line
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _backend(job: Situation) -> Choice:
         return Choice("gloo", "ranks share a GPU, which NCCL refuses")
     if job.world_size == 1:
         return Choice("gloo", "one process: nothing to send")
-    where = "shared memory" if job.nodes == 1 else "shared memory in a node, gloo between nodes"
+    where = "shared memory" if job.nodes == 1 else "shared memory in a node, streams between nodes"
     return Choice("fivefold", f"CPUs: {where}")
 
 

@@ -1,7 +1,8 @@
 """Channels between processes of a job: taking calls, proving who calls, and messages in frames."""
 
+from fivefold.wire.address import own_address
 from fivefold.wire.callers import Callers
-from fivefold.wire.channel import Channel
+from fivefold.wire.channel import Channel, set_up_tcp
 from fivefold.wire.frames import Frames, LinkClosed, LinkError, Message
 from fivefold.wire.handshake import (
     KEY_BYTES,
@@ -27,4 +28,6 @@ __all__ = [
     "OtherVersion",
     "Protocol",
     "new_key",
+    "own_address",
+    "set_up_tcp",
 ]

@@ -18,7 +18,7 @@ from fivefold.closing import Closing
 from fivefold.wire.frames import Buffer, Frames, LinkClosed, Message
 from fivefold.wire.reader import MessageReader, Place, no_place
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "set_up_tcp"]
 
 _MOST_PIECES = 64
 _LEAST_BYTES = 1 << 19
@@ -54,7 +54,7 @@ class Channel(Closing):
         self._sock, self._queues, self._timeout_s = sock, queues, timeout_s
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            _set_up_tcp(sock, timeout_s)
+            set_up_tcp(sock, timeout_s)
         # Others select on this one descriptor; it is readable as well when there is room to send again.
         self._epoll = select.epoll()
         self._epoll.register(sock, select.EPOLLIN)
@@ -268,7 +268,7 @@ class Channel(Closing):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def _set_up_tcp(sock: socket.socket, timeout_s: float) -> None:
+def set_up_tcp(sock: socket.socket, timeout_s: float) -> None:
     """No delay for small messages; a peer whose host is gone is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -45,7 +45,12 @@ def test_reductions() -> None:
 
 
 def test_limits() -> None:
-    for name, value in (("FF_ABI", native.ABI), ("FF_MAX_RANKS", native.MAX_RANKS)):
+    told = {
+        "FF_ABI": native.ABI,
+        "FF_MAX_LOCAL": native.MAX_LOCAL,
+        "FF_MAX_RANKS": native.MAX_RANKS,
+    }
+    for name, value in told.items():
         found = re.search(rf"#define {name} (\d+)", HEADER)
         assert found is not None
         assert int(found[1]) == value

@@ -1,0 +1,55 @@
+/* Moving pieces of tensors between nodes, and adding them as they come. */
+#ifndef FIVEFOLD_CARRY_H
+#define FIVEFOLD_CARRY_H
+
+#include "internal.h"
+
+struct sum;
+
+/* What moves between this rank and one other. Those of one peer and direction move in the order in which they were
+ * added to the list, and both sides add the same. */
+struct piece {
+    int peer;
+    bool sends;
+    char *data;
+    size_t bytes, at;
+    const size_t *limit;        /* of what is sent: so much of it is there; NULL: all */
+    struct sum *sum;            /* of what is received: `data` is a ring, of which what was added is free again */
+    struct head head;
+    size_t head_at;
+};
+
+/* Parts of a result, one per node, which are added in the order of nodes as soon as all have come. */
+struct sum {
+    ff_reduce add;
+    int nodes, own;
+    const char *part;           /* this node's */
+    const struct piece *parts[FF_MAX_RANKS];    /* the others', by node */
+    const struct piece *leaving;                /* what sends `part` from where the result goes, or NULL */
+    size_t part_size, size;     /* of an element of parts and of the result */
+    size_t count, added;        /* elements */
+    size_t ring_bytes;
+    size_t ready_bytes;         /* of the result */
+    int ranks;                  /* of a mean */
+    char *out;
+};
+
+struct list {
+    struct run *run;
+    struct piece *pieces;
+    int count;
+};
+
+struct list ff_pieces(struct run *run);
+struct piece *ff_send_piece(struct list *list, int peer, const void *data, size_t bytes);
+struct piece *ff_receive_piece(struct list *list, int peer, void *data, size_t bytes);
+int ff_carry(struct list *list, struct sum *sum);
+char *ff_scratch(struct run *run, size_t bytes);    /* until the next one; NULL: no memory, and the group is broken */
+
+/* A node whose rank is missing says so to the others within this. */
+#define FF_GRACE_NS UINT64_C(1000000000)
+
+/* What rings have room for, at most; and what is added at a time. The first is a multiple of the second. */
+extern const size_t FF_RING_BYTES, FF_ADDED_BYTES;
+
+#endif

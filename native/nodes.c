@@ -1,0 +1,587 @@
+/* Collectives over several nodes.
+ *
+ *     node 0   rank 0 ┐ memory ┌ rank 1          every rank leads a slice: it adds what its node has of it,
+ *                │             │                 exchanges the sum with its counterparts, and the others of
+ *              stream        stream              its node read the result
+ *                │             │
+ *     node 1   rank 2 ┘ memory └ rank 3
+ *
+ * What is not summed goes from each rank straight to those that it is for, or to one of each node, which shows it
+ * the others. Sums are those of nodes, each in the order of a tree over its ranks, in the order of a tree over nodes:
+ * the same bits whatever the size, and, where each node has a branch of the tree, wherever the ranks are.
+ */
+#include "carry.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Up to here one rank of each node exchanges all of it: a stream's latency is that of many bytes. */
+static const size_t SMALL_BYTES = 16 * 1024;
+/* From here on nodes pass a broadcast on in a chain. */
+static const size_t CHAIN_BYTES = 64 * 1024;
+static const size_t UNIT = 16;     /* elements that slices are multiples of */
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static int members(const struct nodes *nodes, int node)
+{
+    return nodes->begins[node + 1] - nodes->begins[node];
+}
+
+/* Rank `place` of a node, counted round and round. */
+static int member(const struct nodes *nodes, int node, int place)
+{
+    return nodes->members[nodes->begins[node] + place % members(nodes, node)];
+}
+
+static size_t block_bytes(const struct run *run)
+{
+    return run->call->count * run->size;
+}
+
+static const char *block_in(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * block_bytes(run);
+}
+
+static char *block_out(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->outs ? call->outs[rank] : (char *)call->out + (size_t)rank * block_bytes(run);
+}
+
+static void copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes && to != from)
+        memcpy(to, from, bytes);
+}
+
+/* Ranks that wait for what one of their node receives from another give it time to say who is missing there. */
+static void wait_longer(struct run *run)
+{
+    if (run->patience.deadline_ns != UINT64_MAX)
+        run->patience.deadline_ns += 2 * FF_GRACE_NS;
+}
+
+/* ---- between the ranks of a node; all arrays are by rank of it */
+
+/* Each shows the others `bytes[q]`, which go `to[q]`, where that is not NULL. */
+static int show(struct run *run, const void *own, const size_t *bytes, char *const *to)
+{
+    ff_group *group = run->group;
+    size_t step = group->staging_bytes, most = 0;
+    for (int q = 0; q < group->ranks; q++)
+        most = bytes[q] > most ? bytes[q] : most;
+    for (size_t at = 0; at < most && group->ranks > 1; at += step) {
+        uint32_t round = group->round;
+        if (bytes[group->rank] > at)
+            copy(ff_staging(group, group->rank, round), (const char *)own + at,
+                 least(step, bytes[group->rank] - at));
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        for (int i = 1; i < group->ranks; i++) {
+            int q = (group->rank + i) % group->ranks;
+            if (to[q] && bytes[q] > at)
+                copy(to[q] + at, ff_staging(group, q, round), least(step, bytes[q] - at));
+        }
+    }
+    return FF_OK;
+}
+
+struct blocks {
+    const char *in[FF_MAX_LOCAL];
+    char *out[FF_MAX_LOCAL];
+    size_t in_bytes[FF_MAX_LOCAL], out_bytes[FF_MAX_LOCAL];
+};
+
+/* All learn what each gives, the most of which is returned in `most`, and whether the others expect that. */
+static int agree(struct run *run, const struct blocks *own, size_t *most)
+{
+    ff_group *group = run->group;
+    uint32_t round = group->round;
+    uint64_t *told = (uint64_t *)ff_staging(group, group->rank, round);
+    for (int q = 0; q < group->ranks; q++) {
+        told[q] = own->in_bytes[q];
+        told[group->ranks + q] = own->out_bytes[q];
+    }
+    int status = ff_turn(run);
+    *most = 0;
+    for (int from = 0; from < group->ranks && !status; from++) {
+        const uint64_t *given = (const uint64_t *)ff_staging(group, from, round);
+        for (int to = 0; to < group->ranks; to++) {
+            const uint64_t *expected = (const uint64_t *)ff_staging(group, to, round) + group->ranks;
+            *most = given[to] > *most ? given[to] : *most;
+            if (given[to] == expected[from])
+                continue;
+            run->report->other = ff_world(group, from);
+            run->report->other_root = ff_world(group, to);
+            run->report->other_kind = run->call->kind;
+            run->report->other_count = given[to];
+            return FF_MISMATCH;
+        }
+    }
+    return status;
+}
+
+static int swap(struct run *run, const struct blocks *own)
+{
+    ff_group *group = run->group;
+    size_t step = group->staging_bytes / (size_t)group->ranks / 64 * 64, most;
+    int status = agree(run, own, &most);
+    if (status)
+        return status;
+    copy(own->out[group->rank], own->in[group->rank], own->out_bytes[group->rank]);
+    for (size_t at = 0; at < most && group->ranks > 1; at += step) {
+        uint32_t round = group->round;
+        for (int q = 0; q < group->ranks; q++)
+            if (q != group->rank && own->in_bytes[q] > at)
+                copy(ff_staging(group, group->rank, round) + (size_t)q * step, own->in[q] + at,
+                     least(step, own->in_bytes[q] - at));
+        if ((status = ff_turn(run)))
+            return status;
+        for (int q = 0; q < group->ranks; q++)
+            if (q != group->rank && own->out_bytes[q] > at)
+                copy(own->out[q] + at, ff_staging(group, q, round) + (size_t)group->rank * step,
+                     least(step, own->out_bytes[q] - at));
+    }
+    return FF_OK;
+}
+
+/* Some elements of each rank's input. */
+struct span {
+    const char *at;
+    size_t count;
+};
+
+/* Rank q of the node adds `spans[q]` of all of them, into `part`. */
+static int add_spans(struct run *run, const struct span *spans, char *part, size_t part_size)
+{
+    ff_group *group = run->group;
+    ff_reduce add = ff_reduction_of_some(run->call->dtype, run->call->reduction);
+    size_t step = group->staging_bytes / (size_t)group->ranks / 64 * 64 / run->size, most = 0;
+    const struct span *mine = &spans[group->rank];
+    const void *sources[FF_MAX_LOCAL];
+    for (int q = 0; q < group->ranks; q++)
+        most = spans[q].count > most ? spans[q].count : most;
+    for (size_t at = 0; at < most; at += step) {
+        uint32_t round = group->round;
+        char *own = ff_staging(group, group->rank, round);
+        for (int q = 0; q < group->ranks; q++)
+            if (q != group->rank && spans[q].count > at)
+                copy(own + (size_t)q * step * run->size, spans[q].at + at * run->size,
+                     least(step, spans[q].count - at) * run->size);
+        int status = ff_turn(run);
+        if (status)
+            return status;
+        if (mine->count <= at)
+            continue;
+        for (int q = 0; q < group->ranks; q++)
+            sources[q] = q == group->rank ? mine->at + at * run->size
+                                          : ff_staging(group, q, round) + (size_t)group->rank * step * run->size;
+        add(part + at * part_size, sources, group->ranks, group->ranks, least(step, mine->count - at));
+    }
+    return FF_OK;
+}
+
+/* ---- sums */
+
+/* How the parts of nodes travel: 16-bit floats as float, unless no node has anything to add. */
+struct parts {
+    size_t size;
+    ff_reduce add;          /* of all nodes */
+    bool as_they_are;
+};
+
+static struct parts parts_of(const struct run *run)
+{
+    const struct nodes *nodes = run->group->nodes;
+    uint32_t dtype = run->call->dtype, reduction = run->call->reduction;
+    bool half = dtype == FF_F16 || dtype == FF_BF16;
+    if (nodes->ranks == nodes->count || !half)
+        return (struct parts){run->size, ff_reduction_of(dtype, reduction), true};
+    return (struct parts){sizeof(float), ff_reduction_of_parts(dtype, reduction), false};
+}
+
+/* The part of a node's only rank. */
+static const char *alone(const struct run *run, const struct parts *parts, const char *in, char *room, size_t count)
+{
+    const void *sources[] = {in};
+    if (parts->as_they_are)
+        return in;
+    ff_reduction_of_some(run->call->dtype, run->call->reduction)(room, sources, 1, 1, count);
+    return room;
+}
+
+static bool wants_result(const struct run *run)
+{
+    return run->call->kind != FF_REDUCE || run->call->root == ff_own(run->group);
+}
+
+static struct sum sum_of(const struct run *run, const struct parts *parts, const char *part, size_t count, char *out)
+{
+    const struct nodes *nodes = run->group->nodes;
+    size_t bytes = count * parts->size;
+    return (struct sum){.add = parts->add, .nodes = nodes->count, .own = nodes->node, .part = part,
+                        .part_size = parts->size, .size = run->size, .count = count,
+                        .ring_bytes = least(bytes, FF_RING_BYTES), .ranks = nodes->ranks, .out = out};
+}
+
+static struct piece *receive_part(struct list *list, struct sum *sum, int node, int peer, char **rings)
+{
+    struct piece *piece = ff_receive_piece(list, peer, *rings, sum->count * sum->part_size);
+    piece->sum = sum;
+    sum->parts[node] = piece;
+    *rings += sum->ring_bytes;
+    return piece;
+}
+
+/* Elements of a slice of which node m adds the sum. */
+static size_t node_begin(const struct nodes *nodes, size_t count, int m)
+{
+    size_t share = (count + (size_t)nodes->count * UNIT - 1) / ((size_t)nodes->count * UNIT) * UNIT;
+    return least((size_t)m * share, count);
+}
+
+/* Exchange the part of a slice with those of the same place on the other nodes; `out` becomes the sum. Two nodes
+ * exchange all of it, more each a share, of which the sums are passed on as they become ready. */
+static int sum_over_nodes(struct run *run, const struct parts *parts, const char *part, size_t count, char *out,
+                          char *rings, bool whole)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    struct list list = ff_pieces(run);
+    size_t first = whole ? 0 : node_begin(nodes, count, nodes->node);
+    size_t mine = whole ? count : node_begin(nodes, count, nodes->node + 1) - first;
+    struct sum sum = sum_of(run, parts, part + first * parts->size, mine, out + first * run->size);
+    for (int i = 1; i < nodes->count; i++) {
+        int m = (nodes->node + i) % nodes->count, peer = member(nodes, m, group->rank);
+        size_t begin = whole ? 0 : node_begin(nodes, count, m);
+        size_t theirs = whole ? count : node_begin(nodes, count, m + 1) - begin;
+        struct piece *leaving = ff_send_piece(&list, peer, part + begin * parts->size, theirs * parts->size);
+        if (whole && part == out)
+            sum.leaving = leaving;      /* of two nodes */
+        receive_part(&list, &sum, m, peer, &rings);
+        if (whole)
+            continue;
+        ff_send_piece(&list, peer, sum.out, mine * run->size)->limit = &sum.ready_bytes;
+        ff_receive_piece(&list, peer, out + begin * run->size, theirs * run->size);
+    }
+    return ff_carry(&list, &sum);
+}
+
+static size_t ring_bytes(const struct run *run, size_t bytes)
+{
+    return (size_t)(run->group->nodes->count - 1) * least((bytes + 63) / 64 * 64, FF_RING_BYTES);
+}
+
+/* The first rank of each node adds and exchanges all of it. */
+static int reduce_small(struct run *run, const struct parts *parts, size_t bytes)
+{
+    ff_group *group = run->group;
+    size_t count = run->call->count, part_bytes = count * parts->size;
+    char *scratch = group->rank ? NULL : ff_scratch(run, part_bytes + bytes + ring_bytes(run, part_bytes) + 128);
+    char *result = scratch + (part_bytes + 63) / 64 * 64, *rings = result + (bytes + 63) / 64 * 64;
+    const struct span whole = {run->call->in, count};
+    struct span spans[FF_MAX_LOCAL] = {whole};
+    const char *part = scratch;
+    int status = FF_OK;
+    if (!group->rank && !scratch)
+        return FF_NO_MEMORY;
+    if (group->ranks == 1)
+        part = alone(run, parts, run->call->in, scratch, count);
+    else
+        status = add_spans(run, spans, scratch, parts->size);
+    if (!status && !group->rank)
+        status = sum_over_nodes(run, parts, part, count, result, rings, true);
+    if (status)
+        return status;
+    wait_longer(run);
+    size_t shown[FF_MAX_LOCAL] = {bytes};
+    char *to[FF_MAX_LOCAL] = {wants_result(run) ? run->call->out : NULL};
+    if (!group->rank && to[0])
+        copy(to[0], result, bytes);
+    return show(run, result, shown, to);
+}
+
+static size_t slice_begin(const struct nodes *nodes, size_t count, int place)
+{
+    size_t slices = (size_t)nodes->leaders, slice = (count + slices * UNIT - 1) / (slices * UNIT) * UNIT;
+    return place < nodes->leaders ? least((size_t)place * slice, count) : count;
+}
+
+static int reduce_large(struct run *run, const struct parts *parts, char *out)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    const ff_call *call = run->call;
+    struct span spans[FF_MAX_LOCAL] = {{NULL, 0}};
+    size_t shown[FF_MAX_LOCAL];
+    char *to[FF_MAX_LOCAL];
+    for (int q = 0; q < group->ranks; q++) {
+        size_t begin = slice_begin(nodes, call->count, q), end = slice_begin(nodes, call->count, q + 1);
+        spans[q] = (struct span){(const char *)call->in + begin * run->size, end - begin};
+        shown[q] = (end - begin) * run->size;
+        to[q] = out + begin * run->size;
+    }
+    const struct span mine = spans[group->rank];
+    size_t part_bytes = group->ranks == 1 && parts->as_they_are ? 0 : (mine.count * parts->size + 63) / 64 * 64;
+    char *scratch = ff_scratch(run, part_bytes + ring_bytes(run, mine.count * parts->size) + 64);
+    if (!scratch)
+        return FF_NO_MEMORY;
+    const char *part = scratch;
+    int status = FF_OK;
+    if (group->ranks == 1)
+        part = alone(run, parts, mine.at, scratch, mine.count);
+    else
+        status = add_spans(run, spans, scratch, parts->size);
+    bool whole = nodes->count == 2 && parts->size == run->size;
+    if (!status && mine.count)
+        status = sum_over_nodes(run, parts, part, mine.count, to[group->rank], scratch + part_bytes, whole);
+    wait_longer(run);
+    return status ? status : show(run, to[group->rank], shown, to);
+}
+
+static int all_reduce(struct run *run)
+{
+    struct parts parts = parts_of(run);
+    size_t bytes = block_bytes(run);
+    if (!parts.add)
+        return FF_UNSUPPORTED;
+    if (run->call->count * parts.size <= SMALL_BYTES)
+        return reduce_small(run, &parts, bytes);
+    if (wants_result(run))
+        return reduce_large(run, &parts, run->call->out);
+    char *out = malloc(bytes);
+    if (!out)
+        return ff_give_up(run->group, run->report, FF_NO_MEMORY);
+    int status = reduce_large(run, &parts, out);
+    free(out);
+    return status;
+}
+
+/* Rank i of a node adds the blocks of ranks i, i + n, ... of each other node, n being the ranks of its own, and sends
+ * them there; its own it adds with what comes of the others. */
+static int reduce_scatter(struct run *run)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    struct parts parts = parts_of(run);
+    struct list list = ff_pieces(run);
+    size_t count = run->call->count, part_bytes = (count * parts.size + 63) / 64 * 64, blocks = 0;
+    bool copies = group->ranks > 1 || !parts.as_they_are;
+    if (!parts.add)
+        return FF_UNSUPPORTED;
+    for (int m = 0; m < nodes->count && copies; m++)
+        blocks += (size_t)((members(nodes, m) + group->ranks - 1) / group->ranks);
+    char *scratch = ff_scratch(run, blocks * part_bytes + ring_bytes(run, count * parts.size) + 64);
+    char *room = scratch, *rings = scratch + blocks * part_bytes;
+    if (!scratch)
+        return FF_NO_MEMORY;
+    struct sum sum = sum_of(run, &parts, NULL, count, run->call->out);
+    for (int m = 0; m < nodes->count; m++)
+        for (int wave = 0; wave * group->ranks < members(nodes, m); wave++) {
+            struct span spans[FF_MAX_LOCAL] = {{0}};
+            for (int q = 0; q < group->ranks; q++) {
+                int place = wave * group->ranks + q;
+                bool is = place < members(nodes, m);
+                spans[q] = (struct span){is ? block_in(run, member(nodes, m, place)) : NULL, is ? count : 0};
+            }
+            const char *part = room;
+            if (group->ranks == 1)
+                part = alone(run, &parts, spans[0].at, room, count);
+            int status = group->ranks == 1 ? FF_OK : add_spans(run, spans, room, parts.size);
+            if (status)
+                return status;
+            room += copies ? part_bytes : 0;
+            if (m == nodes->node)
+                sum.part = part;
+            else if (wave * group->ranks + group->rank < members(nodes, m))
+                ff_send_piece(&list, member(nodes, m, wave * group->ranks + group->rank), part, count * parts.size);
+        }
+    for (int i = 1; i < nodes->count; i++) {
+        int m = (nodes->node + i) % nodes->count;
+        receive_part(&list, &sum, m, member(nodes, m, group->rank), &rings);
+    }
+    return ff_carry(&list, &sum);
+}
+
+/* ---- bytes that go from one to all */
+
+/* Nodes in the order in which a broadcast reaches them, the root's first; which rank of a node takes part. */
+static int stage(const struct nodes *nodes, int root, int number)
+{
+    int node = (nodes->node_of[root] + number) % nodes->count;
+    return number ? member(nodes, node, nodes->place[root]) : root;
+}
+
+/* From one node to the next; small ones along a binomial tree. */
+static int pass_on(struct run *run, char *data, size_t bytes)
+{
+    const struct nodes *nodes = run->group->nodes;
+    int root = run->call->root, count = nodes->count;
+    int number = (nodes->node - nodes->node_of[root] + count) % count;
+    bool chain = bytes >= CHAIN_BYTES;
+    struct list list = ff_pieces(run);
+    const size_t *limit = NULL;
+    if (number) {
+        int before = chain ? number - 1 : number & (number - 1);
+        limit = &ff_receive_piece(&list, stage(nodes, root, before), data, bytes)->at;
+    }
+    if (chain && number + 1 < count)
+        ff_send_piece(&list, stage(nodes, root, number + 1), data, bytes)->limit = limit;
+    for (int bit = 1; !chain && number + bit < count && (number & (2 * bit - 1)) == 0; bit *= 2)
+        ff_send_piece(&list, stage(nodes, root, number + bit), data, bytes)->limit = limit;
+    return ff_carry(&list, NULL);
+}
+
+static int broadcast(struct run *run)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    const ff_call *call = run->call;
+    int number = (nodes->node - nodes->node_of[call->root] + nodes->count) % nodes->count;
+    int carrier = ff_local(group, stage(nodes, call->root, number));
+    bool root = nodes->rank == call->root;
+    char *data = root ? (char *)call->in : call->out;
+    size_t bytes = block_bytes(run), shown[FF_MAX_LOCAL] = {0};
+    char *to[FF_MAX_LOCAL] = {0};
+    int status = group->rank == carrier ? pass_on(run, data, bytes) : FF_OK;
+    shown[carrier] = bytes;
+    to[carrier] = root ? NULL : call->out;
+    wait_longer(run);
+    return status ? status : show(run, data, shown, to);
+}
+
+static int all_gather(struct run *run)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    size_t bytes = block_bytes(run), shown[FF_MAX_LOCAL];
+    char *to[FF_MAX_LOCAL];
+    struct list list = ff_pieces(run);
+    copy(block_out(run, nodes->rank), run->call->in, bytes);
+    for (int q = 0; q < group->ranks; q++) {
+        shown[q] = bytes;
+        to[q] = block_out(run, ff_world(group, q));
+    }
+    int status = show(run, run->call->in, shown, to);
+    for (int i = 1; i < nodes->count && !status; i++) {
+        int m = (nodes->node + i) % nodes->count;
+        ff_send_piece(&list, member(nodes, m, group->rank), run->call->in, bytes);
+        for (int place = group->rank; place < members(nodes, m); place += group->ranks)
+            ff_receive_piece(&list, member(nodes, m, place), block_out(run, member(nodes, m, place)), bytes);
+    }
+    status = status ? status : ff_carry(&list, NULL);
+    wait_longer(run);
+    for (int m = 0; m < nodes->count && group->ranks > 1; m++)
+        for (int wave = 0; m != nodes->node && wave < members(nodes, m) && !status; wave += group->ranks) {
+            for (int q = 0; q < group->ranks; q++) {
+                bool is = wave + q < members(nodes, m);
+                shown[q] = is ? bytes : 0;
+                to[q] = is ? block_out(run, member(nodes, m, wave + q)) : NULL;
+            }
+            status = show(run, to[group->rank], shown, to);
+        }
+    return status;
+}
+
+/* ---- bytes that go from each to some */
+
+/* What goes to a rank and comes from it, on this node or another; NULL where nothing does. */
+struct give {
+    const char *in;
+    char *out;
+    size_t in_bytes, out_bytes;
+    bool sends, receives;
+};
+
+static void between(struct run *run, struct list *list, struct blocks *here, int rank, const struct give *give)
+{
+    int local = ff_local(run->group, rank);
+    if (local >= 0) {
+        here->in[local] = give->in;
+        here->in_bytes[local] = give->sends ? give->in_bytes : 0;
+        here->out[local] = give->out;
+        here->out_bytes[local] = give->receives ? give->out_bytes : 0;
+        return;
+    }
+    if (give->sends)
+        ff_send_piece(list, rank, give->in, give->in_bytes);
+    if (give->receives)
+        ff_receive_piece(list, rank, give->out, give->out_bytes);
+}
+
+/* Gather, scatter, all to all: from each rank straight to those that it is for. */
+static int exchange(struct run *run)
+{
+    const ff_call *call = run->call;
+    const struct nodes *nodes = run->group->nodes;
+    size_t block = block_bytes(run);
+    bool root = call->root == nodes->rank, uneven = call->kind == FF_ALLTOALLV;
+    struct list list = ff_pieces(run);
+    struct blocks here = {0};
+    const char *in = call->in;
+    char *out = call->out;
+    for (int q = 0; q < nodes->ranks; q++) {
+        struct give give = {.in_bytes = block, .out_bytes = block, .sends = true, .receives = true};
+        if (call->kind == FF_GATHER) {
+            give.sends = q == call->root;
+            give.in = call->in;
+            if ((give.receives = root))
+                give.out = block_out(run, q);
+        } else if (call->kind == FF_SCATTER) {
+            give.receives = q == call->root;
+            give.out = call->out;
+            if ((give.sends = root))
+                give.in = block_in(run, q);
+        } else if (!uneven) {
+            give.in = block_in(run, q);
+            give.out = block_out(run, q);
+        } else {
+            give.in = call->ins ? call->ins[q] : in;
+            give.out = call->outs ? call->outs[q] : out;
+            give.in_bytes = call->in_counts[q] * run->size;
+            give.out_bytes = call->out_counts[q] * run->size;
+            in += call->ins ? 0 : give.in_bytes;
+            out += call->outs ? 0 : give.out_bytes;
+        }
+        between(run, &list, &here, q, &give);
+    }
+    int status = swap(run, &here);
+    return status ? status : ff_carry(&list, NULL);
+}
+
+static int barrier(struct run *run)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    struct list list = ff_pieces(run);
+    int status = ff_turn(run);
+    for (int m = 0; m < nodes->count && !group->rank && !status; m++)
+        if (m != nodes->node) {
+            ff_send_piece(&list, member(nodes, m, 0), NULL, 0);
+            ff_receive_piece(&list, member(nodes, m, 0), NULL, 0);
+        }
+    status = status ? status : ff_carry(&list, NULL);
+    wait_longer(run);
+    return status ? status : ff_turn(run);
+}
+
+int ff_execute_on_nodes(struct run *run)
+{
+    static int (*const kinds[FF_KINDS])(struct run *) = {
+        [FF_ALLREDUCE] = all_reduce,   [FF_REDUCE] = all_reduce, [FF_BROADCAST] = broadcast,
+        [FF_ALLGATHER] = all_gather,   [FF_GATHER] = exchange,   [FF_SCATTER] = exchange,
+        [FF_ALLTOALL] = exchange,      [FF_ALLTOALLV] = exchange, [FF_BARRIER] = barrier,
+        [FF_REDUCE_SCATTER] = reduce_scatter,
+    };
+    int status = kinds[run->call->kind](run);
+    run->report->started_ns = 0;        /* clocks of nodes differ */
+    /* The other nodes do not see what this one's ranks asked for, and would wait for it. */
+    return status == FF_MISMATCH ? ff_give_up(run->group, run->report, status) : status;
+}

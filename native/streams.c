@@ -1,0 +1,299 @@
+/* Streams between ranks on different nodes: connected sockets, which Python opens and takes.
+ *
+ *     rank 0                                                  rank 1
+ *     out  ── head | data | head | data ... | LEFT ──────►  in
+ *          ◄───────────────────────── GAVE_UP, LEFT ───────
+ *     in   ◄── ... (a socket of its own, opened by rank 1) ──  out
+ *
+ * Each pair has one a direction and lane, so that collectives never wait behind messages that nobody receives yet.
+ * What a rank has to tell of the end of the group it tells on all its streams, against their direction too.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { HEAD = sizeof(struct head), GRACE_MS = 20 };
+static const uint64_t HANDSHAKE_NS = 500 * 1000 * 1000;
+/* Sent in one call: others are served in between. */
+static const size_t MOST_BYTES = 1 << 20;
+
+static bool lay_out(struct nodes *nodes, const int32_t *node_of)
+{
+    size_t n = (size_t)nodes->ranks;
+    nodes->node_of = calloc(n, sizeof(int));
+    nodes->place = calloc(n, sizeof(int));
+    nodes->members = calloc(n, sizeof(int));
+    for (int q = 0; q < nodes->ranks; q++)
+        if (node_of[q] >= nodes->count)
+            nodes->count = node_of[q] + 1;
+    nodes->begins = calloc((size_t)nodes->count + 1, sizeof(int));
+    if (!nodes->node_of || !nodes->place || !nodes->members || !nodes->begins)
+        return false;
+    nodes->leaders = nodes->ranks;
+    for (int m = 0, at = 0; m < nodes->count; m++) {
+        nodes->begins[m] = at;
+        for (int q = 0; q < nodes->ranks; q++) {
+            if (node_of[q] != m)
+                continue;
+            nodes->node_of[q] = m;
+            nodes->place[q] = at - nodes->begins[m];
+            nodes->members[at++] = q;
+        }
+        nodes->begins[m + 1] = at;
+        if (at - nodes->begins[m] < nodes->leaders)
+            nodes->leaders = at - nodes->begins[m];
+    }
+    nodes->node = nodes->node_of[nodes->rank];
+    return true;
+}
+
+int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
+                    void *self, const int *wakers)
+{
+    struct nodes *nodes = calloc(1, sizeof *nodes);
+    if (!nodes)
+        return -1;
+    group->nodes = nodes;
+    nodes->rank = rank;
+    nodes->ranks = ranks;
+    nodes->connect = connect;
+    nodes->self = self;
+    nodes->told = calloc(1, sizeof(struct head));
+    pthread_mutex_init(&nodes->telling, NULL);
+    for (int q = 0; q < group->ranks; q++)
+        group->peers[q].waker = wakers[q];
+    bool fits = nodes->told && lay_out(nodes, node_of);
+    for (int lane = 0; lane < FF_LANES && fits; lane++) {
+        nodes->streams[lane] = calloc((size_t)ranks, sizeof(struct stream));
+        fits = nodes->streams[lane] != NULL;
+        for (int q = 0; q < ranks && fits; q++) {
+            struct stream *stream = &nodes->streams[lane][q];
+            atomic_init(&stream->out, -1);
+            atomic_init(&stream->in, -1);
+            pthread_mutex_init(&stream->lock, NULL);
+        }
+    }
+    for (int way = 0; way < 2 && fits; way++)
+        fits = (nodes->turns[way] = calloc((size_t)ranks, sizeof(uint64_t)));
+    return fits && ff_pieces_open(nodes) ? 0 : -1;
+}
+
+int ff_group_accept(ff_group *group, int rank, int lane, int descriptor)
+{
+    int none = -1;
+    if (!group->nodes || rank < 0 || rank >= group->nodes->ranks || lane < 0 || lane >= FF_LANES)
+        return -1;
+    if (!atomic_compare_exchange_strong(&group->nodes->streams[lane][rank].in, &none, descriptor))
+        return -1;
+    ff_ring_bell(group, group->rank);
+    if (atomic_load(&group->nodes->tells))
+        send(descriptor, group->nodes->told, HEAD, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return 0;
+}
+
+struct stream *ff_stream(const ff_group *group, int lane, int rank)
+{
+    return &group->nodes->streams[lane][rank];
+}
+
+/* The socket that leads to a rank, opened when something is first sent to it; -1: it cannot be reached. */
+int ff_stream_to(ff_group *group, int lane, int rank)
+{
+    struct stream *stream = ff_stream(group, lane, rank);
+    int out = atomic_load(&stream->out);
+    if (out >= 0)
+        return out;
+    out = group->nodes->connect(group->nodes->self, rank, lane);
+    atomic_store(&stream->out, out);
+    return out;
+}
+
+/* Send what is left of a head, and `bytes` of the `left` that follow it; how many of them were taken, or -1. */
+long ff_stream_send(ff_group *group, struct stream *stream, const struct head *head, size_t *head_at,
+                    const char *data, size_t bytes, size_t left)
+{
+    struct iovec parts[] = {{(char *)head + *head_at, HEAD - *head_at},
+                            {(char *)data, bytes < MOST_BYTES ? bytes : MOST_BYTES}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    pthread_mutex_lock(&stream->lock);
+    ssize_t sent = atomic_load(&group->shared->broken) ? (errno = EAGAIN, -1)
+                                                       : sendmsg(atomic_load(&stream->out), &message,
+                                                                 MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+        bool later = errno == EAGAIN || errno == EINTR;
+        pthread_mutex_unlock(&stream->lock);
+        return later ? 0 : -1;
+    }
+    size_t of_head = (size_t)sent < parts[0].iov_len ? (size_t)sent : parts[0].iov_len;
+    *head_at += of_head;
+    stream->midway = (size_t)sent - of_head < left || *head_at < HEAD;
+    pthread_mutex_unlock(&stream->lock);
+    return sent - (ssize_t)of_head;
+}
+
+/* Receive what is left of a head and of what follows it; bytes of the latter that came, or -1 where nothing more will
+ * (errno 0 at the end of the stream). */
+long ff_stream_receive(ff_group *group, struct stream *stream, struct head *head, size_t *head_at,
+                       char *data, size_t bytes)
+{
+    struct iovec parts[] = {{(char *)head + *head_at, HEAD - *head_at}, {data, bytes}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    bool in_head = *head_at < HEAD;
+    ssize_t got = recvmsg(atomic_load(&stream->in), &message, MSG_DONTWAIT);
+    if (got <= 0) {
+        errno = got ? errno : 0;
+        return got && (errno == EAGAIN || errno == EINTR) ? 0 : -1;
+    }
+    size_t of_head = (size_t)got < parts[0].iov_len ? (size_t)got : parts[0].iov_len;
+    *head_at += of_head;
+    if (!in_head || *head_at < HEAD || (head->what != GAVE_UP && head->what != LEFT))
+        return got - (ssize_t)of_head;
+    if (head->what == GAVE_UP)
+        ff_break(group, head->count);
+    else
+        atomic_store(&stream->left, true);
+    errno = 0;
+    return -1;
+}
+
+/* A rank takes nothing more. */
+void ff_stream_ended(struct stream *stream)
+{
+    if (!atomic_exchange(&stream->ended_out, true))
+        atomic_store(&stream->ended_ns, ff_now_ns());
+}
+
+/* Whether a rank has ended that has not opened a stream to this one: what it sent just before its end may still be on
+ * its way through the handshake. */
+bool ff_stream_never_came(const struct stream *stream)
+{
+    return atomic_load(&stream->in) < 0 && atomic_load(&stream->ended_out) &&
+           ff_now_ns() - atomic_load(&stream->ended_ns) > HANDSHAKE_NS;
+}
+
+/* What the others tell against the direction of their streams. */
+void ff_streams_hear(ff_group *group)
+{
+    struct head head;
+    for (int lane = 0; lane < FF_LANES; lane++)
+        for (int q = 0; q < group->nodes->ranks; q++) {
+            struct stream *stream = ff_stream(group, lane, q);
+            int out = atomic_load(&stream->out);
+            if (out < 0 || atomic_load(&stream->ended_out))
+                continue;
+            ssize_t got = recv(out, &head, HEAD, MSG_DONTWAIT | MSG_PEEK);
+            if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
+                ff_stream_ended(stream);
+            if (got != HEAD)
+                continue;
+            ff_stream_ended(stream);
+            if (head.what == GAVE_UP)
+                ff_break(group, head.count);
+            else if (head.what == LEFT)
+                atomic_store(&stream->left, true);
+        }
+}
+
+/* Nothing more comes from a rank, or goes to it, by errno: the error of whoever waits for it. Were it the others that
+ * had lost a third, they have said so just before. */
+int ff_stream_lost(ff_group *group, int lane, int rank, ff_report *report)
+{
+    bool silent = errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH;
+    struct stream *stream = ff_stream(group, lane, rank);
+    for (int ms = 0; ms < GRACE_MS; ms++) {
+        ff_streams_hear(group);
+        if (ff_is_broken(group, report))
+            return FF_BROKEN;
+        if (atomic_load(&stream->left))
+            break;
+        usleep(1000);
+    }
+    ff_miss(report, rank);
+    return ff_give_up(group, report, atomic_load(&stream->left) ? FF_LEFT : silent ? FF_CUT_OFF : FF_DIED);
+}
+
+int ff_stream_unreachable(ff_group *group, int rank, ff_report *report)
+{
+    ff_miss(report, rank);
+    return ff_give_up(group, report, FF_UNREACHABLE);
+}
+
+/* Between what was sent and what would be; in the middle of something, the stream ends there. */
+static void tell(struct stream *stream, const struct head *head)
+{
+    int in = atomic_load(&stream->in), out = atomic_load(&stream->out);
+    if (in >= 0)
+        send(in, head, HEAD, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (out < 0)
+        return;
+    pthread_mutex_lock(&stream->lock);
+    if (!stream->midway)
+        send(out, head, HEAD, MSG_DONTWAIT | MSG_NOSIGNAL);
+    shutdown(out, SHUT_WR);
+    pthread_mutex_unlock(&stream->lock);
+}
+
+/* Once; who opens a stream later is told then. */
+static void tell_all(ff_group *group, struct head head)
+{
+    struct nodes *nodes = group->nodes;
+    pthread_mutex_lock(&nodes->telling);
+    bool first = !atomic_load(&nodes->tells);
+    if (first) {
+        *nodes->told = head;
+        atomic_store(&nodes->tells, true);
+    }
+    pthread_mutex_unlock(&nodes->telling);
+    for (int lane = 0; lane < FF_LANES && first; lane++)
+        for (int q = 0; nodes->streams[lane] && q < nodes->ranks; q++)
+            tell(ff_stream(group, lane, q), &head);
+}
+
+/* That the group is broken. */
+void ff_streams_tell_of(ff_group *group)
+{
+    if (group->nodes && !atomic_load(&group->nodes->tells))
+        tell_all(group, (struct head){.what = GAVE_UP, .count = atomic_load(&group->shared->broken)});
+}
+
+/* After the threads of the group have ended. */
+void ff_streams_close(ff_group *group)
+{
+    struct nodes *nodes = group->nodes;
+    tell_all(group, (struct head){.what = LEFT});
+    for (int lane = 0; lane < FF_LANES; lane++) {
+        for (int q = 0; nodes->streams[lane] && q < nodes->ranks; q++) {
+            struct stream *stream = ff_stream(group, lane, q);
+            char rest[HEAD * 2];
+            int ends[] = {atomic_load(&stream->out), atomic_load(&stream->in)};
+            while (ends[0] >= 0 && recv(ends[0], rest, sizeof rest, MSG_DONTWAIT) > 0)
+                ;               /* what is left unread would have the kernel drop what was sent */
+            for (int i = 0; i < 2; i++)
+                if (ends[i] >= 0)
+                    close(ends[i]);
+            pthread_mutex_destroy(&stream->lock);
+        }
+        free(nodes->streams[lane]);
+    }
+    for (int q = 0; q < group->ranks; q++)
+        close(group->peers[q].waker);
+    free(nodes->node_of);
+    free(nodes->place);
+    free(nodes->members);
+    free(nodes->begins);
+    free(nodes->scratch);
+    free(nodes->turns[0]);
+    free(nodes->turns[1]);
+    free(nodes->pieces);
+    free(nodes->polled);
+    free(nodes->told);
+    pthread_mutex_destroy(&nodes->telling);
+    free(nodes);
+    group->nodes = NULL;
+}

@@ -1,0 +1,197 @@
+"""Streams between ranks on different nodes: opened and proved here, used by the C core.
+
+    sender    connect, handshake, group, rank and lane ──►  receiver    gives the socket to that group
+
+Each process takes calls at one socket, and tells its address and key through the store of the ranks. A stream
+is opened when something is first sent to a rank; it carries one direction of one group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol as Interface
+
+from fivefold.wire import (
+    Listener,
+    OtherKey,
+    OtherProtocol,
+    OtherVersion,
+    Protocol,
+    new_key,
+    own_address,
+    set_up_tcp,
+)
+from fivefold.wire.handshake import received
+
+__all__ = [
+    "Door",
+    "Member",
+    "StreamError",
+    "dismiss",
+    "door",
+    "expect",
+    "new_token",
+    "open_stream",
+    "set_silence",
+]
+
+_PROTOCOL = Protocol("fivefold-comm", "1")
+_TOKEN_BYTES = 16
+_CALL = struct.Struct(f"<{_TOKEN_BYTES}sii")
+"""group, rank of the sender in it, lane"""
+_MOST_CALLERS = 256
+_GROUP_S = 60.0
+"""how long the sender's rank may be ahead of this one, which has yet to make the group"""
+
+
+class StreamError(Exception):
+    """A stream could not be opened, and why."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a process takes calls."""
+
+    host: str
+    port: int
+    key: str
+    """in hexadecimal digits; whoever is told it through the store may call"""
+
+
+class Member(Interface):
+    """A group that streams are opened to."""
+
+    def accept(self, rank: int, lane: int, descriptor: int) -> bool:
+        """Take a stream of a rank; False if it is not wanted, and still the caller's."""
+        ...
+
+
+def new_token() -> str:
+    """A name for a group that no other has."""
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
+_silence_s = 10.0
+
+
+def set_silence(seconds: float) -> None:
+    """How long a node may acknowledge nothing, for streams that are opened from now on."""
+    global _silence_s  # noqa: PLW0603 - of the process, as its plan says
+    _silence_s = seconds
+
+
+class _Calls:
+    """Takes calls for the groups of this process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._groups: dict[bytes, Member] = {}
+        self._left: set[bytes] = set()
+        self._process = os.getpid()
+        taken = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        key = new_key()
+        self._listener = Listener(
+            taken, _PROTOCOL, key, self._serve, most=_MOST_CALLERS, of_one=_MOST_CALLERS
+        )
+        self.door = Door(own_address(2), int(taken.getsockname()[1]), key.hex())
+
+    @property
+    def usable(self) -> bool:
+        """Whether this is the process that listens, not a forked copy."""
+        return self._process == os.getpid()
+
+    def add(self, token: str, group: Member) -> None:
+        with self._changed:
+            self._groups[bytes.fromhex(token)] = group
+            self._changed.notify_all()
+
+    def remove(self, token: str) -> None:
+        with self._changed:
+            self._groups.pop(bytes.fromhex(token), None)
+            self._left.add(bytes.fromhex(token))
+            self._changed.notify_all()
+
+    def _serve(self, line: socket.socket) -> None:
+        with line:
+            try:
+                told = received(line, _CALL.size, time.monotonic() + _GROUP_S)
+                token, rank, lane = _CALL.unpack(told)
+                group = self._group(token)
+                if group is None:
+                    return
+                _prepare(line)
+                descriptor = line.detach()
+            except OSError:
+                return
+        if not group.accept(rank, lane, descriptor):
+            os.close(descriptor)
+
+    def _group(self, token: bytes) -> Member | None:
+        with self._changed:
+            self._changed.wait_for(lambda: token in self._groups or token in self._left, _GROUP_S)
+            return self._groups.get(token)
+
+
+_calls: _Calls | None = None
+_opening = threading.Lock()
+
+
+def _listening() -> _Calls:
+    global _calls  # noqa: PLW0603 - one per process
+    with _opening:
+        if _calls is None or not _calls.usable:
+            _calls = _Calls()
+        return _calls
+
+
+def door() -> Door:
+    """Where this process takes calls, from now on."""
+    return _listening().door
+
+
+def expect(token: str, group: Member) -> None:
+    """Give `group` the streams that are opened to it."""
+    _listening().add(token, group)
+
+
+def dismiss(token: str) -> None:
+    """Turn away whoever opens a stream to a group from now on."""
+    _listening().remove(token)
+
+
+def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) -> int:
+    """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
+    end = time.monotonic() + timeout_s
+    where = f"{to.host}:{to.port}"
+    with contextlib.ExitStack() as failing:
+        try:
+            line = failing.enter_context(socket.create_connection((to.host, to.port), timeout_s))
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _PROTOCOL.call(line, bytes.fromhex(to.key), end)
+            line.sendall(_CALL.pack(bytes.fromhex(token), rank, lane))
+            _prepare(line)
+        except OtherKey:
+            raise StreamError(
+                f"{where} knows another key: it is a process of another job"
+            ) from None
+        except OtherVersion as other:
+            raise StreamError(
+                f"{where} speaks version {other}: install one version of Fivefold"
+            ) from None
+        except OtherProtocol:
+            raise StreamError(f"{where} is no process of Fivefold") from None
+        except OSError as problem:
+            raise StreamError(f"{where}: {problem.strerror or problem}") from problem
+        return line.detach()
+
+
+def _prepare(line: socket.socket) -> None:
+    set_up_tcp(line, _silence_s)
+    line.setblocking(False)

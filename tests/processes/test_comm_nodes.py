@@ -1,0 +1,120 @@
+"""The backend "fivefold" on several nodes: ranks that share no memory, and reach each other through streams.
+
+The nodes are told: real processes, which meet as those of other nodes do, over the loopback interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+import comm_checks
+import comm_consumers
+import comm_messages
+from fivefold.arena.native import problem
+from pool import Pool
+
+pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+NODES = [(0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 1, 1, 2)]
+"""by rank: one rank each, uneven ones, dealt out in turn, in order, and three"""
+
+
+def name_of(nodes: Sequence[int]) -> str:
+    return "".join(map(str, nodes))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(5) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=name_of)
+@pytest.mark.parametrize(("dtype", "later"), [("float32", False), ("bfloat16", True)])
+def test_every_operation_does_what_gloo_does(
+    pool: Pool, dtype: str, later: bool, nodes: Sequence[int]
+) -> None:
+    for count in (0, 5, 30_001):
+        asked = comm_checks.every_operation, dtype, count, later
+        ours = pool.run("fivefold", *asked, size=len(nodes), nodes=nodes)
+        theirs = pool.run("gloo", *asked, size=len(nodes))
+        for rank, results in enumerate(ours):
+            for name, result in results.items():
+                assert isinstance(result, list), f"{name} on rank {rank}: {result}"
+                expected = theirs[rank][name]
+                if isinstance(expected, list) and not (dtype == "bfloat16" and "reduce" in name):
+                    assert result == expected, f"{name} on rank {rank} of {len(nodes)}"
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=name_of)
+def test_random_sums_are_those_of_one_process_bit_by_bit(pool: Pool, nodes: Sequence[int]) -> None:
+    checked = pool.run(
+        "fivefold", comm_checks.random_operations, len(nodes), 25, 1 << 20, nodes, size=len(nodes),
+        nodes=nodes,
+    )  # fmt: skip
+    assert len(set(checked)) == 1 and checked[0] >= 25
+
+
+def test_sums_do_not_depend_on_where_ranks_are(pool: Pool) -> None:
+    """Where each node has a branch of the tree over all ranks."""
+    for nodes in ((0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)):
+        pool.run("fivefold", comm_checks.random_operations, 3, 10, 1 << 18, size=4, nodes=nodes)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 0, 1), (0, 1, 0)], ids=name_of)
+@pytest.mark.parametrize("count", [1, 100, 200_000])
+def test_messages_arrive_as_over_gloo(pool: Pool, count: int, nodes: Sequence[int]) -> None:
+    ours = pool.run("fivefold", comm_messages.every_message, count, size=3, nodes=nodes)
+    assert ours == pool.run("gloo", comm_messages.every_message, count, size=3)
+
+
+def test_objects_travel_as_over_gloo(pool: Pool) -> None:
+    ours = pool.run("fivefold", comm_checks.every_object, size=3, nodes=(0, 1, 1))
+    assert ours == pool.run("gloo", comm_checks.every_object, size=3)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("consumer", comm_consumers.ALL)
+def test_what_torch_builds_on_groups_works_as_over_gloo(pair: Pool, consumer: str) -> None:
+    ours = pair.run("fivefold", comm_consumers.result_of, consumer, nodes=(0, 1))
+    assert ours == pair.run("gloo", comm_consumers.result_of, consumer)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 1, 1), (0, 0, 1)], ids=name_of)
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+def test_a_rank_that_is_killed_is_told_to_all(later: bool, nodes: Sequence[int]) -> None:
+    with Pool(3) as pool:
+        pool.start("fivefold", comm_checks.killed, later, nodes=nodes)
+        for waited_s, text in pool.collect([0, 2]):
+            assert waited_s < 2.0
+            assert "rank 1 has ended" in text
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 1, 1), (0, 0, 1)], ids=name_of)
+def test_a_rank_that_does_not_come_is_named(nodes: Sequence[int]) -> None:
+    with Pool(3) as pool:
+        pool.start("fivefold", comm_checks.lateness, 4.0, timeout_s=0.5, nodes=nodes)
+        found = pool.collect(range(3))
+    for waited_s, text in (found[0], found[2]):
+        assert 0.3 < waited_s < 3.5  # a node has a second to say so to the others
+        assert "Timed out waiting for rank 1" in text  # to which the others have sent what it needs
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 0, 1)], ids=name_of)
+def test_another_operation_is_told_and_ends_the_group(nodes: Sequence[int]) -> None:
+    with Pool(3) as pool:
+        texts = pool.run("fivefold", comm_checks.mismatch_on_nodes, nodes=nodes)
+    assert any("asks for all_reduce sum of 3 float32, rank" in text for text in texts)
+    assert all("rank" in text for text in texts)
+
+
+def test_messages_of_other_sizes_and_dtypes_are_told() -> None:
+    with Pool(2) as pool:
+        texts = pool.run("fivefold", comm_checks.wrong_length, nodes=(0, 1))
+        assert "rank 0 sent 40 bytes, more than the tensor holds" in texts[1]
