@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.data.windows import Box, Windowed, windows_of
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
-from fivefold.mesh.heap import give_back
+from fivefold.mesh.heap import give_back, keep_memory, return_blocks
 from fivefold.parallel import ParallelModel
 from fivefold.parallel.graph.fingerprint import in_words
 from fivefold.parallel.modes import evaluating
@@ -94,13 +94,17 @@ def infer(
         job = _job(net, (sizes, tile, to is not None and is_tiff(to)), (then, score))
         store = _store(None if to is None else Path(to), mesh, job, sizes)
         plan: _Plan | None = None
-        for index in range(0 if store.complete else len(windows)):
-            size = sizes[index]
-            target = scored and scored.pixel(index)
-            pixel = _read(windows, index, size, [(0, 1)] * len(size), target)[0].to(mesh.device)
-            if plan is None or not plan.suits(pixel, size):
-                plan = _Plan(net, pixel, size, tile, then)
-            _infer_one(plan, windows, index, store, scored)
+        return_blocks()
+        try:
+            for index in range(0 if store.complete else len(windows)):
+                size = sizes[index]
+                target = scored and scored.pixel(index)
+                pixel = _read(windows, index, size, [(0, 1)] * len(size), target)[0].to(mesh.device)
+                if plan is None or not plan.suits(pixel, size):
+                    plan = _Plan(net, pixel, size, tile, then)
+                _infer_one(plan, windows, index, store, scored)
+        finally:
+            keep_memory()
     return store.finish()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.mesh.heap import give_back, resident_bytes
+from fivefold.mesh.heap import give_back, resident_bytes, return_blocks
 from fivefold.mesh.unread import Unread
 from fivefold.parallel.memory.spill import Pool, Spilled, flat_of, spillable
 from fivefold.torch_private import memory_of
@@ -102,6 +102,7 @@ class Shelf:
         self._resident_bytes = 0
         """the most that the process may take before it gives back what it does not use; 0: any"""
         if growth_bytes:
+            return_blocks()
             give_back()
             self._resident_bytes = resident_bytes() + growth_bytes
 

@@ -1,0 +1,292 @@
+"""Collectives between nodes: the backend fivefold, gloo, and bare sockets that move the same bytes.
+
+    python benchmarks/nodes/run.py [--parts slow,fast,pairs] [--rounds 7]
+
+Nodes are namespaces of the kernel with an interface each, whose rate `tc tbf` limits. In one job, with groups
+of both backends and a bare connection, the contenders take turns at each operation and size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from contender import BenchmarkError
+from figures import Median, environment, ratio, table
+from publishing import Page, conditions
+from rounds import order
+
+HERE = Path(__file__).resolve().parent
+KIB, MIB = 1 << 10, 1 << 20
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+CONTENDERS = ("fivefold", "gloo", "sockets")
+WORK_S = 0.15
+"""about as long as a contender is timed in a round"""
+PORT = 29400
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes, and what is moved between them."""
+
+    gbit_per_s: float
+    ranks_per_node: int = 1
+    sizes: Sequence[int] = (4, 16 * KIB, 256 * KIB, 1 * MIB, 16 * MIB)
+    operations: Sequence[str] = OPERATIONS
+    limit_s: float = 900.0
+
+
+PARTS = {
+    "slow": Part(1.0),
+    "fast": Part(10.0, sizes=(4, 16 * KIB, 256 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)),
+    "pairs": Part(1.0, 2, operations=("all_reduce", "all_gather")),
+    "tiny": Part(1.0, sizes=(4, 64 * KIB), operations=("all_reduce", "broadcast")),
+}
+"""the last one tries the script"""
+
+
+# ---- on the nodes
+
+
+class Sockets:
+    """The bound: a bare connection between the first ranks of two nodes, both of which send and receive."""
+
+    def __init__(self, rank: int, address: str, first: int) -> None:
+        if rank == 0:
+            with socket.create_server((address, PORT)) as door:
+                self.line = door.accept()[0]
+        elif rank == first:
+            self.line = _connected(address)
+        self.takes_part = rank in {0, first}
+        if self.takes_part:
+            self.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def move(self, sent: memoryview, received: memoryview) -> None:
+        """Both at once."""
+        if not self.takes_part:
+            return
+        sending = (
+            threading.Thread(target=self.line.sendall, args=(sent,))
+            if len(sent) > 64 * KIB
+            else None
+        )
+        if sending is None:
+            self.line.sendall(sent)
+        else:
+            sending.start()
+        left = received
+        while left:
+            left = left[self.line.recv_into(left) :]
+        if sending is not None:
+            sending.join()
+
+
+def _connected(address: str) -> socket.socket:
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((address, PORT))
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def crossing(operation: str, size_bytes: int, rank: int, per_node: int) -> tuple[int, int]:
+    """Bytes that one node of two has to send and receive, by operation; `size_bytes` is the larger tensor."""
+    half = size_bytes // 2
+    if operation == "broadcast":
+        return (size_bytes, 4) if rank == 0 else (4, size_bytes)
+    if operation == "all_reduce":
+        return size_bytes, size_bytes
+    if operation == "all_to_all":
+        return half * per_node, half * per_node
+    return half, half
+
+
+def calls(
+    operation: str, size_bytes: int, groups: Mapping[str, Any], bare: Sockets
+) -> dict[str, Callable[[], object]]:
+    """What each contender does once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = max(size_bytes // 4 // size * size, size if operation != "all_reduce" else 1)
+    whole, part = torch.ones(count), torch.ones(max(count // size, 1))
+    other = torch.ones(count)
+    many = vars(dist)
+    found: dict[str, Callable[[], object]] = {}
+    for name, group in groups.items():
+        by_operation: dict[str, Callable[[], object]] = {
+            "all_reduce": functools.partial(dist.all_reduce, whole, group=group),
+            "broadcast": functools.partial(dist.broadcast, whole, 0, group=group),
+            "all_gather": functools.partial(
+                many.get("all_gather_single", dist.all_gather_into_tensor), whole, part, group=group
+            ),
+            "reduce_scatter": functools.partial(
+                many.get("reduce_scatter_single", dist.reduce_scatter_tensor),
+                part,
+                whole,
+                group=group,
+            ),
+            "all_to_all": functools.partial(dist.all_to_all_single, other, whole, group=group),
+        }
+        found[name] = by_operation[operation]
+    sent, received = crossing(operation, 4 * count, rank, size // 2)
+    room = memoryview(bytearray(max(sent, received, 4)))
+    into = memoryview(bytearray(max(sent, received, 4)))
+    found["sockets"] = functools.partial(bare.move, room[: max(sent, 4)], into[: max(received, 4)])
+    return found
+
+
+def worker(part: Part, rounds: int, out: Path) -> None:
+    """One rank: seconds of each call, by operation, size, contender and round."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+    import fivefold.comm
+
+    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, rank == 0)
+    dist.init_process_group(fivefold.comm.BACKEND, store=store, rank=rank, world_size=size)
+    groups = {"fivefold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    bare = Sockets(rank, address, part.ranks_per_node)
+    found: dict[str, list[float]] = {}
+    for operation in part.operations:
+        for size_bytes in part.sizes:
+            contenders = calls(operation, size_bytes, groups, bare)
+            times = {name: _repeats(call, groups["gloo"]) for name, call in contenders.items()}
+            for number in range(rounds):
+                for name in order([*contenders], number):
+                    seconds = _timed(contenders[name], times[name], groups["gloo"])
+                    found.setdefault(f"{operation} {size_bytes} {name}", []).append(seconds)
+    if rank == 0:
+        (out / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(call: Callable[[], object], times: int, group: Any) -> float:
+    dist.barrier(group)
+    begun = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - begun) / times
+
+
+def _repeats(call: Callable[[], object], group: Any) -> int:
+    """How often it is called in a round; the same on all ranks."""
+    _timed(call, 2, group)
+    once = torch.tensor([_timed(call, 2, group)])
+    dist.broadcast(once, 0, group)
+    return max(2, min(300, round(WORK_S / float(once))))
+
+
+# ---- around them
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    """Nodes, a job on them, and what its first rank found."""
+    from namespaces import call, entering
+    from nodes import Nodes, refusal
+
+    if why := refusal():
+        raise BenchmarkError(f"this machine makes no nodes: {why}")
+    part = PARTS[name]
+    burst = max(128 * KIB, int(part.gbit_per_s * 1e9 / 8 / 1000 * 1.5))
+    shape = f"rate {part.gbit_per_s:g}gbit burst {burst} latency 50ms".split()
+    there = environment()
+    with Nodes(2) as nodes:
+        for node in range(2):
+            init = nodes._up(node).init  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            assert init is not None
+            call(
+                [
+                    *entering(init, "n"),
+                    "tc",
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    "eth0",
+                    "root",
+                    "tbf",
+                    *shape,
+                ]
+            )
+        words = [sys.executable, str(HERE / "run.py"), "--worker", name, "--rounds", str(rounds)]
+        job = nodes.job([*words, "--out", str(nodes.shared)], ranks_per_node=part.ranks_per_node)
+        codes = job.wait(part.limit_s)
+        if any(codes):
+            said = "\n".join(rank.text[-1500:] for rank in job.ranks)
+            raise BenchmarkError(f"ranks ended with {codes}: {said}")
+        found = json.loads((nodes.shared / "found.json").read_text())
+    more = {"torch": torch.__version__, "disturbed_rounds": 0}
+    return {"benchmark": "nodes", "part": name, "rounds": rounds, "found": found,
+            "environment": {**there, **more}}  # fmt: skip
+
+
+def section(result: dict[str, Any]) -> str:
+    """A table of one part."""
+    part, found = PARTS[result["part"]], result["found"]
+    rows: list[tuple[str, ...]] = []
+    for operation in part.operations:
+        for size_bytes in part.sizes:
+            ours, gloo, bare = (found[f"{operation} {size_bytes} {name}"] for name in CONTENDERS)
+            rows.append((
+                operation, _size(size_bytes), _time(ours), _time(gloo), _time(bare),
+                str(ratio(gloo, ours)), str(ratio(bare, ours)),
+            ))  # fmt: skip
+    header = (
+        "operation", "bytes", "fivefold", "gloo", "sockets", "gloo / fivefold", "sockets / fivefold",
+    )  # fmt: skip
+    title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
+    return f"### {title}\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes >= MIB:
+        return f"{size_bytes // MIB} MiB"
+    return f"{size_bytes // KIB} KiB" if size_bytes >= KIB else f"{size_bytes} B"
+
+
+def _time(seconds: Sequence[float]) -> str:
+    middle = Median.of(seconds).value
+    return f"{1e3 * middle:.1f} ms" if middle > 1e-3 else f"{1e6 * middle:.0f} us"
+
+
+PAGE = Page(HERE, section, tuple(PARTS)[:-1])
+
+
+def main() -> int:
+    """Measure what is asked for; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PAGE.order))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--results", type=Path, default=PAGE.home / "results")
+    parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.worker is not None:
+        worker(PARTS[told.worker], told.rounds, told.out)
+        return 0
+    parts = told.parts.split(",")
+    if strange := [word for word in parts if word not in PARTS]:
+        parser.error(f"there is no {strange[0]}; valid: {', '.join(PARTS)}")
+    return PAGE.publish(parts, lambda name: measured(name, told.rounds), told.results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
