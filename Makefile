@@ -89,6 +89,8 @@ sanitize:  ## the same under the thread and the address sanitizer of the C compi
 
 torch-distributed: $(VENV)/.develop  ## PyTorch's own tests of torch.distributed, over our backend
 	$(BIN)/python tests/torch_distributed/standing_in.py fivefold
+	$(BIN)/python tests/torch_distributed/standing_in.py nodes
+	WORLD_SIZE=4 $(BIN)/python tests/torch_distributed/standing_in.py nodes
 
 clean:  ## remove what make has made: the environment, caches and built files
 	rm -rf .venv .venv-torch-* build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -136,6 +136,7 @@ struct stream {
     _Atomic bool left;                      /* the rank has closed the group */
     _Atomic bool ended_in, ended_out;       /* nothing more comes; it takes nothing more, */
     _Atomic uint64_t ended_ns;              /* since when */
+    _Atomic bool silent;                    /* because nothing was acknowledged any more */
 };
 
 struct head;
@@ -195,6 +196,8 @@ static inline int ff_size(const ff_group *group)
 struct stream *ff_stream(const ff_group *group, int lane, int rank);
 int ff_stream_to(ff_group *group, int lane, int rank);
 void ff_stream_ended(struct stream *stream);
+void ff_stream_failed(struct stream *stream);
+int ff_stream_end(const struct stream *stream);
 bool ff_stream_never_came(const struct stream *stream);
 int ff_stream_unreachable(ff_group *group, int rank, ff_report *report);
 long ff_stream_send(ff_group *group, struct stream *stream, const struct head *head, size_t *head_at,

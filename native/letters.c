@@ -24,6 +24,7 @@ bool ff_letter_push(ff_group *group, ff_message *message)
     }
     long sent = ff_stream_send(group, stream, &head, &message->head_at, message->data + message->at, left, left);
     if (sent < 0) {
+        ff_stream_failed(stream);
         ff_streams_hear(group);
         ff_stream_ended(stream);
         return false;
@@ -36,6 +37,7 @@ bool ff_letter_push(ff_group *group, ff_message *message)
 /* Who waits for more finds out in messages.c. */
 static bool ended(ff_group *group, struct stream *stream)
 {
+    ff_stream_failed(stream);
     ff_streams_hear(group);
     atomic_store(&stream->ended_in, true);
     return false;

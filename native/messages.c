@@ -99,12 +99,14 @@ static int outlook(ff_group *group, ff_message *message)
     ff_report *report = &message->report;
     if (ff_is_broken(group, report))
         return FF_BROKEN;
-    int gone = 0;
+    int gone = 0, end = FF_DIED;
     for (int q = 0; q < ff_size(group); q++)
-        if ((message->peer < 0 ? q != ff_own(group) : q == message->peer) && has_gone(group, q, message->sends))
+        if ((message->peer < 0 ? q != ff_own(group) : q == message->peer) && has_gone(group, q, message->sends)) {
             ff_miss(report, q), gone++;
+            end = ff_local(group, q) < 0 ? ff_stream_end(ff_stream(group, FF_MESSAGES, q)) : FF_DIED;
+        }
     if (gone == (message->peer < 0 ? ff_size(group) - 1 : 1))
-        return ff_give_up(group, report, FF_DIED);
+        return ff_give_up(group, report, end);
     memset(report->missing, 0, sizeof report->missing);
     if (ff_now_ns() < message->deadline_ns)
         return FF_OK;
@@ -113,13 +115,18 @@ static int outlook(ff_group *group, ff_message *message)
     return ff_give_up(group, report, FF_TIMEOUT);
 }
 
+static void drop_if_hopeless(ff_group *group, ff_message *message)
+{
+    int status = message ? outlook(group, message) : FF_OK;
+    if (status)
+        drop(group, message, status);
+}
+
 static void drop_hopeless_of(ff_group *group, ff_message *first)
 {
     for (ff_message *next, *message = first; message; message = next) {
         next = message->next;
-        int status = outlook(group, message);
-        if (status)
-            drop(group, message, status);
+        drop_if_hopeless(group, message);
     }
 }
 
@@ -130,7 +137,10 @@ static void drop_hopeless(ff_group *group)
     for (int q = 0; q < ff_size(group); q++) {
         drop_hopeless_of(group, all->sends[q]);
         drop_hopeless_of(group, all->offers[q]);
+        drop_if_hopeless(group, all->coming[q].message);        /* of which a part has come */
     }
+    for (const struct stray *stray = all->strays; stray; stray = stray->next)
+        drop_if_hopeless(group, stray->taker);
 }
 
 /* One look at the rings, then sleep until something may have changed. The lock is held outside. */

@@ -177,6 +177,19 @@ bool ff_stream_never_came(const struct stream *stream)
            ff_now_ns() - atomic_load(&stream->ended_ns) > HANDSHAKE_NS;
 }
 
+/* By errno. */
+void ff_stream_failed(struct stream *stream)
+{
+    if (errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH)
+        atomic_store(&stream->silent, true);
+}
+
+/* How the other side has ended. */
+int ff_stream_end(const struct stream *stream)
+{
+    return atomic_load(&stream->left) ? FF_LEFT : atomic_load(&stream->silent) ? FF_CUT_OFF : FF_DIED;
+}
+
 /* What the others tell against the direction of their streams. */
 void ff_streams_hear(ff_group *group)
 {
@@ -188,6 +201,8 @@ void ff_streams_hear(ff_group *group)
             if (out < 0 || atomic_load(&stream->ended_out))
                 continue;
             ssize_t got = recv(out, &head, HEAD, MSG_DONTWAIT | MSG_PEEK);
+            if (got < 0)
+                ff_stream_failed(stream);
             if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
                 ff_stream_ended(stream);
             if (got != HEAD)
@@ -204,8 +219,8 @@ void ff_streams_hear(ff_group *group)
  * had lost a third, they have said so just before. */
 int ff_stream_lost(ff_group *group, int lane, int rank, ff_report *report)
 {
-    bool silent = errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH;
     struct stream *stream = ff_stream(group, lane, rank);
+    ff_stream_failed(stream);
     for (int ms = 0; ms < GRACE_MS; ms++) {
         ff_streams_hear(group);
         if (ff_is_broken(group, report))
@@ -215,7 +230,7 @@ int ff_stream_lost(ff_group *group, int lane, int rank, ff_report *report)
         usleep(1000);
     }
     ff_miss(report, rank);
-    return ff_give_up(group, report, atomic_load(&stream->left) ? FF_LEFT : silent ? FF_CUT_OFF : FF_DIED);
+    return ff_give_up(group, report, ff_stream_end(stream));
 }
 
 int ff_stream_unreachable(ff_group *group, int rank, ff_report *report)

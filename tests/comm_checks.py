@@ -312,6 +312,21 @@ def killed(later: bool) -> tuple[float, str]:
         return time.monotonic() - start, str(problem)
 
 
+def killed_in_a_message() -> tuple[float, str]:
+    """Rank 1 dies while it sends; seconds until rank 0 knew, and what it was told."""
+    if dist.get_rank() == 1:
+        dist.isend(torch.ones(100 << 20), 0)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        for _ in range(1000):
+            dist.recv(torch.empty(100 << 20), 1)
+    except RuntimeError as problem:
+        return time.monotonic() - start, str(problem)
+    return 0.0, ""
+
+
 def wrong_length() -> str:
     """A message that is longer than the tensor that takes it."""
     if dist.get_rank() == 0:

@@ -120,6 +120,11 @@ def crossing(operation: str, size_bytes: int, rank: int, per_node: int) -> tuple
     return half, half
 
 
+def _named(name: str, older: str) -> Callable[..., object]:
+    """Of torch.distributed; 2.13 has new names, and warns of those that 2.11 has."""
+    return vars(dist).get(name, vars(dist)[older])
+
+
 def calls(
     operation: str, size_bytes: int, groups: Mapping[str, Any], bare: Sockets
 ) -> dict[str, Callable[[], object]]:
@@ -128,17 +133,16 @@ def calls(
     count = max(size_bytes // 4 // size * size, size if operation != "all_reduce" else 1)
     whole, part = torch.ones(count), torch.ones(max(count // size, 1))
     other = torch.ones(count)
-    many = vars(dist)
     found: dict[str, Callable[[], object]] = {}
     for name, group in groups.items():
         by_operation: dict[str, Callable[[], object]] = {
             "all_reduce": functools.partial(dist.all_reduce, whole, group=group),
             "broadcast": functools.partial(dist.broadcast, whole, 0, group=group),
             "all_gather": functools.partial(
-                many.get("all_gather_single", dist.all_gather_into_tensor), whole, part, group=group
+                _named("all_gather_single", "all_gather_into_tensor"), whole, part, group=group
             ),
             "reduce_scatter": functools.partial(
-                many.get("reduce_scatter_single", dist.reduce_scatter_tensor),
+                _named("reduce_scatter_single", "reduce_scatter_tensor"),
                 part,
                 whole,
                 group=group,

@@ -96,6 +96,25 @@ def test_a_rank_that_is_killed_is_told_to_all(later: bool, nodes: Sequence[int])
             assert "rank 1 has ended" in text
 
 
+@pytest.mark.parametrize("nodes", [(0, 1), (0, 0)], ids=name_of)
+def test_a_rank_that_is_killed_while_it_sends_is_told(nodes: Sequence[int]) -> None:
+    with Pool(2) as pool:
+        pool.start("fivefold", comm_checks.killed_in_a_message, nodes=nodes)
+        ((waited_s, text),) = pool.collect([0])
+        assert waited_s < 4.0  # with the time that 400 MB take
+        assert "rank 1 has ended" in text
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_on_four_nodes_are_told_to_all() -> None:
+    for number in range(100):
+        with Pool(4) as pool:
+            pool.start("fivefold", comm_checks.killed, bool(number % 2), nodes=(0, 1, 2, 3))
+            for waited_s, text in pool.collect([0, 2, 3]):
+                assert waited_s < 2.0
+                assert "rank 1 has ended" in text
+
+
 @pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 1, 1), (0, 0, 1)], ids=name_of)
 def test_a_rank_that_does_not_come_is_named(nodes: Sequence[int]) -> None:
     with Pool(3) as pool:

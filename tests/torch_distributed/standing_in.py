@@ -1,6 +1,7 @@
 """PyTorch's own tests of torch.distributed, with the backend "fivefold" in the place of gloo.
 
     python tests/torch_distributed/standing_in.py fivefold        all of them, as `make torch-distributed`
+    python tests/torch_distributed/standing_in.py nodes           the same, each rank on one of two nodes
     python tests/torch_distributed/standing_in.py gloo            what gloo itself makes of them
     python tests/torch_distributed/standing_in.py traced          gloo with every operation recorded
     python tests/torch_distributed/standing_in.py fivefold -k broadcast
@@ -108,8 +109,25 @@ def _traced() -> None:
     dist.init_process_group = c10d.init_process_group = functools.wraps(begin)(recorded)
 
 
-if CHOSEN == "fivefold":
+def _on_two_nodes() -> None:
+    """Ranks say by turns that they are on one node or another."""
+    from fivefold.comm import meeting, registration
+
+    world: list[int] = []
+    meet = registration.meet
+
+    def told(store: Any, rank: int, *arguments: Any) -> Any:
+        world.append(rank)  # the first group is that of all
+        meeting.node_name = lambda: f"node {world[0] % 2}"
+        return meet(store, rank, *arguments)
+
+    registration.meet = told
+
+
+if CHOSEN in {"fivefold", "nodes"}:
     _stand_in()
+    if CHOSEN == "nodes":
+        _on_two_nodes()
 elif CHOSEN == "traced":
     _traced()
 
@@ -123,9 +141,9 @@ class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):
 
 for _name in dir(TestDistributed):
     for _part, _why in GLOOS_OWN.items():
-        if _name.startswith("test_") and _part in _name and CHOSEN == "fivefold":
+        if _name.startswith("test_") and _part in _name and CHOSEN in {"fivefold", "nodes"}:
             setattr(TestDistributed, _name, unittest.skip(_why)(getattr(TestDistributed, _name)))
-    if _name in TRULY_NAMED and CHOSEN == "fivefold":
+    if _name in TRULY_NAMED and CHOSEN in {"fivefold", "nodes"}:
         setattr(TestDistributed, _name, _truly_named(getattr(TestDistributed, _name)))
 
 
