@@ -4,10 +4,19 @@
 
 #include <poll.h>
 
+enum { ENDING_MS = 200 };
+
 bool ff_has_ended(const ff_group *group, int rank)
 {
     struct pollfd end = {.fd = group->peers[rank].pidfd, .events = POLLIN};
     return end.fd >= 0 && poll(&end, 1, 0) == 1;
+}
+
+/* Whether a rank whose memory cannot be read has ended: its memory goes first, the rest of it soon after. */
+bool ff_is_ending(const ff_group *group, int rank)
+{
+    struct pollfd end = {.fd = group->peers[rank].pidfd, .events = POLLIN};
+    return end.fd >= 0 && poll(&end, 1, ENDING_MS) == 1;
 }
 
 void ff_miss(ff_report *report, int rank)

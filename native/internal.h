@@ -226,6 +226,7 @@ void ff_futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t ns);
 
 /* failure.c */
 bool ff_has_ended(const ff_group *group, int rank);
+bool ff_is_ending(const ff_group *group, int rank);
 void ff_break(ff_group *group, uint64_t told);
 int ff_give_up(ff_group *group, ff_report *report, int status);
 bool ff_is_broken(ff_group *group, ff_report *report);

@@ -134,7 +134,7 @@ int ff_unreadable(struct run *run, int rank)
     if (ff_is_broken(run->group, run->report))
         return FF_BROKEN;       /* its owner gave up, and may have let the tensor go */
     ff_miss(run->report, ff_world(run->group, rank));
-    return ff_give_up(run->group, run->report, ff_has_ended(run->group, rank) ? FF_DIED : FF_UNREADABLE);
+    return ff_give_up(run->group, run->report, ff_is_ending(run->group, rank) ? FF_DIED : FF_UNREADABLE);
 }
 
 /* The round after tensors were read where they lie: only now may their owners change them. One that gave up before

@@ -270,7 +270,7 @@ static bool read_piece(ff_group *group, int peer)
     else if (ff_read_from(group, &coming->view, coming->at, to + coming->at, bytes)) {
         ff_report report = {0};
         ff_miss(&report, peer);
-        ff_give_up(group, &report, ff_has_ended(group, local) ? FF_DIED : FF_UNREADABLE);
+        ff_give_up(group, &report, ff_is_ending(group, local) ? FF_DIED : FF_UNREADABLE);
         return false;
     }
     coming->at += bytes;
