@@ -249,12 +249,19 @@ def section(result: dict[str, Any]) -> str:
     for operation in part.operations:
         for size_bytes in part.sizes:
             ours, gloo, bare = (found[f"{operation} {size_bytes} {name}"] for name in CONTENDERS)
+            line_s = (
+                8
+                * max(crossing(operation, size_bytes, 0, part.ranks_per_node))
+                / part.gbit_per_s
+                / 1e9
+            )
             rows.append((
                 operation, _size(size_bytes), _time(ours), _time(gloo), _time(bare),
-                str(ratio(gloo, ours)), str(ratio(bare, ours)),
+                str(ratio(gloo, ours)), str(ratio(bare, ours)), f"{line_s / Median.of(ours).value:.2f}",
             ))  # fmt: skip
     header = (
         "operation", "bytes", "fivefold", "gloo", "sockets", "gloo / fivefold", "sockets / fivefold",
+        "of the line",
     )  # fmt: skip
     title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     return f"### {title}\n\n{table(header, rows)}\n\n{conditions(result)}"

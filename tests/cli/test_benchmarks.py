@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from commands import python
+from nodes import refusal
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 HERE = BENCHMARKS / "data-parallel"
@@ -72,6 +73,16 @@ def test_compiled_steps_take_turns_with_others(tmp_path: Path) -> None:
         "as it is": 7, "compiled": 7, "torch alone, compiled": 7,
     }  # fmt: skip
     assert "### tiny, (4, 3, 32, 32), compiled" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(refusal()), reason=refusal() or "nodes can be made")
+def test_collectives_between_nodes_are_timed_beside_gloo(tmp_path: Path) -> None:
+    done = measured(tmp_path, "--parts=tiny", "--rounds=7", script=BENCHMARKS / "nodes" / "run.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "tiny.json").read_text())["found"]
+    assert len(found) == 2 * 2 * 3 and all(len(seconds) == 7 for seconds in found.values())
+    assert "### 2 nodes x 1, 1 Gbit/s" in done.stdout
 
 
 @pytest.mark.long
