@@ -142,6 +142,8 @@ FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *
                            void *self, const int *wakers);
 /* A stream that `rank` has opened to this one. Returns 0, or -1 if there is one already: the caller closes it. */
 FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor);
+/* In a forked child, which is no rank: close its copies of the streams, which would outlive the parent. */
+FF_API void ff_group_forget(ff_group *group);
 
 /* Collectives: run one now, or post it and wait later. All ranks start them in one order. */
 FF_API int ff_run(ff_group *group, const ff_call *call, ff_report *report);

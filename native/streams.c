@@ -97,6 +97,18 @@ int ff_group_accept(ff_group *group, int rank, int lane, int descriptor)
     return 0;
 }
 
+void ff_group_forget(ff_group *group)
+{
+    for (int lane = 0; group->nodes && lane < FF_LANES; lane++)
+        for (int q = 0; q < group->nodes->ranks; q++) {
+            struct stream *stream = &group->nodes->streams[lane][q];
+            int ends[] = {atomic_load(&stream->out), atomic_load(&stream->in)};
+            for (int i = 0; i < 2; i++)
+                if (ends[i] >= 0)
+                    close(ends[i]);
+        }
+}
+
 struct stream *ff_stream(const ff_group *group, int lane, int rank)
 {
     return &group->nodes->streams[lane][rank];

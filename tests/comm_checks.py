@@ -312,6 +312,15 @@ def killed(later: bool) -> tuple[float, str]:
         return time.monotonic() - start, str(problem)
 
 
+def killed_with_a_child() -> tuple[float, str]:
+    """As `killed`, and what rank 1 has forked lives on for a while, as workers of a loader do."""
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1 and not os.fork():
+        time.sleep(6)
+        os._exit(0)
+    return killed(later=False)
+
+
 def killed_in_a_message() -> tuple[float, str]:
     """Rank 1 dies while it sends; seconds until rank 0 knew, and what it was told."""
     if dist.get_rank() == 1:

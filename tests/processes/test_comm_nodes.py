@@ -105,6 +105,21 @@ def test_a_rank_that_is_killed_while_it_sends_is_told(nodes: Sequence[int]) -> N
         assert "rank 1 has ended" in text
 
 
+def test_what_a_killed_rank_has_forked_does_not_hide_its_end() -> None:
+    with Pool(2) as pool:
+        pool.start("fivefold", comm_checks.killed_with_a_child, nodes=(0, 1))
+        ((waited_s, text),) = pool.collect([0])
+        assert waited_s < 2.0
+        assert "rank 1 has ended" in text
+
+
+def test_a_forked_child_is_no_rank() -> None:
+    with Pool(2) as pool:
+        texts = pool.run("fivefold", comm_checks.in_a_child, nodes=(0, 1))
+    assert len(texts[0]) == 3
+    assert all(", rank 0, of which this one is a forked copy" in text for text in texts[0])
+
+
 @pytest.mark.slow
 def test_a_hundred_kills_on_four_nodes_are_told_to_all() -> None:
     for number in range(100):

@@ -124,6 +124,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_probe": (c_int, pointer, c_double, POINTER(CallReport)),
     "ff_group_spread": (c_int, pointer, c_int, c_int, POINTER(c_int32), CONNECT, pointer, POINTER(c_int)),
     "ff_group_accept": (c_int, pointer, c_int, c_int, c_int),
+    "ff_group_forget": (None, pointer),
     "ff_group_break": (None, pointer),
     "ff_group_close": (None, pointer),
     "ff_run": (c_int, pointer, POINTER(Call), POINTER(CallReport)),

@@ -75,7 +75,7 @@ class Core:
     _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
-        library = core()
+        self.library = library = core()
         local = self.rank if self.spread is None else self.spread.local
         opened = library.ff_group_open(self.memory.address, local, int(self.crowded))
         assert opened, "the memory was set up by rank 0"
@@ -206,6 +206,10 @@ _opened: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 def _leave_to_parent() -> None:
     """In a forked child: the memory is shared, and whoever writes to it is the rank."""
     for group in [*_opened.values()]:
+        if group.spread is not None and not group.closed:
+            group.library.ff_group_forget(
+                group.pointer
+            )  # no lock: its holder may not be in the child
         group.left_in, group._pointer = os.getppid(), 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     _opened.clear()
 

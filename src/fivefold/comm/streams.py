@@ -95,7 +95,7 @@ class _Calls:
         self._groups: dict[bytes, Member] = {}
         self._left: set[bytes] = set()
         self._process = os.getpid()
-        taken = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        self._taken = taken = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
         key = new_key()
         self._listener = Listener(
             taken, _PROTOCOL, key, self._serve, most=_MOST_CALLERS, of_one=_MOST_CALLERS
@@ -138,9 +138,21 @@ class _Calls:
             self._changed.wait_for(lambda: token in self._groups or token in self._left, _GROUP_S)
             return self._groups.get(token)
 
+    def forget(self) -> None:
+        """In a forked child: callers would wait for it once the parent has ended."""
+        self._taken.close()
+
 
 _calls: _Calls | None = None
 _opening = threading.Lock()
+
+
+def _forget() -> None:
+    if _calls is not None:
+        _calls.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _listening() -> _Calls:
