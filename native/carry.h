@@ -46,6 +46,23 @@ struct piece *ff_receive_piece(struct list *list, int peer, void *data, size_t b
 int ff_carry(struct list *list, struct sum *sum);
 char *ff_scratch(struct run *run, size_t bytes);    /* until the next one; NULL: no memory, and the group is broken */
 
+/* within.c: see there. */
+struct blocks {
+    const char *in[FF_MAX_LOCAL];
+    char *out[FF_MAX_LOCAL];
+    size_t in_bytes[FF_MAX_LOCAL], out_bytes[FF_MAX_LOCAL];
+};
+
+/* Some elements of each rank's input. */
+struct span {
+    const char *at;
+    size_t count;
+};
+
+int ff_show(struct run *run, const void *own, const size_t *bytes, char *const *to);
+int ff_swap(struct run *run, const struct blocks *own);
+int ff_add_spans(struct run *run, const struct span *spans, char *part, size_t part_size);
+
 /* A node whose rank is missing says so to the others within this. */
 #define FF_GRACE_NS UINT64_C(1000000000)
 

@@ -67,127 +67,6 @@ static void wait_longer(struct run *run)
         run->patience.deadline_ns += 2 * FF_GRACE_NS;
 }
 
-/* ---- between the ranks of a node; all arrays are by rank of it */
-
-/* Each shows the others `bytes[q]`, which go `to[q]`, where that is not NULL. */
-static int show(struct run *run, const void *own, const size_t *bytes, char *const *to)
-{
-    ff_group *group = run->group;
-    size_t step = group->staging_bytes, most = 0;
-    for (int q = 0; q < group->ranks; q++)
-        most = bytes[q] > most ? bytes[q] : most;
-    for (size_t at = 0; at < most && group->ranks > 1; at += step) {
-        uint32_t round = group->round;
-        if (bytes[group->rank] > at)
-            copy(ff_staging(group, group->rank, round), (const char *)own + at,
-                 least(step, bytes[group->rank] - at));
-        int status = ff_turn(run);
-        if (status)
-            return status;
-        for (int i = 1; i < group->ranks; i++) {
-            int q = (group->rank + i) % group->ranks;
-            if (to[q] && bytes[q] > at)
-                copy(to[q] + at, ff_staging(group, q, round), least(step, bytes[q] - at));
-        }
-    }
-    return FF_OK;
-}
-
-struct blocks {
-    const char *in[FF_MAX_LOCAL];
-    char *out[FF_MAX_LOCAL];
-    size_t in_bytes[FF_MAX_LOCAL], out_bytes[FF_MAX_LOCAL];
-};
-
-/* All learn what each gives, the most of which is returned in `most`, and whether the others expect that. */
-static int agree(struct run *run, const struct blocks *own, size_t *most)
-{
-    ff_group *group = run->group;
-    uint32_t round = group->round;
-    uint64_t *told = (uint64_t *)ff_staging(group, group->rank, round);
-    for (int q = 0; q < group->ranks; q++) {
-        told[q] = own->in_bytes[q];
-        told[group->ranks + q] = own->out_bytes[q];
-    }
-    int status = ff_turn(run);
-    *most = 0;
-    for (int from = 0; from < group->ranks && !status; from++) {
-        const uint64_t *given = (const uint64_t *)ff_staging(group, from, round);
-        for (int to = 0; to < group->ranks; to++) {
-            const uint64_t *expected = (const uint64_t *)ff_staging(group, to, round) + group->ranks;
-            *most = given[to] > *most ? given[to] : *most;
-            if (given[to] == expected[from])
-                continue;
-            run->report->other = ff_world(group, from);
-            run->report->other_root = ff_world(group, to);
-            run->report->other_kind = run->call->kind;
-            run->report->other_count = given[to];
-            return FF_MISMATCH;
-        }
-    }
-    return status;
-}
-
-static int swap(struct run *run, const struct blocks *own)
-{
-    ff_group *group = run->group;
-    size_t step = group->staging_bytes / (size_t)group->ranks / 64 * 64, most;
-    int status = agree(run, own, &most);
-    if (status)
-        return status;
-    copy(own->out[group->rank], own->in[group->rank], own->out_bytes[group->rank]);
-    for (size_t at = 0; at < most && group->ranks > 1; at += step) {
-        uint32_t round = group->round;
-        for (int q = 0; q < group->ranks; q++)
-            if (q != group->rank && own->in_bytes[q] > at)
-                copy(ff_staging(group, group->rank, round) + (size_t)q * step, own->in[q] + at,
-                     least(step, own->in_bytes[q] - at));
-        if ((status = ff_turn(run)))
-            return status;
-        for (int q = 0; q < group->ranks; q++)
-            if (q != group->rank && own->out_bytes[q] > at)
-                copy(own->out[q] + at, ff_staging(group, q, round) + (size_t)group->rank * step,
-                     least(step, own->out_bytes[q] - at));
-    }
-    return FF_OK;
-}
-
-/* Some elements of each rank's input. */
-struct span {
-    const char *at;
-    size_t count;
-};
-
-/* Rank q of the node adds `spans[q]` of all of them, into `part`. */
-static int add_spans(struct run *run, const struct span *spans, char *part, size_t part_size)
-{
-    ff_group *group = run->group;
-    ff_reduce add = ff_reduction_of_some(run->call->dtype, run->call->reduction);
-    size_t step = group->staging_bytes / (size_t)group->ranks / 64 * 64 / run->size, most = 0;
-    const struct span *mine = &spans[group->rank];
-    const void *sources[FF_MAX_LOCAL];
-    for (int q = 0; q < group->ranks; q++)
-        most = spans[q].count > most ? spans[q].count : most;
-    for (size_t at = 0; at < most; at += step) {
-        uint32_t round = group->round;
-        char *own = ff_staging(group, group->rank, round);
-        for (int q = 0; q < group->ranks; q++)
-            if (q != group->rank && spans[q].count > at)
-                copy(own + (size_t)q * step * run->size, spans[q].at + at * run->size,
-                     least(step, spans[q].count - at) * run->size);
-        int status = ff_turn(run);
-        if (status)
-            return status;
-        if (mine->count <= at)
-            continue;
-        for (int q = 0; q < group->ranks; q++)
-            sources[q] = q == group->rank ? mine->at + at * run->size
-                                          : ff_staging(group, q, round) + (size_t)group->rank * step * run->size;
-        add(part + at * part_size, sources, group->ranks, group->ranks, least(step, mine->count - at));
-    }
-    return FF_OK;
-}
-
 /* ---- sums */
 
 /* How the parts of nodes travel: 16-bit floats as float, unless no node has anything to add. */
@@ -295,7 +174,7 @@ static int reduce_small(struct run *run, const struct parts *parts, size_t bytes
     if (group->ranks == 1)
         part = alone(run, parts, run->call->in, scratch, count);
     else
-        status = add_spans(run, spans, scratch, parts->size);
+        status = ff_add_spans(run, spans, scratch, parts->size);
     if (!status && !group->rank)
         status = sum_over_nodes(run, parts, part, count, result, rings, true);
     if (status)
@@ -305,7 +184,7 @@ static int reduce_small(struct run *run, const struct parts *parts, size_t bytes
     char *to[FF_MAX_LOCAL] = {wants_result(run) ? run->call->out : NULL};
     if (!group->rank && to[0])
         copy(to[0], result, bytes);
-    return show(run, result, shown, to);
+    return ff_show(run, result, shown, to);
 }
 
 static size_t slice_begin(const struct nodes *nodes, size_t count, int place)
@@ -338,12 +217,12 @@ static int reduce_large(struct run *run, const struct parts *parts, char *out)
     if (group->ranks == 1)
         part = alone(run, parts, mine.at, scratch, mine.count);
     else
-        status = add_spans(run, spans, scratch, parts->size);
+        status = ff_add_spans(run, spans, scratch, parts->size);
     bool whole = nodes->count == 2 && parts->size == run->size;
     if (!status && mine.count)
         status = sum_over_nodes(run, parts, part, mine.count, to[group->rank], scratch + part_bytes, whole);
     wait_longer(run);
-    return status ? status : show(run, to[group->rank], shown, to);
+    return status ? status : ff_show(run, to[group->rank], shown, to);
 }
 
 static int all_reduce(struct run *run)
@@ -394,7 +273,7 @@ static int reduce_scatter(struct run *run)
             const char *part = room;
             if (group->ranks == 1)
                 part = alone(run, &parts, spans[0].at, room, count);
-            int status = group->ranks == 1 ? FF_OK : add_spans(run, spans, room, parts.size);
+            int status = group->ranks == 1 ? FF_OK : ff_add_spans(run, spans, room, parts.size);
             if (status)
                 return status;
             room += copies ? part_bytes : 0;
@@ -454,7 +333,7 @@ static int broadcast(struct run *run)
     shown[carrier] = bytes;
     to[carrier] = root ? NULL : call->out;
     wait_longer(run);
-    return status ? status : show(run, data, shown, to);
+    return status ? status : ff_show(run, data, shown, to);
 }
 
 static int all_gather(struct run *run)
@@ -469,7 +348,7 @@ static int all_gather(struct run *run)
         shown[q] = bytes;
         to[q] = block_out(run, ff_world(group, q));
     }
-    int status = show(run, run->call->in, shown, to);
+    int status = ff_show(run, run->call->in, shown, to);
     for (int i = 1; i < nodes->count && !status; i++) {
         int m = (nodes->node + i) % nodes->count;
         ff_send_piece(&list, member(nodes, m, group->rank), run->call->in, bytes);
@@ -485,7 +364,7 @@ static int all_gather(struct run *run)
                 shown[q] = is ? bytes : 0;
                 to[q] = is ? block_out(run, member(nodes, m, wave + q)) : NULL;
             }
-            status = show(run, to[group->rank], shown, to);
+            status = ff_show(run, to[group->rank], shown, to);
         }
     return status;
 }
@@ -552,7 +431,7 @@ static int exchange(struct run *run)
         }
         between(run, &list, &here, q, &give);
     }
-    int status = swap(run, &here);
+    int status = ff_swap(run, &here);
     return status ? status : ff_carry(&list, NULL);
 }
 
