@@ -83,6 +83,11 @@ static int check(struct list *list, const struct piece *piece)
     if (head->what == ff_what(call) && head->root == call->root && head->count == call->count &&
         head->bytes == piece->bytes && head->sequence == report->sequence)
         return FF_OK;
+    if ((head->what & 0xff) >= FF_KINDS || (head->what >> 8 & 0xff) >= FF_DTYPES ||
+        head->what >> 16 >= FF_REDUCTIONS) {
+        ff_miss(report, piece->peer);
+        return ff_give_up(list->run->group, report, FF_DAMAGED);
+    }
     report->other = piece->peer;
     report->other_kind = head->what & 0xff;
     report->other_dtype = head->what >> 8 & 0xff;

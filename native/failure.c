@@ -21,6 +21,8 @@ bool ff_is_ending(const ff_group *group, int rank)
 
 void ff_miss(ff_report *report, int rank)
 {
+    if (rank < 0 || rank >= FF_MAX_RANKS)
+        return;                 /* told by another node */
     report->missing[rank / 64] |= UINT64_C(1) << (rank % 64);
 }
 
@@ -65,6 +67,6 @@ bool ff_is_broken(ff_group *group, ff_report *report)
     report->other_status = (uint32_t)(told & 0xff);
     report->other = (int32_t)(told >> 8 & 0xffff);
     if (told >> 24)
-        ff_miss(report, (int)(told >> 24) - 1);
+        ff_miss(report, (int)(told >> 24 & 0xffffff) - 1);
     return true;
 }

@@ -44,7 +44,8 @@ enum ff_status {
     FF_CLOSED,       /* this rank closed the group meanwhile */
     FF_UNREADABLE,   /* the memory of `missing`, which could be read before, cannot any more */
     FF_CUT_OFF,      /* the node of `missing` acknowledges nothing */
-    FF_UNREACHABLE   /* no stream to `missing` could be opened */
+    FF_UNREACHABLE,  /* no stream to `missing` could be opened */
+    FF_DAMAGED       /* what `missing` sent makes no sense */
 };
 
 /* When all had come, what went wrong, and who is missing (one bit per rank). */
@@ -134,7 +135,7 @@ FF_API void ff_group_close(ff_group *group);
 /* Ranks on several nodes: the group that was opened is that of this node's ranks, in their order. `node_of` has the
  * node of each of `ranks` ranks, from 0 in the order of their first ranks; this one is `rank`. From here on ranks are
  * those of all nodes. `connect` opens the stream to a rank that something is to be sent to, a connected socket, or
- * returns -1; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of this
+ * returns 0 or less; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of this
  * node. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
 enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
 typedef int (*ff_connect)(void *self, int rank, int lane);

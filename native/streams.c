@@ -122,6 +122,8 @@ int ff_stream_to(ff_group *group, int lane, int rank)
     if (out >= 0)
         return out;
     out = group->nodes->connect(group->nodes->self, rank, lane);
+    if (out <= 0)
+        return -1;              /* Python returns 0 for an exception */
     atomic_store(&stream->out, out);
     return out;
 }

@@ -25,8 +25,8 @@ RING_BYTES = 256 << 10
 
 (
     _TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED,
-    _UNREADABLE, _CUT_OFF, _UNREACHABLE,
-) = range(1, 14)  # fmt: skip
+    _UNREADABLE, _CUT_OFF, _UNREACHABLE, _DAMAGED,
+) = range(1, 15)  # fmt: skip
 _OPEN_S = 30.0
 """how long a stream to another node may take to be opened"""
 
@@ -263,6 +263,7 @@ def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
         _UNREACHABLE: f"no stream to {who} could be opened"
         + (f" ({group.unreachable})" if group.unreachable else "")
         + ": it has ended, or its node takes no connections from this one",
+        _DAMAGED: f"what came from {who} is damaged: do all ranks have one version of Fivefold?",
         _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
         _NO_MEMORY: f"a quarter of the node's memory is taken by messages of {who} that nobody receives: are "
         "they received in another order than they are sent?"

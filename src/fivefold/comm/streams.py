@@ -8,7 +8,6 @@ is opened when something is first sent to a rank; it carries one direction of on
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
@@ -47,6 +46,7 @@ _TOKEN_BYTES = 16
 _CALL = struct.Struct(f"<{_TOKEN_BYTES}sii")
 """group, rank of the sender in it, lane"""
 _MOST_CALLERS = 256
+_RETRY_S = 0.05
 _GROUP_S = 60.0
 """how long the sender's rank may be ahead of this one, which has yet to make the group"""
 
@@ -182,13 +182,10 @@ def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) ->
     """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
     end = time.monotonic() + timeout_s
     where = f"{to.host}:{to.port}"
-    with contextlib.ExitStack() as failing:
+    call = _CALL.pack(bytes.fromhex(token), rank, lane)
+    while True:
         try:
-            line = failing.enter_context(socket.create_connection((to.host, to.port), timeout_s))
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _PROTOCOL.call(line, bytes.fromhex(to.key), end)
-            line.sendall(_CALL.pack(bytes.fromhex(token), rank, lane))
-            _prepare(line)
+            return _opened(to, call, end)
         except OtherKey:
             raise StreamError(
                 f"{where} knows another key: it is a process of another job"
@@ -200,8 +197,21 @@ def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) ->
         except OtherProtocol:
             raise StreamError(f"{where} is no process of Fivefold") from None
         except OSError as problem:
-            raise StreamError(f"{where}: {problem.strerror or problem}") from problem
-        return line.detach()
+            # It hangs up where it has more callers at once than it listens to; whether it has ended, the next
+            # call tells.
+            hung_up = isinstance(problem, ConnectionError)
+            if isinstance(problem, ConnectionRefusedError) or not hung_up or time.monotonic() > end:
+                raise StreamError(f"{where}: {problem.strerror or problem}") from problem
+            time.sleep(_RETRY_S)
+
+
+def _opened(to: Door, call: bytes, end: float) -> int:
+    with socket.create_connection((to.host, to.port), _silence_s) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _PROTOCOL.call(line, bytes.fromhex(to.key), end)
+        line.sendall(call)
+        _prepare(line)
+        return line.detach() or os.dup(0)  # the core takes 0 for a failure
 
 
 def _prepare(line: socket.socket) -> None:

@@ -1,0 +1,174 @@
+"""Streams between nodes: who may open one, and what comes of damaged frames."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.arena.native import KINDS, problem
+from fivefold.comm import streams
+from fivefold.comm.core import Core, Spread
+from fivefold.comm.operations import Operations
+from fivefold.comm.own_arena import own_arena
+
+pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+HEAD = struct.Struct("<IiQQQ")
+
+
+class Taken:
+    """A group that keeps the streams that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.sockets: list[socket.socket] = []
+        self.came = threading.Condition()
+
+    def accept(self, rank: int, lane: int, descriptor: int) -> bool:
+        with self.came:
+            self.calls.append((rank, lane))
+            self.sockets.append(socket.socket(fileno=descriptor))
+            self.came.notify_all()
+        return True
+
+    def wait(self, count: int) -> None:
+        with self.came:
+            assert self.came.wait_for(lambda: len(self.calls) >= count, 20)
+
+    def close(self) -> None:
+        for line in self.sockets:
+            line.close()
+        self.sockets.clear()
+
+
+@pytest.fixture
+def taken() -> Iterator[tuple[str, Taken]]:
+    group, token = Taken(), streams.new_token()
+    streams.expect(token, group)
+    yield token, group
+    streams.dismiss(token)
+    group.close()
+
+
+def test_a_stream_is_given_to_its_group(taken: tuple[str, Taken]) -> None:
+    token, group = taken
+    with socket.socket(fileno=streams.open_stream(streams.door(), token, 7, 1, 10)) as line:
+        group.wait(1)
+        assert group.calls == [(7, 1)]
+        line.setblocking(True)
+        line.sendall(b"word")
+        group.sockets[0].setblocking(True)
+        assert group.sockets[0].recv(4) == b"word"
+
+
+def test_who_knows_another_key_opens_nothing(taken: tuple[str, Taken]) -> None:
+    token, group = taken
+    other = replace(streams.door(), key="00" * 32)
+    with pytest.raises(streams.StreamError, match="knows another key"):
+        streams.open_stream(other, token, 0, 0, 10)
+    assert not group.calls
+
+
+def test_a_stream_to_a_group_that_is_left_ends() -> None:
+    token = streams.new_token()
+    streams.dismiss(token)
+    with socket.socket(fileno=streams.open_stream(streams.door(), token, 0, 0, 10)) as line:
+        line.setblocking(True)
+        line.settimeout(10)
+        assert line.recv(1) == b""
+
+
+def test_nobody_there_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = streams.Door("127.0.0.1", int(free.getsockname()[1]), "00" * 32)
+    begun = time.monotonic()
+    with pytest.raises(streams.StreamError, match="refused"):
+        streams.open_stream(nobody, streams.new_token(), 0, 0, 10)
+    assert time.monotonic() - begun < 5
+
+
+def test_another_program_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = streams.Door("127.0.0.1", int(other.getsockname()[1]), "00" * 32)
+
+        def answer() -> None:
+            line, _ = other.accept()
+            with line:
+                line.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(streams.StreamError, match="no process of Fivefold"):
+            streams.open_stream(where, streams.new_token(), 0, 0, 10)
+        answering.join()
+
+
+def group_with_a_stranger(token: str) -> tuple[Core, list[socket.socket]]:
+    """Rank 0 of two on two nodes, and what rank 1 would send on: collectives, messages."""
+    memory = Core.memory_for(1)
+    spread = Spread(0, [0, 1], [streams.door()] * 2, token, [os.eventfd(0, os.EFD_NONBLOCK)])
+    group = Core(0, 2, memory, [own_arena().segment], [-1], crowded=False, spread=spread)
+    ends: list[socket.socket] = []
+    for lane in range(2):
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        assert group.accept(1, lane, here.detach())
+        ends.append(there)
+    return group, ends
+
+
+def frames(draw: random.Random) -> bytes:
+    """Some that could be meant, changed here and there, or none at all."""
+    made = bytearray()
+    for number in range(draw.randint(1, 3)):
+        kind = draw.choice([KINDS.index("all_reduce"), draw.getrandbits(8)])
+        what = draw.choice([kind | 11 << 8, 11, draw.getrandbits(32), 0xFFFFFF01, 0xFFFFFF02])
+        count = draw.choice([4, draw.getrandbits(64), draw.getrandbits(20)])
+        length = draw.choice([16, 16, 0, draw.getrandbits(64), draw.getrandbits(10)])
+        made += HEAD.pack(what, draw.choice([0, draw.getrandbits(31)]), count, length, number)
+        made += draw.randbytes(min(length, 64))
+    if draw.random() < 0.5:
+        made[draw.randrange(len(made))] ^= 1 << draw.randrange(8)
+    return bytes(made[: draw.randint(1, len(made))])
+
+
+def damaged(count: int, seed: int, token: str) -> None:
+    draw = random.Random(seed)
+    for _ in range(count):
+        group, ends = group_with_a_stranger(token)
+        operations = Operations(group, 20.0)
+        tensor = torch.ones(4)
+        acts: list[Any] = [
+            lambda tensor=tensor, on=operations: on.all_reduce(tensor, 0, later=False),
+            lambda tensor=tensor, on=operations: on.receive(tensor, 1, 0).wait(),
+        ]
+        lane = draw.randrange(2)
+        ends[lane].sendall(frames(draw))
+        for end in ends:
+            end.close()
+        told = ""
+        try:
+            acts[lane]()
+        except RuntimeError as error:
+            told = str(error)
+        assert not told or "rank 0 of 2" in told
+        operations.close()
+
+
+def test_damaged_frames_are_errors(taken: tuple[str, Taken]) -> None:
+    damaged(300, 1, taken[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_damaged_frames_are_errors(taken: tuple[str, Taken]) -> None:
+    damaged(100_000, 2, taken[0])
