@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
@@ -49,6 +51,8 @@ class Part:
     ranks_per_node: int = 1
     sizes: Sequence[int] = (4, 16 * KIB, 256 * KIB, 1 * MIB, 16 * MIB)
     operations: Sequence[str] = OPERATIONS
+    nets: Sequence[str] = ()
+    """of which DistributedDataParallel makes steps instead"""
     limit_s: float = 900.0
 
 
@@ -56,9 +60,14 @@ PARTS = {
     "slow": Part(1.0),
     "fast": Part(10.0, sizes=(4, 16 * KIB, 256 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)),
     "pairs": Part(1.0, 2, operations=("all_reduce", "all_gather")),
+    "steps": Part(1.0, 2, nets=("resnet18", "resnet50")),
     "tiny": Part(1.0, sizes=(4, 64 * KIB), operations=("all_reduce", "broadcast")),
+    "tiny-steps": Part(1.0, nets=("resnet20",)),
 }
-"""the last one tries the script"""
+"""the last ones try the script"""
+BATCH, EDGE = 4, 64
+"""images of a rank, and pixels of their edge"""
+ALONE = "no exchange"
 
 
 # ---- on the nodes
@@ -157,6 +166,32 @@ def calls(
     return found
 
 
+def steps(name: str, groups: Mapping[str, Any]) -> dict[str, Callable[[], object]]:
+    """A step of training over each group, and one that exchanges nothing."""
+    from fivefold.recipes import models
+
+    torch.manual_seed(dist.get_rank())
+    images, labels = torch.randn(BATCH, 3, EDGE, EDGE), torch.randint(10, (BATCH,))
+    found: dict[str, Callable[[], object]] = {}
+    for group_name, group in groups.items():
+        net = DistributedDataParallel(models.build(name, 10), process_group=group)
+        optim = torch.optim.SGD(net.parameters(), lr=0.01)
+
+        def step(net: Any = net, optim: Any = optim) -> None:
+            optim.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optim.step()
+
+        def alone(net: Any = net, step: Callable[[], None] = step) -> None:
+            with net.no_sync():
+                step()
+
+        step()
+        found[group_name] = step
+        found.setdefault(ALONE, alone)
+    return found
+
+
 def worker(part: Part, rounds: int, out: Path) -> None:
     """One rank: seconds of each call, by operation, size, contender and round."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -169,7 +204,13 @@ def worker(part: Part, rounds: int, out: Path) -> None:
     groups = {"fivefold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     bare = Sockets(rank, address, part.ranks_per_node)
     found: dict[str, list[float]] = {}
-    for operation in part.operations:
+    for net in part.nets:
+        contenders = steps(net, groups)
+        for number in range(rounds):
+            for name in order([*contenders], number):
+                seconds = _timed(contenders[name], 2, groups["gloo"])
+                found.setdefault(f"{net} {name}", []).append(seconds)
+    for operation in () if part.nets else part.operations:
         for size_bytes in part.sizes:
             contenders = calls(operation, size_bytes, groups, bare)
             times = {name: _repeats(call, groups["gloo"]) for name, call in contenders.items()}
@@ -245,7 +286,10 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
 def section(result: dict[str, Any]) -> str:
     """A table of one part."""
     part, found = PARTS[result["part"]], result["found"]
+    title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     rows: list[tuple[str, ...]] = []
+    if part.nets:
+        return f"### Steps, {title}\n\n{steps_table(part, found)}\n\n{conditions(result)}"
     for operation in part.operations:
         for size_bytes in part.sizes:
             ours, gloo, bare = (found[f"{operation} {size_bytes} {name}"] for name in CONTENDERS)
@@ -263,8 +307,18 @@ def section(result: dict[str, Any]) -> str:
         "operation", "bytes", "fivefold", "gloo", "sockets", "gloo / fivefold", "sockets / fivefold",
         "of the line",
     )  # fmt: skip
-    title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     return f"### {title}\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
+def steps_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of steps of training."""
+    rows = [
+        (net, *map(_time, (ours, gloo, alone)), str(ratio(ours, gloo)), str(ratio(alone, ours)))
+        for net in part.nets
+        for ours, gloo, alone in [[found[f"{net} {name}"] for name in ("fivefold", "gloo", ALONE)]]
+    ]
+    header = ("net", "fivefold", "gloo", ALONE, "fivefold / gloo", f"{ALONE} / fivefold")
+    return table(header, rows)
 
 
 def _size(size_bytes: int) -> str:
@@ -278,7 +332,7 @@ def _time(seconds: Sequence[float]) -> str:
     return f"{1e3 * middle:.1f} ms" if middle > 1e-3 else f"{1e6 * middle:.0f} us"
 
 
-PAGE = Page(HERE, section, tuple(PARTS)[:-1])
+PAGE = Page(HERE, section, tuple(PARTS)[:-2])
 
 
 def main() -> int:
