@@ -14,25 +14,32 @@ const size_t FF_RING_BYTES = 2 * 64 * 1024;     /* for tests */
 #else
 const size_t FF_RING_BYTES = 16 * 64 * 1024;
 #endif
-enum { PIECES_PER_RANK = 4, MORE_PIECES = 4, HEAD = sizeof(struct head) };
+enum { PIECES_PER_RANK = 4, MORE_PIECES = 4, LISTS = 2, HEAD = sizeof(struct head) };
 enum { TOLD = POLLIN | POLLPRI };      /* of a stream that leads to another rank */
 
-static size_t least(size_t a, size_t b)
+static size_t most_pieces(const struct nodes *nodes)
 {
-    return a < b ? a : b;
+    return (size_t)(PIECES_PER_RANK * nodes->ranks + MORE_PIECES);
 }
 
 bool ff_pieces_open(struct nodes *nodes)
 {
-    size_t most = (size_t)(PIECES_PER_RANK * nodes->ranks + MORE_PIECES);
-    nodes->pieces = calloc(most, sizeof(struct piece));
-    nodes->polled = calloc(2 * most, sizeof(struct pollfd));
-    return nodes->pieces && nodes->polled;
+    nodes->pieces = calloc(LISTS * most_pieces(nodes), sizeof(struct piece));
+    nodes->polled = calloc(LISTS * 2 * most_pieces(nodes), sizeof(struct pollfd));
+    nodes->parts = calloc(LISTS * (size_t)nodes->count, sizeof *nodes->parts);
+    return nodes->pieces && nodes->polled && nodes->parts;
 }
 
 struct list ff_pieces(struct run *run)
 {
-    return (struct list){.run = run, .pieces = run->group->nodes->pieces};
+    struct nodes *nodes = run->group->nodes;
+    return (struct list){.run = run, .pieces = nodes->pieces, .parts = nodes->parts};
+}
+
+struct list ff_more_pieces(struct run *run)
+{
+    struct nodes *nodes = run->group->nodes;
+    return (struct list){.run = run, .pieces = nodes->pieces + most_pieces(nodes), .parts = nodes->parts + nodes->count};
 }
 
 static struct piece *add_piece(struct list *list, int peer, void *data, size_t bytes, bool sends)
@@ -161,10 +168,9 @@ static bool is_first(struct nodes *nodes, const struct piece *piece)
     return first;
 }
 
-static int move(struct list *list, bool *moved, bool *left)
+static int move_list(struct list *list, bool *moved, bool *left)
 {
     struct nodes *nodes = list->run->group->nodes;
-    nodes->turn++;
     for (int i = 0; i < list->count; i++) {
         struct piece *piece = &list->pieces[i];
         if (over(piece) || !is_first(nodes, piece))
@@ -208,6 +214,24 @@ static bool add_up(struct sum *sum)
     return sum->added > before;
 }
 
+/* `left`: of the first list. */
+static int move(struct list *first, bool *moved, bool *left)
+{
+    bool later;
+    first->run->group->nodes->turn++;
+    for (struct list *list = first; list; list = list->next) {
+        int status = move_list(list, moved, list == first ? left : &later);
+        if (status)
+            return status;
+        if (!list->sum)
+            continue;
+        *moved |= add_up(list->sum);
+        if (list == first)
+            *left |= list->sum->added < list->sum->count;
+    }
+    return FF_OK;
+}
+
 /* Sums that others pass on wait for parts as this rank's do: who has not sent a part is to be named. */
 static int late(struct list *list)
 {
@@ -221,14 +245,11 @@ static int late(struct list *list)
     return ff_give_up(run->group, run->report, FF_TIMEOUT);
 }
 
-/* Until something may have changed. */
-static int sleep_for(struct list *list)
+/* What the pieces of a list wait for: how many descriptors, or an error below 0. */
+static int watch_list(struct list *list, int count, uint64_t *most_ns)
 {
     struct run *run = list->run;
     struct nodes *nodes = run->group->nodes;
-    uint64_t now_ns = ff_now_ns(), most_ns = LOOK_NS;
-    int count = 0;
-    nodes->turn++;
     for (int i = 0; i < list->count; i++) {
         const struct piece *piece = &list->pieces[i];
         if (over(piece) || !is_first(nodes, piece))
@@ -240,48 +261,61 @@ static int sleep_for(struct list *list)
         bool waits = piece->sends ? !piece->limit || *piece->limit > piece->at : bytes > 0;
         int in = atomic_load(&stream->in), out = ff_stream_to(run->group, FF_COLLECTIVES, piece->peer);
         if (out < 0)            /* a stream to the other tells of its end, whether or not it has opened one */
-            return ff_stream_unreachable(run->group, piece->peer, run->report);
+            return -ff_stream_unreachable(run->group, piece->peer, run->report);
         if (!piece->sends && in < 0)
-            most_ns = CONNECTING_NS;
+            *most_ns = CONNECTING_NS;
         else if (!piece->sends && waits)
             nodes->polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
         if (!atomic_load(&stream->ended_out))
             nodes->polled[count++] =
                 (struct pollfd){.fd = out, .events = TOLD | (piece->sends && waits ? POLLOUT : 0)};
     }
+    return count;
+}
+
+/* Until something may have changed. */
+static int sleep_for(struct list *first)
+{
+    struct run *run = first->run;
+    struct nodes *nodes = run->group->nodes;
+    uint64_t now_ns = ff_now_ns(), most_ns = LOOK_NS;
+    int count = 0;
+    nodes->turn++;
+    for (struct list *list = first; list; list = list->next)
+        if ((count = watch_list(list, count, &most_ns)) < 0)
+            return -count;
     uint64_t deadline_ns = run->patience.deadline_ns;
     deadline_ns += deadline_ns == UINT64_MAX ? 0 : FF_GRACE_NS;
     if (now_ns >= deadline_ns)
-        return late(list);
+        return late(first);
     uint64_t ns = deadline_ns - now_ns < most_ns ? deadline_ns - now_ns : most_ns;
     const struct timespec time = {.tv_nsec = (long)ns};
+    bool told = false;
     if (ppoll(nodes->polled, (nfds_t)count, &time, NULL) > 0)
         for (int i = 0; i < count; i++)
-            if (nodes->polled[i].revents & TOLD && (nodes->polled[i].events & TOLD) == TOLD)
-                ff_streams_hear(run->group);
+            told |= nodes->polled[i].revents & TOLD && (nodes->polled[i].events & TOLD) == TOLD;
+    if (told)
+        ff_streams_hear(run->group);
     return ff_is_broken(run->group, run->report) ? FF_BROKEN : FF_OK;
 }
 
-int ff_carry(struct list *list, struct sum *sum)
+int ff_carry(struct list *list)
 {
     struct patience patience = list->run->patience;
     for (;;) {
         bool moved = false, left = false;
         int status = move(list, &moved, &left);
-        if (status)
+        if (status || !left)
             return status;
-        if (sum) {
-            moved |= add_up(sum);
-            left |= sum->added < sum->count;
-        }
-        if (moved) {
+        if (moved)
             patience = list->run->patience;
-            if (!left)
-                return FF_OK;
-        } else if (!left) {
-            return FF_OK;
-        } else if (!ff_bide(&patience) && (status = sleep_for(list))) {
+        else if (!ff_bide(&patience) && (status = sleep_for(list)))
             return status;
-        }
     }
+}
+
+int ff_carry_some(struct list *list)
+{
+    bool moved, left;
+    return move(list, &moved, &left);
 }

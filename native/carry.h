@@ -24,8 +24,8 @@ struct sum {
     ff_reduce add;
     int nodes, own;
     const char *part;           /* this node's */
-    const struct piece *parts[FF_MAX_RANKS];    /* the others', by node */
-    const struct piece *leaving;                /* what sends `part` from where the result goes, or NULL */
+    const struct piece **parts; /* the others', by node */
+    const struct piece *leaving;        /* what sends `part` from where the result goes, or NULL */
     size_t part_size, size;     /* of an element of parts and of the result */
     size_t count, added;        /* elements */
     size_t ring_bytes;
@@ -37,13 +37,18 @@ struct sum {
 struct list {
     struct run *run;
     struct piece *pieces;
+    const struct piece **parts; /* room for those of a sum */
     int count;
+    struct sum *sum;            /* of what is received, or NULL */
+    struct list *next;          /* what may move as well, after these */
 };
 
-struct list ff_pieces(struct run *run);
+struct list ff_pieces(struct run *run);         /* nothing yet */
+struct list ff_more_pieces(struct run *run);    /* a second list at a time */
 struct piece *ff_send_piece(struct list *list, int peer, const void *data, size_t bytes);
 struct piece *ff_receive_piece(struct list *list, int peer, void *data, size_t bytes);
-int ff_carry(struct list *list, struct sum *sum);
+int ff_carry(struct list *list);                /* until all of it has moved, and its sum is made */
+int ff_carry_some(struct list *list);           /* what can be moved at once */
 char *ff_scratch(struct run *run, size_t bytes);    /* until the next one; NULL: no memory, and the group is broken */
 
 /* within.c: see there. */

@@ -7,11 +7,6 @@
  * adds a slice, and they are shared. */
 static const size_t WHOLE_BYTES = 16 * 1024;
 
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 static size_t share(size_t bytes, size_t parts, size_t unit)
 {
     return (bytes + parts * unit - 1) / (parts * unit) * unit;
@@ -27,11 +22,6 @@ static int cannot_reduce(struct run *run)
 {
     int status = ff_turn(run);
     return status ? status : FF_UNSUPPORTED;
-}
-
-static bool wants_result(const struct run *run)
-{
-    return run->call->kind != FF_REDUCE || run->call->root == run->group->rank;
 }
 
 static int reduce_inlined(struct run *run, size_t bytes)
@@ -95,12 +85,6 @@ static size_t slice_bytes(const struct slices *of, const ff_group *group, size_t
 {
     size_t at = slice_at(of, group, chunk, rank);
     return least(of->slice, of->total - at);
-}
-
-static const char *block_in(const struct run *run, int rank)
-{
-    const ff_call *call = run->call;
-    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * call->count * run->size;
 }
 
 static const char *slice_in(const struct run *run, const struct slices *of, size_t chunk, int rank)

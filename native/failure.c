@@ -4,7 +4,7 @@
 
 #include <poll.h>
 
-enum { ENDING_MS = 200 };
+enum { ENDING_MS = 3000 };
 
 bool ff_has_ended(const ff_group *group, int rank)
 {
@@ -21,17 +21,13 @@ bool ff_is_ending(const ff_group *group, int rank)
 
 void ff_miss(ff_report *report, int rank)
 {
-    if (rank < 0 || rank >= FF_MAX_RANKS)
-        return;                 /* told by another node */
-    report->missing[rank / 64] |= UINT64_C(1) << (rank % 64);
-}
-
-static int first_missing(const ff_report *report, int ranks)
-{
-    for (int q = 0; q < ranks; q++)
-        if (report->missing[q / 64] >> (q % 64) & 1)
-            return q;
-    return -1;
+    uint32_t named = report->missing_count < FF_MISSING ? report->missing_count : FF_MISSING;
+    for (uint32_t i = 0; i < named; i++)
+        if (report->missing[i] == rank)
+            return;
+    if (named < FF_MISSING)
+        report->missing[named] = rank;
+    report->missing_count++;
 }
 
 /* Whoever waits on this node looks again, and sees that the group is broken. */
@@ -50,7 +46,7 @@ void ff_break(ff_group *group, uint64_t told)
  * without it the others would wait for a rank that no longer takes part. */
 int ff_give_up(ff_group *group, ff_report *report, int status)
 {
-    uint64_t about = (uint64_t)(first_missing(report, ff_size(group)) + 1);
+    uint64_t about = (uint64_t)(report->missing_count ? report->missing[0] + 1 : 0);
     uint64_t told = (uint64_t)status | (uint64_t)ff_own(group) << 8 | about << 24;
     ff_break(group, told);
     report->status = (uint32_t)status;

@@ -19,6 +19,7 @@
 #define FF_ABI 6          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_LOCAL 256  /* ranks of a node */
 #define FF_MAX_RANKS 4096
+#define FF_MISSING 7      /* so many are named */
 
 enum ff_kind {
     FF_ALLREDUCE, FF_REDUCE, FF_BROADCAST, FF_ALLGATHER, FF_GATHER, FF_SCATTER, FF_REDUCE_SCATTER,
@@ -48,7 +49,8 @@ enum ff_status {
     FF_DAMAGED       /* what `missing` sent makes no sense */
 };
 
-/* When all had come, what went wrong, and who is missing (one bit per rank). */
+/* When all had come, what went wrong, and who is missing: how many, and the first of them that were found. Small, since
+ * callers clear one for each operation. */
 typedef struct ff_report {
     uint32_t status;
     int32_t other;
@@ -60,7 +62,8 @@ typedef struct ff_report {
     uint64_t sequence;          /* number of the operation in its group, from 0 */
     uint64_t started_ns;        /* of a collective: when the last rank came to it, by CLOCK_MONOTONIC; the same on all
                                  * ranks. 0: not all came */
-    uint64_t missing[FF_MAX_RANKS / 64];
+    uint32_t missing_count;
+    int32_t missing[FF_MISSING];
 } ff_report;
 
 /* A row of a trace, as fivefold.trace.schema describes it: little-endian, like every machine that torch runs on. */

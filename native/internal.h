@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <string.h>
 
 #define LINE 128       /* two cache lines: neighbours are fetched in pairs */
 #define INLINED 80     /* bytes that travel in a post itself */
@@ -154,6 +155,7 @@ struct nodes {
     size_t scratch_bytes;
     uint64_t turn, *turns[2];               /* by rank, receiving and sending: see carry */
     struct piece *pieces;
+    const struct piece **parts;             /* of sums, by node */
     struct pollfd *polled;
     _Atomic bool tells;                     /* the others of the end of the group: */
     struct head *told;
@@ -191,6 +193,39 @@ static inline int ff_own(const ff_group *group)
 static inline int ff_size(const ff_group *group)
 {
     return group->nodes ? group->nodes->ranks : group->ranks;
+}
+
+static inline size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline void copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes && to != from)
+        memcpy(to, from, bytes);
+}
+
+static inline size_t block_bytes(const struct run *run)
+{
+    return run->call->count * run->size;
+}
+
+static inline const char *block_in(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * block_bytes(run);
+}
+
+static inline char *block_out(const struct run *run, int rank)
+{
+    const ff_call *call = run->call;
+    return call->outs ? call->outs[rank] : (char *)call->out + (size_t)rank * block_bytes(run);
+}
+
+static inline bool wants_result(const struct run *run)
+{
+    return run->call->kind != FF_REDUCE || run->call->root == ff_own(run->group);
 }
 
 struct stream *ff_stream(const ff_group *group, int lane, int rank);

@@ -107,7 +107,7 @@ static int outlook(ff_group *group, ff_message *message)
         }
     if (gone == (message->peer < 0 ? ff_size(group) - 1 : 1))
         return ff_give_up(group, report, end);
-    memset(report->missing, 0, sizeof report->missing);
+    report->missing_count = 0;
     if (ff_now_ns() < message->deadline_ns)
         return FF_OK;
     if (message->peer >= 0)
@@ -137,7 +137,8 @@ static void drop_hopeless(ff_group *group)
     for (int q = 0; q < ff_size(group); q++) {
         drop_hopeless_of(group, all->sends[q]);
         drop_hopeless_of(group, all->offers[q]);
-        drop_if_hopeless(group, all->coming[q].message);        /* of which a part has come */
+        if (all->coming[q].active)      /* a part of it has come */
+            drop_if_hopeless(group, all->coming[q].message);
     }
     for (const struct stray *stray = all->strays; stray; stray = stray->next)
         drop_if_hopeless(group, stray->taker);

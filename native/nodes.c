@@ -19,12 +19,13 @@
 static const size_t SMALL_BYTES = 16 * 1024;
 /* From here on nodes pass a broadcast on in a chain. */
 static const size_t CHAIN_BYTES = 64 * 1024;
+/* So much of a slice is exchanged while the next of it is added. */
+#ifdef FF_READ_ALL
+static const size_t STRETCH_BYTES = 16 * 1024;      /* for tests */
+#else
+static const size_t STRETCH_BYTES = 1 << 20;
+#endif
 static const size_t UNIT = 16;     /* elements that slices are multiples of */
-
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
 
 static int members(const struct nodes *nodes, int node)
 {
@@ -35,29 +36,6 @@ static int members(const struct nodes *nodes, int node)
 static int member(const struct nodes *nodes, int node, int place)
 {
     return nodes->members[nodes->begins[node] + place % members(nodes, node)];
-}
-
-static size_t block_bytes(const struct run *run)
-{
-    return run->call->count * run->size;
-}
-
-static const char *block_in(const struct run *run, int rank)
-{
-    const ff_call *call = run->call;
-    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * block_bytes(run);
-}
-
-static char *block_out(const struct run *run, int rank)
-{
-    const ff_call *call = run->call;
-    return call->outs ? call->outs[rank] : (char *)call->out + (size_t)rank * block_bytes(run);
-}
-
-static void copy(void *to, const void *from, size_t bytes)
-{
-    if (bytes && to != from)
-        memcpy(to, from, bytes);
 }
 
 /* Ranks that wait for what one of their node receives from another give it time to say who is missing there. */
@@ -96,18 +74,15 @@ static const char *alone(const struct run *run, const struct parts *parts, const
     return room;
 }
 
-static bool wants_result(const struct run *run)
+static struct sum sum_of(const struct list *list, const struct parts *parts, const char *part, size_t count, char *out)
 {
-    return run->call->kind != FF_REDUCE || run->call->root == ff_own(run->group);
-}
-
-static struct sum sum_of(const struct run *run, const struct parts *parts, const char *part, size_t count, char *out)
-{
+    const struct run *run = list->run;
     const struct nodes *nodes = run->group->nodes;
     size_t bytes = count * parts->size;
     return (struct sum){.add = parts->add, .nodes = nodes->count, .own = nodes->node, .part = part,
                         .part_size = parts->size, .size = run->size, .count = count,
-                        .ring_bytes = least(bytes, FF_RING_BYTES), .ranks = nodes->ranks, .out = out};
+                        .parts = list->parts, .ring_bytes = least(bytes, FF_RING_BYTES), .ranks = nodes->ranks,
+                        .out = out};
 }
 
 static struct piece *receive_part(struct list *list, struct sum *sum, int node, int peer, char **rings)
@@ -128,29 +103,28 @@ static size_t node_begin(const struct nodes *nodes, size_t count, int m)
 
 /* Exchange the part of a slice with those of the same place on the other nodes; `out` becomes the sum. Two nodes
  * exchange all of it, more each a share, of which the sums are passed on as they become ready. */
-static int sum_over_nodes(struct run *run, const struct parts *parts, const char *part, size_t count, char *out,
-                          char *rings, bool whole)
+static void exchange_sums(struct list *list, struct sum *sum, const struct parts *parts, const char *part, size_t count,
+                          char *out, char *rings, bool whole)
 {
-    ff_group *group = run->group;
+    ff_group *group = list->run->group;
     const struct nodes *nodes = group->nodes;
-    struct list list = ff_pieces(run);
-    size_t first = whole ? 0 : node_begin(nodes, count, nodes->node);
+    size_t size = list->run->size, first = whole ? 0 : node_begin(nodes, count, nodes->node);
     size_t mine = whole ? count : node_begin(nodes, count, nodes->node + 1) - first;
-    struct sum sum = sum_of(run, parts, part + first * parts->size, mine, out + first * run->size);
+    *sum = sum_of(list, parts, part + first * parts->size, mine, out + first * size);
+    list->sum = sum;
     for (int i = 1; i < nodes->count; i++) {
         int m = (nodes->node + i) % nodes->count, peer = member(nodes, m, group->rank);
         size_t begin = whole ? 0 : node_begin(nodes, count, m);
         size_t theirs = whole ? count : node_begin(nodes, count, m + 1) - begin;
-        struct piece *leaving = ff_send_piece(&list, peer, part + begin * parts->size, theirs * parts->size);
+        struct piece *leaving = ff_send_piece(list, peer, part + begin * parts->size, theirs * parts->size);
         if (whole && part == out)
-            sum.leaving = leaving;      /* of two nodes */
-        receive_part(&list, &sum, m, peer, &rings);
+            sum->leaving = leaving;     /* of two nodes */
+        receive_part(list, sum, m, peer, &rings);
         if (whole)
             continue;
-        ff_send_piece(&list, peer, sum.out, mine * run->size)->limit = &sum.ready_bytes;
-        ff_receive_piece(&list, peer, out + begin * run->size, theirs * run->size);
+        ff_send_piece(list, peer, sum->out, mine * size)->limit = &sum->ready_bytes;
+        ff_receive_piece(list, peer, out + begin * size, theirs * size);
     }
-    return ff_carry(&list, &sum);
 }
 
 static size_t ring_bytes(const struct run *run, size_t bytes)
@@ -175,8 +149,12 @@ static int reduce_small(struct run *run, const struct parts *parts, size_t bytes
         part = alone(run, parts, run->call->in, scratch, count);
     else
         status = ff_add_spans(run, spans, scratch, parts->size);
-    if (!status && !group->rank)
-        status = sum_over_nodes(run, parts, part, count, result, rings, true);
+    if (!status && !group->rank) {
+        struct list list = ff_pieces(run);
+        struct sum sum;
+        exchange_sums(&list, &sum, parts, part, count, result, rings, true);
+        status = ff_carry(&list);
+    }
     if (status)
         return status;
     wait_longer(run);
@@ -193,36 +171,86 @@ static size_t slice_begin(const struct nodes *nodes, size_t count, int place)
     return place < nodes->leaders ? least((size_t)place * slice, count) : count;
 }
 
+/* A stretch of every slice: while one is exchanged between nodes, the next one is added within them. */
+struct stretch {
+    struct span spans[FF_MAX_LOCAL];
+    size_t shown[FF_MAX_LOCAL];
+    char *to[FF_MAX_LOCAL];
+    struct list list;
+    struct sum sum;
+};
+
+/* Stretch `number` of all slices, of `length` elements or what is left. */
+static void lay_out_stretch(struct run *run, struct stretch *of, size_t number, size_t length, char *out)
+{
+    const struct nodes *nodes = run->group->nodes;
+    const ff_call *call = run->call;
+    for (int q = 0; q < run->group->ranks; q++) {
+        size_t end = slice_begin(nodes, call->count, q + 1);
+        size_t begin = least(slice_begin(nodes, call->count, q) + number * length, end);
+        of->spans[q] = (struct span){(const char *)call->in + begin * run->size, least(length, end - begin)};
+        of->shown[q] = of->spans[q].count * run->size;
+        of->to[q] = out + begin * run->size;
+    }
+}
+
+/* Add a stretch within the node, and begin to exchange it. */
+static int begin_stretch(struct run *run, const struct parts *parts, struct stretch *of, char *scratch, char *rings)
+{
+    ff_group *group = run->group;
+    const struct span *mine = &of->spans[group->rank];
+    const char *part = scratch;
+    int status = FF_OK;
+    if (group->ranks == 1)
+        part = alone(run, parts, mine->at, scratch, mine->count);
+    else
+        status = ff_add_spans(run, of->spans, scratch, parts->size);
+    if (status || !mine->count)
+        return status;
+    bool whole = group->nodes->count == 2 && parts->size == run->size;
+    exchange_sums(&of->list, &of->sum, parts, part, mine->count, of->to[group->rank], rings, whole);
+    return FF_OK;
+}
+
+static int end_stretch(struct run *run, struct stretch *of)
+{
+    int status = ff_carry(&of->list);
+    return status ? status : ff_show(run, of->to[run->group->rank], of->shown, of->to);
+}
+
 static int reduce_large(struct run *run, const struct parts *parts, char *out)
 {
     ff_group *group = run->group;
     const struct nodes *nodes = group->nodes;
-    const ff_call *call = run->call;
-    struct span spans[FF_MAX_LOCAL] = {{NULL, 0}};
-    size_t shown[FF_MAX_LOCAL];
-    char *to[FF_MAX_LOCAL];
-    for (int q = 0; q < group->ranks; q++) {
-        size_t begin = slice_begin(nodes, call->count, q), end = slice_begin(nodes, call->count, q + 1);
-        spans[q] = (struct span){(const char *)call->in + begin * run->size, end - begin};
-        shown[q] = (end - begin) * run->size;
-        to[q] = out + begin * run->size;
+    bool single = nodes->ranks == nodes->count;     /* nothing to do within any node */
+    size_t slice = slice_begin(nodes, run->call->count, 1) - slice_begin(nodes, run->call->count, 0);
+    size_t length = single ? slice : least(slice, STRETCH_BYTES / run->size);
+    size_t part_bytes = group->ranks == 1 && parts->as_they_are ? 0 : (length * parts->size + 63) / 64 * 64;
+    size_t bytes = part_bytes + ring_bytes(run, length * parts->size);
+    char *scratch = ff_scratch(run, 2 * bytes + 64);
+    struct stretch *of = calloc(2, sizeof *of);
+    if (!scratch || !of) {
+        free(of);
+        return ff_give_up(group, run->report, FF_NO_MEMORY);
     }
-    const struct span mine = spans[group->rank];
-    size_t part_bytes = group->ranks == 1 && parts->as_they_are ? 0 : (mine.count * parts->size + 63) / 64 * 64;
-    char *scratch = ff_scratch(run, part_bytes + ring_bytes(run, mine.count * parts->size) + 64);
-    if (!scratch)
-        return FF_NO_MEMORY;
-    const char *part = scratch;
     int status = FF_OK;
-    if (group->ranks == 1)
-        part = alone(run, parts, mine.at, scratch, mine.count);
-    else
-        status = ff_add_spans(run, spans, scratch, parts->size);
-    bool whole = nodes->count == 2 && parts->size == run->size;
-    if (!status && mine.count)
-        status = sum_over_nodes(run, parts, part, mine.count, to[group->rank], scratch + part_bytes, whole);
-    wait_longer(run);
-    return status ? status : ff_show(run, to[group->rank], shown, to);
+    for (size_t k = 0; k * length < slice + length && !status; k++) {
+        struct stretch *now = &of[k % 2], *before = &of[(k + 1) % 2];
+        if (k * length < slice) {
+            char *room = scratch + k % 2 * bytes;
+            now->list = k % 2 ? ff_more_pieces(run) : ff_pieces(run);
+            lay_out_stretch(run, now, k, length, out);
+            status = begin_stretch(run, parts, now, room, room + part_bytes);
+            if (k > 0)
+                before->list.next = &now->list;
+            status = status ? status : ff_carry_some(k > 0 ? &before->list : &now->list);
+        }
+        if (k == 1)
+            wait_longer(run);
+        status = status || k == 0 ? status : end_stretch(run, before);
+    }
+    free(of);
+    return status;
 }
 
 static int all_reduce(struct run *run)
@@ -261,7 +289,8 @@ static int reduce_scatter(struct run *run)
     char *room = scratch, *rings = scratch + blocks * part_bytes;
     if (!scratch)
         return FF_NO_MEMORY;
-    struct sum sum = sum_of(run, &parts, NULL, count, run->call->out);
+    struct sum sum = sum_of(&list, &parts, NULL, count, run->call->out);
+    list.sum = &sum;
     for (int m = 0; m < nodes->count; m++)
         for (int wave = 0; wave * group->ranks < members(nodes, m); wave++) {
             struct span spans[FF_MAX_LOCAL] = {{0}};
@@ -286,7 +315,7 @@ static int reduce_scatter(struct run *run)
         int m = (nodes->node + i) % nodes->count;
         receive_part(&list, &sum, m, member(nodes, m, group->rank), &rings);
     }
-    return ff_carry(&list, &sum);
+    return ff_carry(&list);
 }
 
 /* ---- bytes that go from one to all */
@@ -315,7 +344,7 @@ static int pass_on(struct run *run, char *data, size_t bytes)
         ff_send_piece(&list, stage(nodes, root, number + 1), data, bytes)->limit = limit;
     for (int bit = 1; !chain && number + bit < count && (number & (2 * bit - 1)) == 0; bit *= 2)
         ff_send_piece(&list, stage(nodes, root, number + bit), data, bytes)->limit = limit;
-    return ff_carry(&list, NULL);
+    return ff_carry(&list);
 }
 
 static int broadcast(struct run *run)
@@ -355,7 +384,7 @@ static int all_gather(struct run *run)
         for (int place = group->rank; place < members(nodes, m); place += group->ranks)
             ff_receive_piece(&list, member(nodes, m, place), block_out(run, member(nodes, m, place)), bytes);
     }
-    status = status ? status : ff_carry(&list, NULL);
+    status = status ? status : ff_carry(&list);
     wait_longer(run);
     for (int m = 0; m < nodes->count && group->ranks > 1; m++)
         for (int wave = 0; m != nodes->node && wave < members(nodes, m) && !status; wave += group->ranks) {
@@ -432,7 +461,7 @@ static int exchange(struct run *run)
         between(run, &list, &here, q, &give);
     }
     int status = ff_swap(run, &here);
-    return status ? status : ff_carry(&list, NULL);
+    return status ? status : ff_carry(&list);
 }
 
 static int barrier(struct run *run)
@@ -446,7 +475,7 @@ static int barrier(struct run *run)
             ff_send_piece(&list, member(nodes, m, 0), NULL, 0);
             ff_receive_piece(&list, member(nodes, m, 0), NULL, 0);
         }
-    status = status ? status : ff_carry(&list, NULL);
+    status = status ? status : ff_carry(&list);
     wait_longer(run);
     return status ? status : ff_turn(run);
 }

@@ -240,9 +240,11 @@ static bool begin(ff_group *group, int peer, const char *data, uint64_t taken)
 
 void ff_coming_end(struct messages *all, struct coming *coming)
 {
+    ff_message *message = coming->message;
     coming->active = false;
-    if (coming->message) {
-        ff_messages_settle(all, coming->message, verdict(coming->message));
+    coming->message = NULL;
+    if (message) {
+        ff_messages_settle(all, message, verdict(message));
     } else if (coming->stray) {
         coming->stray->complete = true;
         if (coming->stray->taker)

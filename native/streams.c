@@ -23,7 +23,7 @@ static const uint64_t HANDSHAKE_NS = 500 * 1000 * 1000;
 /* Sent in one call: others are served in between. */
 static const size_t MOST_BYTES = 1 << 20;
 
-static bool lay_out(struct nodes *nodes, const int32_t *node_of)
+static bool place_ranks(struct nodes *nodes, const int32_t *node_of)
 {
     size_t n = (size_t)nodes->ranks;
     nodes->node_of = calloc(n, sizeof(int));
@@ -68,7 +68,7 @@ int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of
     pthread_mutex_init(&nodes->telling, NULL);
     for (int q = 0; q < group->ranks; q++)
         group->peers[q].waker = wakers[q];
-    bool fits = nodes->told && lay_out(nodes, node_of);
+    bool fits = nodes->told && place_ranks(nodes, node_of);
     for (int lane = 0; lane < FF_LANES && fits; lane++) {
         nodes->streams[lane] = calloc((size_t)ranks, sizeof(struct stream));
         fits = nodes->streams[lane] != NULL;
@@ -321,6 +321,7 @@ void ff_streams_close(ff_group *group)
     free(nodes->turns[1]);
     free(nodes->pieces);
     free(nodes->polled);
+    free(nodes->parts);
     free(nodes->told);
     pthread_mutex_destroy(&nodes->telling);
     free(nodes);

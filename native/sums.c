@@ -6,11 +6,6 @@
 /* What is added at a time, so that it is still cached when it is copied. */
 static const size_t PIECE_BYTES = 16 * 1024;
 
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 static ff_reduce reduction(const struct run *run)
 {
     return ff_reduction_of(run->call->dtype, run->call->reduction);

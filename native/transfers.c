@@ -3,34 +3,6 @@
 
 #include <string.h>
 
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-static size_t block_bytes(const struct run *run)
-{
-    return run->call->count * run->size;
-}
-
-static const char *block_in(const struct run *run, int rank)
-{
-    const ff_call *call = run->call;
-    return call->ins ? call->ins[rank] : (const char *)call->in + (size_t)rank * block_bytes(run);
-}
-
-static char *block_out(const struct run *run, int rank)
-{
-    const ff_call *call = run->call;
-    return call->outs ? call->outs[rank] : (char *)call->out + (size_t)rank * block_bytes(run);
-}
-
-static void copy(void *to, const void *from, size_t bytes)
-{
-    if (bytes && to != from)
-        memcpy(to, from, bytes);
-}
-
 int ff_run_barrier(struct run *run)
 {
     return ff_turn(run);

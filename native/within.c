@@ -5,17 +5,6 @@
 
 #include <string.h>
 
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-static void copy(void *to, const void *from, size_t bytes)
-{
-    if (bytes && to != from)
-        memcpy(to, from, bytes);
-}
-
 /* Each shows the others `bytes[q]`, which go `to[q]`, where that is not NULL. */
 int ff_show(struct run *run, const void *own, const size_t *bytes, char *const *to)
 {

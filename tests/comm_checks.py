@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from fivefold.comm import streams
+
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "band": dist.ReduceOp.BAND,
@@ -310,6 +312,19 @@ def killed(later: bool) -> tuple[float, str]:
             done(dist.all_reduce(tensor, async_op=later))
     except RuntimeError as problem:
         return time.monotonic() - start, str(problem)
+
+
+def at_ports(first: int, last: int) -> int:
+    """The port at which this rank takes streams once it has been told at which it may."""
+    streams._calls = None  # pyright: ignore[reportPrivateUsage] - it has begun to for the group of all
+    streams.set_ports(range(first, last + 1))
+    try:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=dist.new_group())
+        assert total.item() == dist.get_world_size()
+        return streams.door().port
+    finally:
+        streams.set_ports(range(1))
 
 
 def killed_with_a_child() -> tuple[float, str]:

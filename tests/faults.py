@@ -138,11 +138,13 @@ class Quota:
                 return
 
 
-def slow_link(nodes: Nodes, node: int, mbit_per_s: float) -> None:
-    """What a node sends leaves it at no more than so many Mbit/s, from now on."""
+def slow_link(
+    nodes: Nodes, node: int, mbit_per_s: float, burst: str = "32kbit", latency: str = "400ms"
+) -> None:
+    """What a node sends leaves it at no more than so many Mbit/s, from now on: see `tc-tbf`."""
     up = nodes._up(node)  # pyright: ignore[reportPrivateUsage]
     assert up.init is not None, "nodes that are not apart have no links"
-    shape = f"rate {mbit_per_s:g}mbit burst 32kbit latency 400ms"
+    shape = f"rate {mbit_per_s:g}mbit burst {burst} latency {latency}"
     call(
         [
             *entering(up.init, "n"),

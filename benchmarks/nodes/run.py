@@ -245,32 +245,17 @@ def _repeats(call: Callable[[], object], group: Any) -> int:
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
     """Nodes, a job on them, and what its first rank found."""
-    from namespaces import call, entering
+    from faults import slow_link
     from nodes import Nodes, refusal
 
     if why := refusal():
         raise BenchmarkError(f"this machine makes no nodes: {why}")
     part = PARTS[name]
     burst = max(128 * KIB, int(part.gbit_per_s * 1e9 / 8 / 1000 * 1.5))
-    shape = f"rate {part.gbit_per_s:g}gbit burst {burst} latency 50ms".split()
     there = environment()
     with Nodes(2) as nodes:
         for node in range(2):
-            init = nodes._up(node).init  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            assert init is not None
-            call(
-                [
-                    *entering(init, "n"),
-                    "tc",
-                    "qdisc",
-                    "replace",
-                    "dev",
-                    "eth0",
-                    "root",
-                    "tbf",
-                    *shape,
-                ]
-            )
+            slow_link(nodes, node, 1000 * part.gbit_per_s, str(burst), "50ms")
         words = [sys.executable, str(HERE / "run.py"), "--worker", name, "--rounds", str(rounds)]
         job = nodes.job([*words, "--out", str(nodes.shared)], ranks_per_node=part.ranks_per_node)
         codes = job.wait(part.limit_s)

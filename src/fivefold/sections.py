@@ -308,9 +308,26 @@ class Comm:
     """how long a collective may wait for a missing rank, in seconds"""
     silence_s: float = 10.0
     """how long another node may acknowledge nothing before it is lost, in seconds, with backend fivefold"""
+    ports: str = ""
+    """at which ranks take streams of other nodes, with backend fivefold, such as 20000-20100; empty: any"""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_s=1, silence_s=1)
+        _ = self.port_range
+
+    @property
+    def port_range(self) -> range:
+        """The ports of `ports`; of any, the one that stands for them, 0."""
+        first, _, last = self.ports.partition("-")
+        try:
+            found = range(int(first), int(last or first) + 1) if self.ports else range(1)
+        except ValueError:
+            found = range(0)
+        if self.ports and not (found and found[0] >= 1024 and found[-1] < 65536):
+            raise PlanError(
+                f'comm.ports = {self.ports!r}: the first and the last of 1024 to 65535, such as "20000-20100"'
+            )
+        return found
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,11 @@ def compared(folder: Path, target: np.ndarray, *more: str) -> tuple[float, float
     words = [*WORDS[:-2], "--target", "wanted.tif", "--tile", "32", "-n", "2"]
     done = fivefold(*words, *more, cwd=folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    line = done.stdout.splitlines()[-1]
+    ((metric, loss),) = re.findall(
+        r"(?:PSNR|accuracy) (-?[\d.]+)\b.* ([\d.e-]+)$", done.stdout, re.MULTILINE
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["a.tif", "wanted.tif", "weights.pt"]
-    return float(re.findall(r"(?:PSNR|accuracy) ([\d.]+)", line)[0]), float(line.split()[-1])
+    return float(metric), float(loss)
 
 
 def test_a_picture_is_compared_with(tmp_path: Path) -> None:

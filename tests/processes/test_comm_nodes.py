@@ -5,6 +5,7 @@ The nodes are told: real processes, which meet as those of other nodes do, over 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,7 +14,8 @@ import comm_checks
 import comm_consumers
 import comm_messages
 from fivefold.arena.native import problem
-from pool import Pool
+from fivefold.launch.port import reserved_port
+from pool import Failed, Pool
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 NODES = [(0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 1, 1, 2)]
@@ -80,6 +82,7 @@ def pair() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize("consumer", comm_consumers.ALL)
 def test_what_torch_builds_on_groups_works_as_over_gloo(pair: Pool, consumer: str) -> None:
     ours = pair.run("fivefold", comm_consumers.result_of, consumer, nodes=(0, 1))
@@ -130,6 +133,22 @@ def test_a_hundred_kills_on_four_nodes_are_told_to_all() -> None:
                 assert "rank 1 has ended" in text
 
 
+def test_streams_are_taken_at_the_ports_of_the_plan() -> None:
+    with reserved_port(None) as free, Pool(2) as pool:
+        ports = pool.run("fivefold", comm_checks.at_ports, free, free + 40, nodes=(0, 1))
+    assert ports[0] != ports[1]
+    assert all(free < port <= free + 40 for port in ports)
+
+
+def test_ports_that_are_taken_are_told() -> None:
+    with socket.create_server(("", 0)) as taken, Pool(2) as pool:
+        port = int(taken.getsockname()[1])
+        pool.start("fivefold", comm_checks.at_ports, port, port, nodes=(0, 1))
+        for told in pool.collect(range(2)):
+            assert isinstance(told, Failed)
+            assert f"none of the ports {port} to {port} (comm.ports) is free" in told.text
+
+
 @pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 1, 1), (0, 0, 1)], ids=name_of)
 def test_a_rank_that_does_not_come_is_named(nodes: Sequence[int]) -> None:
     with Pool(3) as pool:
@@ -144,8 +163,13 @@ def test_a_rank_that_does_not_come_is_named(nodes: Sequence[int]) -> None:
 def test_another_operation_is_told_and_ends_the_group(nodes: Sequence[int]) -> None:
     with Pool(3) as pool:
         texts = pool.run("fivefold", comm_checks.mismatch_on_nodes, nodes=nodes)
-    assert any("asks for all_reduce sum of 3 float32, rank" in text for text in texts)
-    assert all("rank" in text for text in texts)
+    assert any("this rank asks for all_reduce sum of 3 float" in text for text in texts)
+    told = (
+        "this rank asks for all_reduce",
+        "asked for something else than another rank",
+        "has left the group",  # since it was told
+    )
+    assert all(any(words in text for words in told) for text in texts), texts
 
 
 def test_messages_of_other_sizes_and_dtypes_are_told() -> None:

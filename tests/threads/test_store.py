@@ -87,12 +87,12 @@ def test_a_rank_makes_few_requests_however_many_there_are(ranks: int) -> None:
 def test_a_group_that_is_made_asks_the_store_a_few_times_per_rank(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.comm.meeting.between", lambda *_: "are apart")
+    monkeypatch.setattr("fivefold.comm.meeting._own_problem", lambda _: "it has none")
     store = Counting()
     found = everyone(
         lambda rank: meet(dist.PrefixStore("g", store), rank, ranks, LIMIT, "g"), ranks
     )
-    assert found == [Apart("ranks 0 and 0 are apart")] * ranks
+    assert found == [Apart("rank 0 cannot share memory: it has none")] * ranks
     assert len(store.requests) == 3 * ranks + 1
     assert store.read_bytes < 1000 * 2 * ranks  # what all have told is read once
 

@@ -33,6 +33,7 @@ __all__ = [
     "KINDS",
     "MAX_LOCAL",
     "MAX_RANKS",
+    "MISSING",
     "REDUCTIONS",
     "ArenaError",
     "Call",
@@ -44,7 +45,7 @@ __all__ = [
 
 ABI = 6
 LIBRARY = "libfivefold_core.so"
-MAX_LOCAL, MAX_RANKS = 256, 4096
+MAX_LOCAL, MAX_RANKS, MISSING = 256, 4096, 7
 
 KINDS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
@@ -79,7 +80,8 @@ class CallReport(ctypes.Structure):
         ("kind", c_uint32),
         ("sequence", c_uint64),
         ("started_ns", c_uint64),
-        ("missing", c_uint64 * (MAX_RANKS // 64)),
+        ("missing_count", c_uint32),
+        ("missing", c_int32 * MISSING),
     ]
 
 

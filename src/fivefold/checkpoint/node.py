@@ -151,7 +151,7 @@ class RankNode(Closing):
             self.store.root.parent,
             self.store.run,
             self.key,
-            host=own_address(len(self.members.hosts)),
+            host=own_address() if len(self.members.hosts) > 1 else "127.0.0.1",
             bytes_per_s=self._bytes_per_s,
             timeout_s=self._timeout_s,
         )

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 import torch
 
 from fivefold.arena import Segment
-from fivefold.arena.native import CONNECT, DTYPES, KINDS, REDUCTIONS, Call, CallReport, core
+from fivefold.arena.native import (
+    CONNECT,
+    DTYPES,
+    KINDS,
+    MISSING,
+    REDUCTIONS,
+    Call,
+    CallReport,
+    core,
+)
 from fivefold.comm import streams
 from fivefold.comm.tensors import MARKS
 
@@ -96,7 +105,7 @@ class Core:
         self._connect = CONNECT(connect)  # the core calls it as long as the group is open
         numbers = (ctypes.c_int32 * self.size)(*spread.node_of)
         wakers = (ctypes.c_int * len(spread.wakers))(*spread.wakers)
-        failed = core().ff_group_spread(
+        failed = self.library.ff_group_spread(
             self._pointer, self.rank, self.size, numbers, self._connect, None, wakers
         )
         assert not failed, "there is memory for a group"
@@ -118,7 +127,7 @@ class Core:
         with self._closing:
             if not self._pointer:
                 return False
-            return core().ff_group_accept(self._pointer, rank, lane, descriptor) == 0
+            return self.library.ff_group_accept(self._pointer, rank, lane, descriptor) == 0
 
     @property
     def pointer(self) -> int:
@@ -253,8 +262,12 @@ def _reason(group: Core, report: CallReport, asked: Call | AskedMessage) -> str:
 
 
 def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
-    who = _ranks([q for q in range(group.size) if report.missing[q // 64] >> (q % 64) & 1])
+    count = int(report.missing_count)
+    who = _ranks(sorted(report.missing[:count])) + (
+        f" and {count - MISSING} more" if count > MISSING else ""
+    )
     return {
+        _MISMATCH: "it asked for something else than another rank, whose message says what",
         _TIMEOUT: f"Timed out waiting for {who}; `fivefold run --trace` tells who waits for whom",
         _DIED: f"the process of {who} has ended",
         _LEFT: f"{who} has left the group (its script ended or failed)",
@@ -267,7 +280,7 @@ def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
         _UNREADABLE: f"the memory of {who} cannot be read any more: was it made to run as another user?",
         _NO_MEMORY: f"a quarter of the node's memory is taken by messages of {who} that nobody receives: are "
         "they received in another order than they are sent?"
-        if any(report.missing)
+        if count
         else "no memory",
     }.get(status, f"status {status}")
 

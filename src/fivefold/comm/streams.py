@@ -8,6 +8,7 @@ is opened when something is first sent to a rank; it carries one direction of on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol as Interface
 
+from fivefold.errors import LaunchError
 from fivefold.wire import (
     Listener,
     OtherKey,
@@ -38,6 +40,7 @@ __all__ = [
     "expect",
     "new_token",
     "open_stream",
+    "set_ports",
     "set_silence",
 ]
 
@@ -45,6 +48,8 @@ _PROTOCOL = Protocol("fivefold-comm", "1")
 _TOKEN_BYTES = 16
 _CALL = struct.Struct(f"<{_TOKEN_BYTES}sii")
 """group, rank of the sender in it, lane"""
+_LEFT = struct.pack("<IiQQQ", 0xFFFFFF02, 0, 0, 0, 0)
+"""`struct head` of the core: this rank has left the group"""
 _MOST_CALLERS = 256
 _RETRY_S = 0.05
 _GROUP_S = 60.0
@@ -87,6 +92,27 @@ def set_silence(seconds: float) -> None:
     _silence_s = seconds
 
 
+_ports = range(1)
+
+
+def set_ports(ports: range) -> None:
+    """At which of them this process takes calls, if it does not do so yet; 0 stands for any."""
+    global _ports  # noqa: PLW0603 - of the process, as its plan says
+    _ports = ports
+
+
+def _listening_socket() -> socket.socket:
+    """At a port that is free. Raises `LaunchError` where none is."""
+    begin = os.getpid() % len(_ports)  # ranks of a node do not all try the same ones first
+    for port in [*_ports[begin:], *_ports[:begin]]:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), backlog=socket.SOMAXCONN)
+    raise LaunchError(
+        f"none of the ports {_ports[0]} to {_ports[-1]} (comm.ports) is free on {socket.gethostname()}: each "
+        "rank of a node needs one to take streams of other nodes"
+    )
+
+
 class _Calls:
     """Takes calls for the groups of this process."""
 
@@ -95,12 +121,12 @@ class _Calls:
         self._groups: dict[bytes, Member] = {}
         self._left: set[bytes] = set()
         self._process = os.getpid()
-        self._taken = taken = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        self._taken = taken = _listening_socket()
         key = new_key()
         self._listener = Listener(
             taken, _PROTOCOL, key, self._serve, most=_MOST_CALLERS, of_one=_MOST_CALLERS
         )
-        self.door = Door(own_address(2), int(taken.getsockname()[1]), key.hex())
+        self.door = Door(own_address(), int(taken.getsockname()[1]), key.hex())
 
     @property
     def usable(self) -> bool:
@@ -125,6 +151,7 @@ class _Calls:
                 token, rank, lane = _CALL.unpack(told)
                 group = self._group(token)
                 if group is None:
+                    line.sendall(_LEFT)
                     return
                 _prepare(line)
                 descriptor = line.detach()

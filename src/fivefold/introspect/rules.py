@@ -272,9 +272,7 @@ def for_tag(analysis: Analysis, tag: str, hidden: float) -> str:
         )
     backend = str(first_told(analysis.run, "backend") or "")
     if "gloo" in backend and str(first_told(analysis.run, "device") or "cpu") == "cpu":
-        hosts = {t.meta.get("host") for t in analysis.run.ranks}
-        inside = " for the ranks of a node" if len(hosts) > 1 else ""
-        found.append(f"the backend fivefold instead of gloo{inside}")
+        found.append("the backend fivefold instead of gloo")
     found.append("gradients in bfloat16 halve the bytes")
     found.append("accumulating over several batches before an update reduces less often")
     found.append("buckets of another size")

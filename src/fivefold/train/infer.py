@@ -8,11 +8,12 @@ What is written is what the net returns for the whole image. A run that was kill
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,8 +95,7 @@ def infer(
         job = _job(net, (sizes, tile, to is not None and is_tiff(to)), (then, score))
         store = _store(None if to is None else Path(to), mesh, job, sizes)
         plan: _Plan | None = None
-        return_blocks()
-        try:
+        with _returning_blocks():
             for index in range(0 if store.complete else len(windows)):
                 size = sizes[index]
                 target = scored and scored.pixel(index)
@@ -103,9 +103,17 @@ def infer(
                 if plan is None or not plan.suits(pixel, size):
                     plan = _Plan(net, pixel, size, tile, then)
                 _infer_one(plan, windows, index, store, scored)
-        finally:
-            keep_memory()
     return store.finish()
+
+
+@contextlib.contextmanager
+def _returning_blocks() -> Generator[None]:
+    """Nothing is kept of a window's memory for a step of training."""
+    return_blocks()
+    try:
+        yield
+    finally:
+        keep_memory()
 
 
 def _checked(model: ParallelModel, dataset: Any, tile: int) -> Windowed:

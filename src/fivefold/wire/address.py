@@ -9,10 +9,10 @@ import socket
 __all__ = ["own_address"]
 
 
-def own_address(nodes: int) -> str:
+def own_address() -> str:
     """The address of this host that the other nodes reach it by: the interface toward rank 0, if known."""
     toward = os.environ.get("MASTER_ADDR", "")
-    if nodes == 1 or toward in ("localhost", "127.0.0.1", "::1"):
+    if toward in ("localhost", "127.0.0.1", "::1"):
         return "127.0.0.1"
     # Connecting a datagram socket sends nothing; it only chooses the interface.
     for target in filter(None, (toward, "192.0.2.1")):  # the second is reserved (RFC 5737)

@@ -49,6 +49,7 @@ def test_limits() -> None:
         "FF_ABI": native.ABI,
         "FF_MAX_LOCAL": native.MAX_LOCAL,
         "FF_MAX_RANKS": native.MAX_RANKS,
+        "FF_MISSING": native.MISSING,
     }
     for name, value in told.items():
         found = re.search(rf"#define {name} (\d+)", HEADER)
