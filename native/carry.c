@@ -1,4 +1,12 @@
-/* Moving pieces of tensors between nodes: whoever waits moves what can be moved, and adds what has come. */
+/* Moving pieces of tensors between nodes: whoever waits moves what can be moved, and adds what has come.
+ *
+ *     rail 0   head | unit 0 | head | unit 2 | head | unit 3 ...      a piece of several units, by two streams
+ *     rail 1   head | unit 1 | ............... head | unit 4 ...      each takes the next one when it has room
+ *
+ * A small piece, and every one where there is one rail, is one unit. Heads tell the place of what follows among all that
+ * goes from one rank to another, where each piece takes one place more than it has bytes: so one that belongs to a later
+ * piece is known, and waits.
+ */
 #define _GNU_SOURCE
 #include "carry.h"
 
@@ -11,9 +19,12 @@ static const uint64_t LOOK_NS = 50 * 1000 * 1000, CONNECTING_NS = 1000 * 1000;
 const size_t FF_ADDED_BYTES = 64 * 1024;
 #ifdef FF_READ_ALL
 const size_t FF_RING_BYTES = 2 * 64 * 1024;     /* for tests */
+static const size_t UNIT_BYTES = 8 * 1024;
 #else
+static const size_t UNIT_BYTES = 2 * 64 * 1024;
 const size_t FF_RING_BYTES = 16 * 64 * 1024;
 #endif
+enum { AHEAD = 64 };            /* units that may have come before an earlier one */
 enum { PIECES_PER_RANK = 4, MORE_PIECES = 4, LISTS = 2, HEAD = sizeof(struct head) };
 enum { TOLD = POLLIN | POLLPRI };      /* of a stream that leads to another rank */
 
@@ -25,7 +36,7 @@ static size_t most_pieces(const struct nodes *nodes)
 bool ff_pieces_open(struct nodes *nodes)
 {
     nodes->pieces = calloc(LISTS * most_pieces(nodes), sizeof(struct piece));
-    nodes->polled = calloc(LISTS * 2 * most_pieces(nodes), sizeof(struct pollfd));
+    nodes->polled = calloc(4 * (size_t)nodes->ranks * (size_t)nodes->rails, sizeof(struct pollfd));
     nodes->parts = calloc(LISTS * (size_t)nodes->count, sizeof *nodes->parts);
     return nodes->pieces && nodes->polled && nodes->parts;
 }
@@ -44,11 +55,8 @@ struct list ff_more_pieces(struct run *run)
 
 static struct piece *add_piece(struct list *list, int peer, void *data, size_t bytes, bool sends)
 {
-    const ff_call *call = list->run->call;
     struct piece *piece = &list->pieces[list->count++];
     *piece = (struct piece){.peer = peer, .sends = sends, .data = data, .bytes = bytes};
-    if (sends)
-        piece->head = (struct head){ff_what(call), call->root, call->count, bytes, list->run->report->sequence};
     return piece;
 }
 
@@ -76,17 +84,22 @@ char *ff_scratch(struct run *run, size_t bytes)
     return nodes->scratch;
 }
 
-static bool over(const struct piece *piece)
+/* How many streams a piece goes by. */
+static int rails(const struct nodes *nodes, const struct piece *piece)
 {
-    return piece->head_at == HEAD && piece->at == piece->bytes;
+    return piece->bytes > UNIT_BYTES ? nodes->rails : 1;
+}
+
+static int lane_of(int rail)
+{
+    return rail ? FF_LANES + rail - 1 : FF_COLLECTIVES;
 }
 
 /* What came is of another operation than this rank's, or of another size. */
-static int check(struct list *list, const struct piece *piece)
+static int check(struct list *list, const struct piece *piece, const struct head *head)
 {
     const ff_call *call = list->run->call;
     ff_report *report = list->run->report;
-    const struct head *head = &piece->head;
     if (head->what == ff_what(call) && head->root == call->root && head->count == call->count &&
         head->bytes == piece->bytes && head->sequence == report->sequence)
         return FF_OK;
@@ -108,55 +121,211 @@ static int check(struct list *list, const struct piece *piece)
     return ff_give_up(list->run->group, report, FF_MISMATCH);
 }
 
+/* Give a stream the next unit of a piece, if there is one. */
+static void give(const struct list *list, struct piece *piece, struct way *way)
+{
+    const struct run *run = list->run;
+    const ff_call *call = run->call;
+    struct nodes *nodes = run->group->nodes;
+    size_t from = piece->given;
+    bool whole = rails(nodes, piece) == 1;
+    size_t end = whole ? piece->bytes : least(from + UNIT_BYTES, piece->bytes);
+    if ((piece->begun && from == piece->bytes) || (!whole && piece->limit && *piece->limit < end))
+        return;
+    *way = (struct way){.head = {ff_what(call), call->root, call->count, piece->bytes, run->report->sequence,
+                                 nodes->places[true][piece->peer] + from},
+                        .at = from, .end = end, .busy = true};
+    piece->given = end;
+    piece->begun = true;
+}
+
+static size_t there_of(const struct piece *piece, const struct way *way)
+{
+    return piece->limit ? least(*piece->limit, way->end) : way->end;
+}
+
+static int send_by(struct list *list, struct piece *piece, int rail, bool *moved)
+{
+    ff_group *group = list->run->group;
+    int lane = lane_of(rail);
+    struct stream *stream = ff_stream(group, lane, piece->peer);
+    struct way *way = &stream->going;
+    if (!way->busy)
+        give(list, piece, way);
+    size_t there = there_of(piece, way), head_at = way->head_at;
+    if (!way->busy || (head_at == HEAD && way->at == there))
+        return FF_OK;
+    if (ff_stream_to(group, lane, piece->peer) < 0)
+        return ff_stream_unreachable(group, piece->peer, list->run->report);
+    long sent = ff_stream_send(group, stream, &way->head, &way->head_at, piece->data + way->at, there - way->at,
+                               way->end - way->at);
+    if (sent < 0)
+        return ff_stream_lost(group, lane, piece->peer, list->run->report);
+    way->at += (size_t)sent;
+    way->busy = way->head_at < HEAD || way->at < way->end;
+    *moved |= sent > 0 || way->head_at > head_at;
+    return FF_OK;
+}
+
 static int send_some(struct list *list, struct piece *piece, bool *moved)
 {
     ff_group *group = list->run->group;
-    size_t there = piece->limit ? least(*piece->limit, piece->bytes) : piece->bytes;
-    size_t head_at = piece->head_at;
-    if (head_at == HEAD && piece->at == there)
-        return FF_OK;
-    if (ff_stream_to(group, FF_COLLECTIVES, piece->peer) < 0)
-        return ff_stream_unreachable(group, piece->peer, list->run->report);
-    struct stream *stream = ff_stream(group, FF_COLLECTIVES, piece->peer);
-    long sent = ff_stream_send(group, stream, &piece->head, &piece->head_at, piece->data + piece->at,
-                               there - piece->at, piece->bytes - piece->at);
-    if (sent < 0)
-        return ff_stream_lost(group, FF_COLLECTIVES, piece->peer, list->run->report);
-    piece->at += (size_t)sent;
-    *moved |= sent > 0 || piece->head_at > head_at;
+    int count = rails(group->nodes, piece);
+    for (int rail = 0; rail < count; rail++) {
+        int status = send_by(list, piece, rail, moved);
+        if (status)
+            return status;
+    }
+    bool busy = false;
+    piece->at = piece->given;
+    for (int rail = 0; rail < count; rail++) {
+        const struct way *way = &ff_stream(group, lane_of(rail), piece->peer)->going;
+        busy |= way->busy;
+        piece->at = way->busy ? least(piece->at, way->at) : piece->at;
+    }
+    piece->over = piece->begun && !busy && piece->given == piece->bytes;
     return FF_OK;
 }
 
 /* Where the next bytes go, and how many fit there. */
-static char *room(const struct piece *piece, size_t *bytes)
+static char *room(const struct piece *piece, const struct way *way, size_t *bytes)
 {
     const struct sum *sum = piece->sum;
-    *bytes = piece->bytes - piece->at;
+    *bytes = way->end - way->at;
     if (!sum || !*bytes)
-        return piece->data + piece->at;
-    size_t start = piece->at % sum->ring_bytes, taken = piece->at - sum->added * sum->part_size;
-    *bytes = least(*bytes, least(sum->ring_bytes - taken, sum->ring_bytes - start));
+        return piece->data + way->at;
+    size_t start = way->at % sum->ring_bytes, until = sum->added * sum->part_size + sum->ring_bytes;
+    *bytes = until > way->at ? least(*bytes, least(until - way->at, sum->ring_bytes - start)) : 0;
     return piece->data + start;
+}
+
+static int damaged(struct list *list, const struct piece *piece)
+{
+    ff_miss(list->run->report, piece->peer);
+    return ff_give_up(list->run->group, list->run->report, FF_DAMAGED);
+}
+
+/* A head has come: what follows it is of this piece, or waits for a later one. */
+static int begin(struct list *list, struct piece *piece, struct way *way)
+{
+    struct nodes *nodes = list->run->group->nodes;
+    uint64_t from = way->head.place - nodes->places[false][piece->peer];
+    bool whole = rails(nodes, piece) == 1;
+    if (!whole && from > piece->bytes && from < UINT64_MAX / 2)
+        return FF_OK;
+    int status = check(list, piece, &way->head);
+    if (status)
+        return status;
+    if (whole) {
+        way->busy = from == 0;
+        return way->busy ? FF_OK : damaged(list, piece);
+    }
+    uint64_t unit = from / UNIT_BYTES;
+    if (from % UNIT_BYTES || from >= piece->bytes || unit < piece->unit)
+        return damaged(list, piece);
+    if (unit - piece->unit >= AHEAD)
+        return FF_OK;
+    if (piece->came >> (unit - piece->unit) & 1)
+        return damaged(list, piece);
+    way->at = (size_t)from;
+    way->end = least(way->at + UNIT_BYTES, piece->bytes);
+    way->busy = true;
+    return FF_OK;
+}
+
+/* Nothing more comes by a stream: unless it ends in the middle of something, others may bring what was sent before. */
+static int ended(struct list *list, const struct piece *piece, int rail)
+{
+    ff_group *group = list->run->group;
+    struct stream *stream = ff_stream(group, lane_of(rail), piece->peer);
+    bool midway = errno != 0 || stream->coming.busy || stream->coming.head_at % HEAD;
+    atomic_store(&stream->ended_in, true);
+    return midway ? ff_stream_lost(group, lane_of(rail), piece->peer, list->run->report) : FF_OK;
+}
+
+/* Whether what is missing of a piece can come by none of its streams: they have ended, or bring a later one. */
+static int check_end(struct list *list, const struct piece *piece)
+{
+    ff_group *group = list->run->group;
+    int over = -1;
+    for (int rail = 0; rail < rails(group->nodes, piece); rail++) {
+        const struct stream *stream = ff_stream(group, lane_of(rail), piece->peer);
+        if (atomic_load(&stream->ended_in) || ff_stream_never_came(stream))
+            over = rail;
+        else if (stream->coming.busy || stream->coming.head_at < HEAD)
+            return FF_OK;
+    }
+    errno = 0;
+    return over < 0 ? damaged(list, piece) : ff_stream_lost(group, lane_of(over), piece->peer, list->run->report);
+}
+
+static int receive_by(struct list *list, struct piece *piece, int rail, bool *moved)
+{
+    ff_group *group = list->run->group;
+    struct stream *stream = ff_stream(group, lane_of(rail), piece->peer);
+    struct way *way = &stream->coming;
+    size_t bytes = 0, head_at = way->head_at;
+    char *to = NULL;
+    int status = FF_OK;
+    if (atomic_load(&stream->in) < 0 || atomic_load(&stream->ended_in))
+        return FF_OK;
+    if (!way->busy && rails(group->nodes, piece) == 1) {    /* nothing else can come: it is received with its head */
+        way->at = 0;
+        way->end = piece->bytes;
+        to = room(piece, way, &bytes);
+    }
+    if (head_at == HEAD && !way->busy && (status = begin(list, piece, way)))
+        return status;
+    if (way->busy)
+        to = room(piece, way, &bytes);
+    if (head_at == HEAD && !bytes)
+        return FF_OK;
+    long got = ff_stream_receive(group, stream, &way->head, &way->head_at, to, bytes);
+    if (got < 0)
+        return ended(list, piece, rail);
+    way->at += (size_t)got;
+    *moved |= got > 0 || way->head_at > head_at;
+    return head_at < HEAD && way->head_at == HEAD ? begin(list, piece, way) : FF_OK;
+}
+
+/* A stream has brought some of a piece. */
+static void note(struct piece *piece, struct way *way, bool whole)
+{
+    if (!way->busy)
+        return;
+    piece->begun = true;
+    if (whole)
+        piece->at = way->at;
+    if (way->at < way->end)
+        return;
+    way->busy = false;
+    way->head_at = 0;
+    if (!whole)
+        piece->came |= UINT64_C(1) << ((way->end - 1) / UNIT_BYTES - piece->unit);
 }
 
 static int receive_some(struct list *list, struct piece *piece, bool *moved)
 {
     ff_group *group = list->run->group;
-    struct stream *stream = ff_stream(group, FF_COLLECTIVES, piece->peer);
-    size_t bytes, head_at = piece->head_at;
-    char *to = room(piece, &bytes);
-    if (ff_stream_never_came(stream)) {
-        errno = 0;
-        return ff_stream_lost(group, FF_COLLECTIVES, piece->peer, list->run->report);
+    int count = rails(group->nodes, piece);
+    for (int rail = 0; rail < count && !piece->over; rail++) {
+        int status = receive_by(list, piece, rail, moved);
+        if (status)
+            return status;
+        note(piece, &ff_stream(group, lane_of(rail), piece->peer)->coming, count == 1);
+        piece->over = piece->begun && piece->at == piece->bytes;
     }
-    if (atomic_load(&stream->in) < 0 || (head_at == HEAD && !bytes))
-        return FF_OK;
-    long got = ff_stream_receive(group, stream, &piece->head, &piece->head_at, to, bytes);
-    if (got < 0)
-        return ff_stream_lost(group, FF_COLLECTIVES, piece->peer, list->run->report);
-    piece->at += (size_t)got;
-    *moved |= got > 0 || piece->head_at > head_at;
-    return head_at < HEAD && piece->head_at == HEAD ? check(list, piece) : FF_OK;
+    while (piece->came & 1) {
+        piece->came >>= 1;
+        piece->at = least(++piece->unit * UNIT_BYTES, piece->bytes);
+    }
+    for (int rail = 0; rail < count && count > 1; rail++) {
+        const struct way *way = &ff_stream(group, lane_of(rail), piece->peer)->coming;
+        if (way->busy && (way->end - 1) / UNIT_BYTES == piece->unit)
+            piece->at = way->at;
+    }
+    piece->over = piece->begun && piece->at == piece->bytes;
+    return piece->over ? FF_OK : check_end(list, piece);
 }
 
 /* Of each peer and direction the first that is not over; nothing else is touched. */
@@ -173,14 +342,16 @@ static int move_list(struct list *list, bool *moved, bool *left)
     struct nodes *nodes = list->run->group->nodes;
     for (int i = 0; i < list->count; i++) {
         struct piece *piece = &list->pieces[i];
-        if (over(piece) || !is_first(nodes, piece))
+        if (piece->over || !is_first(nodes, piece))
             continue;
         int status = piece->sends ? send_some(list, piece, moved) : receive_some(list, piece, moved);
         if (status)
             return status;
-        *left |= !over(piece);
-        if (over(piece))
-            nodes->turns[piece->sends][piece->peer] = 0;    /* the next one may follow */
+        *left |= !piece->over;
+        if (!piece->over)
+            continue;
+        nodes->turns[piece->sends][piece->peer] = 0;    /* the next one may follow */
+        nodes->places[piece->sends][piece->peer] += piece->bytes + 1;
     }
     return FF_OK;
 }
@@ -238,37 +409,50 @@ static int late(struct list *list)
     struct run *run = list->run;
     bool parts = false;
     for (int i = 0; i < list->count; i++)
-        parts |= list->pieces[i].sum && !over(&list->pieces[i]);
+        parts |= list->pieces[i].sum && !list->pieces[i].over;
     for (int i = 0; i < list->count; i++)
-        if (!over(&list->pieces[i]) && (!parts || list->pieces[i].sum))
+        if (!list->pieces[i].over && (!parts || list->pieces[i].sum))
             ff_miss(run->report, list->pieces[i].peer);
     return ff_give_up(run->group, run->report, FF_TIMEOUT);
 }
 
-/* What the pieces of a list wait for: how many descriptors, or an error below 0. */
-static int watch_list(struct list *list, int count, uint64_t *most_ns)
+/* What a piece waits for on one of its streams: how many descriptors, or an error below 0. */
+static int watch_rail(struct list *list, const struct piece *piece, int rail, int count, uint64_t *most_ns)
 {
     struct run *run = list->run;
     struct nodes *nodes = run->group->nodes;
+    const struct stream *stream = ff_stream(run->group, lane_of(rail), piece->peer);
+    const struct way *going = &stream->going, *coming = &stream->coming;
+    size_t bytes = 1;
+    if (!piece->sends && coming->busy)
+        room(piece, coming, &bytes);
+    bool waits = piece->sends ? going->busy && (going->head_at < HEAD || there_of(piece, going) > going->at)
+                              : bytes > 0 && (coming->busy || coming->head_at < HEAD) && !atomic_load(&stream->ended_in);
+    int in = atomic_load(&stream->in), out = atomic_load(&stream->out);
+    if (out < 0 && !rail)       /* a stream to the other tells of its end, whether or not it has opened one */
+        out = ff_stream_to(run->group, FF_COLLECTIVES, piece->peer);
+    if (out < 0 && !rail)
+        return -ff_stream_unreachable(run->group, piece->peer, run->report);
+    if (!piece->sends && in < 0)
+        *most_ns = CONNECTING_NS;
+    else if (!piece->sends && waits)
+        nodes->polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
+    if (out >= 0 && !atomic_load(&stream->ended_out))
+        nodes->polled[count++] = (struct pollfd){.fd = out, .events = TOLD | (piece->sends && waits ? POLLOUT : 0)};
+    return count;
+}
+
+static int watch_list(struct list *list, int count, uint64_t *most_ns)
+{
+    struct nodes *nodes = list->run->group->nodes;
     for (int i = 0; i < list->count; i++) {
         const struct piece *piece = &list->pieces[i];
-        if (over(piece) || !is_first(nodes, piece))
+        if (piece->over || !is_first(nodes, piece))
             continue;
-        const struct stream *stream = ff_stream(run->group, FF_COLLECTIVES, piece->peer);
-        size_t bytes = 1;
-        if (!piece->sends)
-            room(piece, &bytes);
-        bool waits = piece->sends ? !piece->limit || *piece->limit > piece->at : bytes > 0;
-        int in = atomic_load(&stream->in), out = ff_stream_to(run->group, FF_COLLECTIVES, piece->peer);
-        if (out < 0)            /* a stream to the other tells of its end, whether or not it has opened one */
-            return -ff_stream_unreachable(run->group, piece->peer, run->report);
-        if (!piece->sends && in < 0)
-            *most_ns = CONNECTING_NS;
-        else if (!piece->sends && waits)
-            nodes->polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
-        if (!atomic_load(&stream->ended_out))
-            nodes->polled[count++] =
-                (struct pollfd){.fd = out, .events = TOLD | (piece->sends && waits ? POLLOUT : 0)};
+        for (int rail = 0; rail < rails(nodes, piece) && count >= 0; rail++)
+            count = watch_rail(list, piece, rail, count, most_ns);
+        if (count < 0)
+            return count;
     }
     return count;
 }

@@ -10,13 +10,14 @@ struct sum;
  * added to the list, and both sides add the same. */
 struct piece {
     int peer;
-    bool sends;
+    bool sends, begun, over;
     char *data;
-    size_t bytes, at;
+    size_t bytes, at;           /* all that is before `at` has moved */
+    size_t given;               /* of what is sent: streams carry it, or have carried it, up to here */
+    size_t unit;                /* of what is received by several: all before this one have come, */
+    uint64_t came;              /* and those of the next 64 */
     const size_t *limit;        /* of what is sent: so much of it is there; NULL: all */
     struct sum *sum;            /* of what is received: `data` is a ring, of which what was added is free again */
-    struct head head;
-    size_t head_at;
 };
 
 /* Parts of a result, one per node, which are added in the order of nodes as soon as all have come. */

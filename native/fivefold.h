@@ -16,10 +16,11 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 6          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 7          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_LOCAL 256  /* ranks of a node */
 #define FF_MAX_RANKS 4096
 #define FF_MISSING 7      /* so many are named */
+#define FF_MAX_RAILS 8    /* between two ranks */
 
 enum ff_kind {
     FF_ALLREDUCE, FF_REDUCE, FF_BROADCAST, FF_ALLGATHER, FF_GATHER, FF_SCATTER, FF_REDUCE_SCATTER,
@@ -138,12 +139,13 @@ FF_API void ff_group_close(ff_group *group);
 /* Ranks on several nodes: the group that was opened is that of this node's ranks, in their order. `node_of` has the
  * node of each of `ranks` ranks, from 0 in the order of their first ranks; this one is `rank`. From here on ranks are
  * those of all nodes. `connect` opens the stream to a rank that something is to be sent to, a connected socket, or
- * returns 0 or less; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of this
- * node. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
+ * returns 0 or less; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of
+ * this node. Large tensors of collectives go by `rails` streams at a time, the first of which is lane FF_COLLECTIVES and
+ * the others FF_LANES and up. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
 enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
 typedef int (*ff_connect)(void *self, int rank, int lane);
 FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
-                           void *self, const int *wakers);
+                           void *self, const int *wakers, int rails);
 /* A stream that `rank` has opened to this one. Returns 0, or -1 if there is one already: the caller closes it. */
 FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor);
 /* In a forked child, which is no rank: close its copies of the streams, which would outlive the parent. */

@@ -130,6 +130,27 @@ struct view {
 };
 
 /* streams.c: between nodes. Ranks are those of all nodes. */
+
+/* What precedes whatever is sent. */
+struct head {
+    uint32_t what;                          /* of a collective as in a post; of a message its dtype; or GAVE_UP, LEFT */
+    int32_t root;                           /* of a message its tag */
+    uint64_t count;                         /* elements; of GAVE_UP what `broken` says */
+    uint64_t bytes;                         /* of all that belongs to it, here and in other parts */
+    uint64_t sequence;
+    uint64_t place;                         /* of a collective: see carry.c */
+};
+#define GAVE_UP UINT32_C(0xffffff01)
+#define LEFT UINT32_C(0xffffff02)
+
+/* How far a stream of collectives has come with a part of a tensor. */
+struct way {
+    struct head head;
+    size_t head_at;                         /* bytes of it that have moved */
+    size_t at, end;                         /* of the tensor: what moves next, and the end of the part */
+    bool busy;                              /* with a part whose tensor is known */
+};
+
 struct stream {
     _Atomic int out, in;                    /* sockets, each opened by the side that sends; -1: not yet */
     pthread_mutex_t lock;                   /* of `out`, while something is sent or told */
@@ -138,9 +159,8 @@ struct stream {
     _Atomic bool ended_in, ended_out;       /* nothing more comes; it takes nothing more, */
     _Atomic uint64_t ended_ns;              /* since when */
     _Atomic bool silent;                    /* because nothing was acknowledged any more */
+    struct way going, coming;               /* of collectives */
 };
-
-struct head;
 
 struct nodes {
     int rank, ranks;                        /* of all nodes */
@@ -150,10 +170,11 @@ struct nodes {
     int leaders;                            /* as many ranks as the smallest node has */
     ff_connect connect;
     void *self;                             /* of `connect` */
-    struct stream *streams[FF_LANES];       /* by rank */
+    int rails, lanes;
+    struct stream *streams[FF_LANES + FF_MAX_RAILS - 1];    /* by rank */
     char *scratch;                          /* of collectives */
     size_t scratch_bytes;
-    uint64_t turn, *turns[2];               /* by rank, receiving and sending: see carry */
+    uint64_t turn, *turns[2], *places[2];   /* by rank, receiving and sending: see carry.c */
     struct piece *pieces;
     const struct piece **parts;             /* of sums, by node */
     struct pollfd *polled;
@@ -161,17 +182,6 @@ struct nodes {
     struct head *told;
     pthread_mutex_t telling;
 };
-
-/* What precedes whatever is sent. */
-struct head {
-    uint32_t what;                          /* of a collective as in a post; of a message its dtype; or GAVE_UP, LEFT */
-    int32_t root;                           /* of a message its tag */
-    uint64_t count;                         /* elements; of GAVE_UP what `broken` says */
-    uint64_t bytes;                         /* that follow */
-    uint64_t sequence;
-};
-#define GAVE_UP UINT32_C(0xffffff01)
-#define LEFT UINT32_C(0xffffff02)
 
 static inline int ff_world(const ff_group *group, int local)
 {

@@ -5,7 +5,8 @@
  *          ◄───────────────────────── GAVE_UP, LEFT ───────
  *     in   ◄── ... (a socket of its own, opened by rank 1) ──  out
  *
- * Each pair has one a direction and lane, so that collectives never wait behind messages that nobody receives yet.
+ * Each pair has one a direction and lane, so that collectives never wait behind messages that nobody receives yet, and
+ * large tensors of collectives may go by several.
  * What a rank has to tell of the end of the group it tells on all its streams, against their direction too.
  */
 #define _GNU_SOURCE
@@ -54,7 +55,7 @@ static bool place_ranks(struct nodes *nodes, const int32_t *node_of)
 }
 
 int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
-                    void *self, const int *wakers)
+                    void *self, const int *wakers, int rails)
 {
     struct nodes *nodes = calloc(1, sizeof *nodes);
     if (!nodes)
@@ -64,12 +65,14 @@ int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of
     nodes->ranks = ranks;
     nodes->connect = connect;
     nodes->self = self;
+    nodes->rails = rails < 1 ? 1 : rails > FF_MAX_RAILS ? FF_MAX_RAILS : rails;
+    nodes->lanes = FF_LANES + nodes->rails - 1;
     nodes->told = calloc(1, sizeof(struct head));
     pthread_mutex_init(&nodes->telling, NULL);
     for (int q = 0; q < group->ranks; q++)
         group->peers[q].waker = wakers[q];
     bool fits = nodes->told && place_ranks(nodes, node_of);
-    for (int lane = 0; lane < FF_LANES && fits; lane++) {
+    for (int lane = 0; lane < nodes->lanes && fits; lane++) {
         nodes->streams[lane] = calloc((size_t)ranks, sizeof(struct stream));
         fits = nodes->streams[lane] != NULL;
         for (int q = 0; q < ranks && fits; q++) {
@@ -80,14 +83,16 @@ int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of
         }
     }
     for (int way = 0; way < 2 && fits; way++)
-        fits = (nodes->turns[way] = calloc((size_t)ranks, sizeof(uint64_t)));
+        fits = (nodes->turns[way] = calloc((size_t)ranks, sizeof(uint64_t))) &&
+               (nodes->places[way] = calloc((size_t)ranks, sizeof(uint64_t)));
     return fits && ff_pieces_open(nodes) ? 0 : -1;
 }
 
 int ff_group_accept(ff_group *group, int rank, int lane, int descriptor)
 {
     int none = -1;
-    if (!group->nodes || rank < 0 || rank >= group->nodes->ranks || lane < 0 || lane >= FF_LANES)
+    if (!group->nodes || rank < 0 || rank >= group->nodes->ranks || lane < 0 ||
+        lane >= group->nodes->lanes)
         return -1;
     if (!atomic_compare_exchange_strong(&group->nodes->streams[lane][rank].in, &none, descriptor))
         return -1;
@@ -99,7 +104,7 @@ int ff_group_accept(ff_group *group, int rank, int lane, int descriptor)
 
 void ff_group_forget(ff_group *group)
 {
-    for (int lane = 0; group->nodes && lane < FF_LANES; lane++)
+    for (int lane = 0; group->nodes && lane < group->nodes->lanes; lane++)
         for (int q = 0; q < group->nodes->ranks; q++) {
             struct stream *stream = &group->nodes->streams[lane][q];
             int ends[] = {atomic_load(&stream->out), atomic_load(&stream->in)};
@@ -208,7 +213,7 @@ int ff_stream_end(const struct stream *stream)
 void ff_streams_hear(ff_group *group)
 {
     struct head head;
-    for (int lane = 0; lane < FF_LANES; lane++)
+    for (int lane = 0; lane < group->nodes->lanes; lane++)
         for (int q = 0; q < group->nodes->ranks; q++) {
             struct stream *stream = ff_stream(group, lane, q);
             int out = atomic_load(&stream->out);
@@ -279,7 +284,7 @@ static void tell_all(ff_group *group, struct head head)
         atomic_store(&nodes->tells, true);
     }
     pthread_mutex_unlock(&nodes->telling);
-    for (int lane = 0; lane < FF_LANES && first; lane++)
+    for (int lane = 0; lane < nodes->lanes && first; lane++)
         for (int q = 0; nodes->streams[lane] && q < nodes->ranks; q++)
             tell(ff_stream(group, lane, q), &head);
 }
@@ -296,7 +301,7 @@ void ff_streams_close(ff_group *group)
 {
     struct nodes *nodes = group->nodes;
     tell_all(group, (struct head){.what = LEFT});
-    for (int lane = 0; lane < FF_LANES; lane++) {
+    for (int lane = 0; lane < nodes->lanes; lane++) {
         for (int q = 0; nodes->streams[lane] && q < nodes->ranks; q++) {
             struct stream *stream = ff_stream(group, lane, q);
             char rest[HEAD * 2];
@@ -317,8 +322,10 @@ void ff_streams_close(ff_group *group)
     free(nodes->members);
     free(nodes->begins);
     free(nodes->scratch);
-    free(nodes->turns[0]);
-    free(nodes->turns[1]);
+    for (int way = 0; way < 2; way++) {
+        free(nodes->turns[way]);
+        free(nodes->places[way]);
+    }
     free(nodes->pieces);
     free(nodes->polled);
     free(nodes->parts);

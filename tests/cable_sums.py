@@ -1,4 +1,4 @@
-"""Sums, gathers and messages over several nodes until told to stop: python cable_sums.py SILENCE_S.
+"""Sums, gathers and messages over several nodes until told to stop: python cable_sums.py SILENCE_S [INTERFACES].
 
 Each round is checked; the last line tells how many there were, or how the backend ended, and after how long.
 """
@@ -10,14 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import fivefold.comm
-from fivefold.comm.streams import set_silence
+from fivefold.comm.streams import set_rails, set_silence
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 set_silence(float(sys.argv[1]))
+interfaces = sys.argv[2].split(",") if len(sys.argv) > 2 else []
+set_rails(interfaces, 1)
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
 dist.init_process_group(fivefold.comm.BACKEND, store=store, rank=rank, world_size=size)
 stop = Path(os.environ["SHARED"]) / "stop"
@@ -40,6 +43,8 @@ try:
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         going, rounds = not ends.item(), rounds + 1
         print("round", flush=True)
+    for name in interfaces:
+        print(f"{name} sent {psutil.net_io_counters(pernic=True)[name].bytes_sent}", flush=True)
     print(f"all of {rounds} rounds", flush=True)
 except RuntimeError as problem:
     print(f"ended after {time.monotonic() - last:.1f} s: {problem}", flush=True)

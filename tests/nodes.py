@@ -117,12 +117,15 @@ class Nodes:
         apart: bool = True,
         shared_bytes: int | None = None,
         template: Template | None = None,
+        interfaces: int = 1,
     ) -> None:
         """`shared_bytes`: keep the shared folder in memory, of this size; it is then seen on nodes only.
 
-        `template`: what scripts of Python are forked from.
+        `template`: what scripts of Python are forked from. `interfaces`: of each node, eth0 and on, each with
+        a network of its own; cables are those of the first.
         """
         self.apart = apart
+        self._interfaces = interfaces
         self._template = template
         self._disk_bytes = disk_bytes
         self._shared_bytes = shared_bytes
@@ -339,8 +342,11 @@ class Nodes:
             space += ["sh", "-c", _SHARED, "shared", str(self.shared), str(self._shared_bytes)]
         self._hub, _ = begun(space, self._folder)
         # Else it is that of some cable, and changes when this one goes: for others it is gone for a while.
-        bridge = "link add hub address 02:05:00:00:00:fe type bridge\nlink set hub up\n"
-        call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], bridge)
+        bridges = "".join(
+            f"link add hub{n} address 02:05:00:00:0{n}:fe type bridge\nlink set hub{n} up\n"
+            for n in range(self._interfaces)
+        )
+        call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], bridges)
 
     def _make(self) -> _Node:
         number, host = self._made, f"node{self._made}"
@@ -353,13 +359,14 @@ class Nodes:
         boot = ["sh", "-c", _BOOT, "boot", str(self._folder), str(self._disk_bytes), host]
         anchor, init = begun([*entering(self._hub.pid, "n", "m"), *space, *boot], self._folder)
         address = f"10.5.0.{number + 1}"
-        cable = (
-            f"link add cable{number} type veth peer name eth0 netns {init}\n"
-            f"link set cable{number} master hub up\n"
-        )
-        own = f"link set lo up\naddress add {address}/24 dev eth0\nlink set eth0 up\n"
+        cables, own = "", "link set lo up\n"
+        for n in range(self._interfaces):
+            cable = f"cable{number}" + (f"-{n}" if n else "")
+            cables += f"link add {cable} type veth peer name eth{n} netns {init}\n"
+            cables += f"link set {cable} master hub{n} up\n"
+            own += f"address add 10.{5 + n}.0.{number + 1}/24 dev eth{n}\nlink set eth{n} up\n"
         try:
-            call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], cable)
+            call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], cables)
             call([*entering(init, "n"), "ip", "-batch", "-"], own)
         except BaseException:
             end_of(anchor)

@@ -47,6 +47,7 @@ class _Task:
     arguments: tuple[Any, ...]
     nodes: Sequence[int] | None
     """by rank, which node it is to say that it is on"""
+    rails: int
 
 
 def _serve(line: Connection, rank: int) -> None:
@@ -71,8 +72,9 @@ def _in_group(rank: int, task: _Task) -> Any:
 
     assert fivefold.comm.BACKEND
     if task.nodes is not None:
-        from fivefold.comm import meeting
+        from fivefold.comm import meeting, streams
 
+        streams.set_rails([], task.rails)
         meeting.node_name = lambda: f"node {task.nodes[rank]}"
     dist.init_process_group(
         task.backend,
@@ -113,17 +115,18 @@ class Pool:
         size: int | None = None,
         timeout_s: float = 60.0,
         nodes: Sequence[int] | None = None,
+        rails: int = 1,
     ) -> None:
         """Begin a call on the first `size` ranks, in a default group that ends with it.
 
         Ranks that are told to be on several `nodes` share no memory, and reach each other through the
-        loopback interface.
+        loopback interface, by so many `rails` at a time.
         """
         self._groups += 1
         path = str(Path(self._folder.name) / f"store-{self._groups}")
         size = self.size if size is None else size
         task = _Task(
-            backend, size, path, timeout_s, function.__module__, function.__name__, arguments, nodes
+            backend, size, path, timeout_s, function.__module__, function.__name__, arguments, nodes, rails
         )
         for line in self._lines[:size]:
             line.send(task)
@@ -143,9 +146,10 @@ class Pool:
         *arguments: Any,
         size: int | None = None,
         nodes: Sequence[int] | None = None,
+        rails: int = 1,
     ) -> list[Any]:
         """Call on the first `size` ranks; the first failure is raised here."""
-        self.start(backend, function, *arguments, size=size, nodes=nodes)
+        self.start(backend, function, *arguments, size=size, nodes=nodes, rails=rails)
         values = self.collect(range(self.size if size is None else size))
         for rank, value in enumerate(values):
             assert not isinstance(value, Failed), f"rank {rank}:\n{value.trace}"

@@ -30,6 +30,8 @@ __all__ = [
     "bytes_of",
 ]
 
+_MOST_RAILS = 8
+"""as FF_MAX_RAILS of the C core"""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -310,10 +312,30 @@ class Comm:
     """how long another node may acknowledge nothing before it is lost, in seconds, with backend fivefold"""
     ports: str = ""
     """at which ranks take streams of other nodes, with backend fivefold, such as 20000-20100; empty: any"""
+    interfaces: str = ""
+    """over which ranks exchange large tensors with other nodes, with backend fivefold, at a time, such as
+    ib0,ib1; empty: the one that leads there"""
+    streams: int = 1
+    """how many connections to each rank of another node large tensors take at a time, on each interface"""
 
     def __post_init__(self) -> None:
-        _at_least("comm", self, timeout_s=1, silence_s=1)
+        _at_least("comm", self, timeout_s=1, silence_s=1, streams=1)
         _ = self.port_range
+        names = self.interface_names
+        if len({*names}) < len(names) or not all(names):
+            raise PlanError(
+                f'comm.interfaces = {self.interfaces!r}: each one once, such as "ib0,ib1"; `ip address` names them'
+            )
+        if (rails := max(len(names), 1) * self.streams) > _MOST_RAILS:
+            raise PlanError(
+                f"comm.streams = {self.streams} on each of {max(len(names), 1)} interfaces make {rails} "
+                f"connections to a rank; {_MOST_RAILS} is the most"
+            )
+
+    @property
+    def interface_names(self) -> list[str]:
+        """Those of `interfaces`."""
+        return [name.strip() for name in self.interfaces.split(",")] if self.interfaces else []
 
     @property
     def port_range(self) -> range:

@@ -58,6 +58,22 @@ def test_random_sums_are_those_of_one_process_bit_by_bit(pool: Pool, nodes: Sequ
     assert len(set(checked)) == 1 and checked[0] >= 25
 
 
+@pytest.mark.parametrize("rails", [2, 3, 8])
+@pytest.mark.parametrize("nodes", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 1, 2)], ids=name_of)
+def test_large_tensors_by_several_streams_are_the_same(
+    pool: Pool, nodes: Sequence[int], rails: int
+) -> None:
+    size = len(nodes)
+    for dtype, count in (("float32", 300_001), ("bfloat16", 65_536), ("float64", 16_385)):
+        asked = comm_checks.every_operation, dtype, count, True
+        ours = pool.run("fivefold", *asked, size=size, nodes=nodes, rails=rails)
+        assert ours == pool.run("fivefold", *asked, size=size, nodes=nodes)
+    pool.run(
+        "fivefold", comm_checks.random_operations, rails, 12, 1 << 21, nodes, size=size, nodes=nodes,
+        rails=rails,
+    )  # fmt: skip
+
+
 def test_sums_do_not_depend_on_where_ranks_are(pool: Pool) -> None:
     """Where each node has a branch of the tree over all ranks."""
     for nodes in ((0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)):
@@ -94,6 +110,14 @@ def test_what_torch_builds_on_groups_works_as_over_gloo(pair: Pool, consumer: st
 def test_a_rank_that_is_killed_is_told_to_all(later: bool, nodes: Sequence[int]) -> None:
     with Pool(3) as pool:
         pool.start("fivefold", comm_checks.killed, later, nodes=nodes)
+        for waited_s, text in pool.collect([0, 2]):
+            assert waited_s < 2.0
+            assert "rank 1 has ended" in text
+
+
+def test_a_rank_that_is_killed_is_told_on_several_streams() -> None:
+    with Pool(3) as pool:
+        pool.start("fivefold", comm_checks.killed, True, nodes=(0, 1, 2), rails=4)
         for waited_s, text in pool.collect([0, 2]):
             assert waited_s < 2.0
             assert "rank 1 has ended" in text

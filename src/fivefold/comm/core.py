@@ -55,6 +55,11 @@ class Spread:
     wakers: Sequence[int]
     """an eventfd per rank of this node; the group's own from now on"""
 
+    @property
+    def rails(self) -> int:
+        """How many streams large tensors take to each rank: as many as all ranks have."""
+        return min(len(door.hosts) for door in self.doors)
+
 
 @dataclass
 class Core:
@@ -106,7 +111,7 @@ class Core:
         numbers = (ctypes.c_int32 * self.size)(*spread.node_of)
         wakers = (ctypes.c_int * len(spread.wakers))(*spread.wakers)
         failed = self.library.ff_group_spread(
-            self._pointer, self.rank, self.size, numbers, self._connect, None, wakers
+            self._pointer, self.rank, self.size, numbers, self._connect, None, wakers, spread.rails
         )
         assert not failed, "there is memory for a group"
         streams.expect(spread.token, self)

@@ -3,7 +3,8 @@
     sender    connect, handshake, group, rank and lane ──►  receiver    gives the socket to that group
 
 Each process takes calls at one socket, and tells its address and key through the store of the ranks. A stream
-is opened when something is first sent to a rank; it carries one direction of one group.
+is opened when something is first sent to a rank; it carries one direction of one group. Large tensors take
+several streams at a time where the plan has several (rails), one on each of the interfaces that it names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol as Interface
 
@@ -25,6 +27,7 @@ from fivefold.wire import (
     OtherProtocol,
     OtherVersion,
     Protocol,
+    addresses_of,
     new_key,
     own_address,
     set_up_tcp,
@@ -41,14 +44,15 @@ __all__ = [
     "new_token",
     "open_stream",
     "set_ports",
+    "set_rails",
     "set_silence",
 ]
 
-_PROTOCOL = Protocol("fivefold-comm", "1")
+_PROTOCOL = Protocol("fivefold-comm", "2")
 _TOKEN_BYTES = 16
 _CALL = struct.Struct(f"<{_TOKEN_BYTES}sii")
 """group, rank of the sender in it, lane"""
-_LEFT = struct.pack("<IiQQQ", 0xFFFFFF02, 0, 0, 0, 0)
+_LEFT = struct.pack("<IiQQQQ", 0xFFFFFF02, 0, 0, 0, 0, 0)
 """`struct head` of the core: this rank has left the group"""
 _MOST_CALLERS = 256
 _RETRY_S = 0.05
@@ -64,7 +68,8 @@ class StreamError(Exception):
 class Door:
     """Where a process takes calls."""
 
-    host: str
+    hosts: Sequence[str]
+    """by rail"""
     port: int
     key: str
     """in hexadecimal digits; whoever is told it through the store may call"""
@@ -101,6 +106,22 @@ def set_ports(ports: range) -> None:
     _ports = ports
 
 
+_hosts: list[str] = []
+"""of the interfaces that the plan names, by rail"""
+_streams = 1
+_UNSENT_BYTES = 256 << 10
+"""what the system may hold of a stream that is not sent: more would have to wait for a slow rail"""
+
+
+def set_rails(interfaces: Sequence[str], streams: int) -> None:
+    """How many streams to each rank large tensors take, on each of these interfaces, or on one that leads there.
+
+    Raises `LaunchError` for an interface that is not there.
+    """
+    global _hosts, _streams  # noqa: PLW0603 - of the process, as its plan says
+    _hosts, _streams = addresses_of(interfaces) * streams, streams
+
+
 def _listening_socket() -> socket.socket:
     """At a port that is free. Raises `LaunchError` where none is."""
     begin = os.getpid() % len(_ports)  # ranks of a node do not all try the same ones first
@@ -126,7 +147,12 @@ class _Calls:
         self._listener = Listener(
             taken, _PROTOCOL, key, self._serve, most=_MOST_CALLERS, of_one=_MOST_CALLERS
         )
-        self.door = Door(own_address(), int(taken.getsockname()[1]), key.hex())
+        self._port, self._key = int(taken.getsockname()[1]), key.hex()
+
+    @property
+    def door(self) -> Door:
+        """Where."""
+        return Door(_hosts or [own_address()] * _streams, self._port, self._key)
 
     @property
     def usable(self) -> bool:
@@ -208,11 +234,13 @@ def dismiss(token: str) -> None:
 def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) -> int:
     """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
     end = time.monotonic() + timeout_s
-    where = f"{to.host}:{to.port}"
+    rail = max(lane - 1, 0)  # the core's numbers: collectives, messages, further rails of collectives
+    host, own = to.hosts[rail], _hosts[rail] if _hosts else ""
+    where = f"{host}:{to.port}" + (f" from {own}, one of comm.interfaces" if own else "")
     call = _CALL.pack(bytes.fromhex(token), rank, lane)
     while True:
         try:
-            return _opened(to, call, end)
+            return _opened((host, to.port), own, bytes.fromhex(to.key), call, end)
         except OtherKey:
             raise StreamError(
                 f"{where} knows another key: it is a process of another job"
@@ -232,10 +260,10 @@ def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) ->
             time.sleep(_RETRY_S)
 
 
-def _opened(to: Door, call: bytes, end: float) -> int:
-    with socket.create_connection((to.host, to.port), _silence_s) as line:
+def _opened(to: tuple[str, int], own: str, key: bytes, call: bytes, end: float) -> int:
+    with socket.create_connection(to, _silence_s, (own, 0) if own else None) as line:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _PROTOCOL.call(line, bytes.fromhex(to.key), end)
+        _PROTOCOL.call(line, key, end)
         line.sendall(call)
         _prepare(line)
         return line.detach() or os.dup(0)  # the core takes 0 for a failure
@@ -243,4 +271,6 @@ def _opened(to: Door, call: bytes, end: float) -> int:
 
 def _prepare(line: socket.socket) -> None:
     set_up_tcp(line, _silence_s)
+    if len(_hosts) > 1 or _streams > 1:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     line.setblocking(False)

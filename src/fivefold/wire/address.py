@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 
-__all__ = ["own_address"]
+import psutil
+
+from fivefold.errors import LaunchError
+
+__all__ = ["addresses_of", "own_address"]
 
 
 def own_address() -> str:
@@ -25,3 +30,27 @@ def own_address() -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
+
+
+def addresses_of(interfaces: Sequence[str]) -> list[str]:
+    """The address of each of these network interfaces of this host.
+
+    Raises `LaunchError` for one that it does not have, or that has no address.
+    """
+    there, host = psutil.net_if_addrs(), socket.gethostname()
+    if missing := [name for name in interfaces if name not in there]:
+        raise LaunchError(
+            f"{host} has no interface {missing[0]} (comm.interfaces); it has {', '.join(sorted(there))}"
+        )
+    found = [_reachable(there[name]) for name in interfaces]
+    for name, address in zip(interfaces, found, strict=True):
+        if not address:
+            raise LaunchError(f"interface {name} of {host} (comm.interfaces) has no address")
+    return found
+
+
+def _reachable(addresses: Sequence[psutil.snicaddr]) -> str:
+    """The first one that other hosts can use: IPv4, or IPv6 beyond the link."""
+    four = [one.address for one in addresses if one.family == socket.AF_INET]
+    six = [one.address for one in addresses if one.family == socket.AF_INET6]
+    return next(iter([*four, *(one for one in six if not one.startswith("fe80"))]), "")
