@@ -1,4 +1,4 @@
-"""Sums, gathers and messages over several nodes until told to stop: python cable_sums.py SILENCE_S [INTERFACES].
+"""Sums and messages over several nodes until told to stop: python cable_sums.py SILENCE_S [INTERFACES].
 
 Each round is checked; the last line tells how many there were, or how the backend ended, and after how long.
 """

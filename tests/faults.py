@@ -142,11 +142,12 @@ def slow_link(
     nodes: Nodes,
     node: int,
     mbit_per_s: float,
+    *,
     burst: str = "32kbit",
     latency: str = "400ms",
     interface: str = "eth0",
 ) -> None:
-    """What a node sends by an interface leaves it at no more than so many Mbit/s, from now on: see `tc-tbf`."""
+    """What a node sends by an interface leaves it at so many Mbit/s at most, from now on: see `tc-tbf`."""
     up = nodes._up(node)  # pyright: ignore[reportPrivateUsage]
     assert up.init is not None, "nodes that are not apart have no links"
     shape = f"rate {mbit_per_s:g}mbit burst {burst} latency {latency}"

@@ -126,7 +126,15 @@ class Pool:
         path = str(Path(self._folder.name) / f"store-{self._groups}")
         size = self.size if size is None else size
         task = _Task(
-            backend, size, path, timeout_s, function.__module__, function.__name__, arguments, nodes, rails
+            backend,
+            size,
+            path,
+            timeout_s,
+            function.__module__,
+            function.__name__,
+            arguments,
+            nodes,
+            rails,
         )
         for line in self._lines[:size]:
             line.send(task)

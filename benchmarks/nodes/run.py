@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import socket
@@ -53,6 +54,8 @@ class Part:
     operations: Sequence[str] = OPERATIONS
     nets: Sequence[str] = ()
     """of which DistributedDataParallel makes steps instead"""
+    interfaces: int = 1
+    """of each node; of several all are measured beside the first alone"""
     limit_s: float = 900.0
 
 
@@ -61,6 +64,7 @@ PARTS = {
     "fast": Part(10.0, sizes=(4, 16 * KIB, 256 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)),
     "pairs": Part(1.0, 2, operations=("all_reduce", "all_gather")),
     "steps": Part(1.0, 2, nets=("resnet18", "resnet50")),
+    "interfaces": Part(1.0, sizes=(16 * KIB, 1 * MIB, 16 * MIB), interfaces=2),
     "tiny": Part(1.0, sizes=(4, 64 * KIB), operations=("all_reduce", "broadcast")),
     "tiny-steps": Part(1.0, nets=("resnet20",)),
 }
@@ -68,6 +72,7 @@ PARTS = {
 BATCH, EDGE = 4, 64
 """images of a rank, and pixels of their edge"""
 ALONE = "no exchange"
+ONE = "one interface"
 
 
 # ---- on the nodes
@@ -198,26 +203,34 @@ def worker(part: Part, rounds: int, out: Path) -> None:
     address = os.environ["MASTER_ADDR"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
     import fivefold.comm
+    from fivefold.comm.streams import set_rails
 
+    names = [f"eth{n}" for n in range(part.interfaces)] if part.interfaces > 1 else []
+    set_rails(names, 1)
     store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, rank == 0)
     dist.init_process_group(fivefold.comm.BACKEND, store=store, rank=rank, world_size=size)
     groups = {"fivefold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    if names:
+        set_rails(names[:1], 1)
+        groups[ONE] = dist.new_group(backend=fivefold.comm.BACKEND)
+        set_rails(names, 1)
     bare = Sockets(rank, address, part.ranks_per_node)
     found: dict[str, list[float]] = {}
-    for net in part.nets:
-        contenders = steps(net, groups)
+
+    def measure(what: str, contenders: Mapping[str, Callable[[], object]], times: int = 0) -> None:
+        """In turns; `times` of 0: as often as time allows."""
+        often = {name: times or _repeats(call, groups["gloo"]) for name, call in contenders.items()}
         for number in range(rounds):
             for name in order([*contenders], number):
-                seconds = _timed(contenders[name], 2, groups["gloo"])
-                found.setdefault(f"{net} {name}", []).append(seconds)
-    for operation in () if part.nets else part.operations:
-        for size_bytes in part.sizes:
-            contenders = calls(operation, size_bytes, groups, bare)
-            times = {name: _repeats(call, groups["gloo"]) for name, call in contenders.items()}
-            for number in range(rounds):
-                for name in order([*contenders], number):
-                    seconds = _timed(contenders[name], times[name], groups["gloo"])
-                    found.setdefault(f"{operation} {size_bytes} {name}", []).append(seconds)
+                seconds = _timed(contenders[name], often[name], groups["gloo"])
+                found.setdefault(f"{what} {name}", []).append(seconds)
+
+    for net in part.nets:
+        measure(net, steps(net, groups), 2)
+    for operation, size_bytes in (
+        () if part.nets else itertools.product(part.operations, part.sizes)
+    ):
+        measure(f"{operation} {size_bytes}", calls(operation, size_bytes, groups, bare))
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -253,9 +266,12 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     part = PARTS[name]
     burst = max(128 * KIB, int(part.gbit_per_s * 1e9 / 8 / 1000 * 1.5))
     there = environment()
-    with Nodes(2) as nodes:
-        for node in range(2):
-            slow_link(nodes, node, 1000 * part.gbit_per_s, str(burst), "50ms")
+    with Nodes(2, interfaces=part.interfaces) as nodes:
+        for node, number in itertools.product(range(2), range(part.interfaces)):
+            slow_link(
+                nodes, node, 1000 * part.gbit_per_s, burst=str(burst), latency="50ms",
+                interface=f"eth{number}",
+            )  # fmt: skip
         words = [sys.executable, str(HERE / "run.py"), "--worker", name, "--rounds", str(rounds)]
         job = nodes.job([*words, "--out", str(nodes.shared)], ranks_per_node=part.ranks_per_node)
         codes = job.wait(part.limit_s)
@@ -273,6 +289,9 @@ def section(result: dict[str, Any]) -> str:
     part, found = PARTS[result["part"]], result["found"]
     title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     rows: list[tuple[str, ...]] = []
+    if part.interfaces > 1:
+        title = f"2 nodes x 1, {part.interfaces} interfaces of {part.gbit_per_s:g} Gbit/s"
+        return f"### {title}\n\n{interfaces_table(part, found)}\n\n{conditions(result)}"
     if part.nets:
         return f"### Steps, {title}\n\n{steps_table(part, found)}\n\n{conditions(result)}"
     for operation in part.operations:
@@ -303,6 +322,20 @@ def steps_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
         for ours, gloo, alone in [[found[f"{net} {name}"] for name in ("fivefold", "gloo", ALONE)]]
     ]
     header = ("net", "fivefold", "gloo", ALONE, "fivefold / gloo", f"{ALONE} / fivefold")
+    return table(header, rows)
+
+
+def interfaces_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of all interfaces beside one."""
+    rows = [
+        (operation, _size(size), _time(both), _time(one), _time(bare), str(ratio(one, both)))
+        for operation in part.operations
+        for size in part.sizes
+        for both, one, bare in [
+            [found[f"{operation} {size} {name}"] for name in ("fivefold", ONE, "sockets")]
+        ]
+    ]
+    header = ("operation", "bytes", "all", ONE, f"sockets, {ONE}", f"{ONE} / all")
     return table(header, rows)
 
 

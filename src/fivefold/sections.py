@@ -324,7 +324,8 @@ class Comm:
         names = self.interface_names
         if len({*names}) < len(names) or not all(names):
             raise PlanError(
-                f'comm.interfaces = {self.interfaces!r}: each one once, such as "ib0,ib1"; `ip address` names them'
+                f'comm.interfaces = {self.interfaces!r}: each one once, such as "ib0,ib1"; `ip address` '
+                "names them"
             )
         if (rails := max(len(names), 1) * self.streams) > _MOST_RAILS:
             raise PlanError(

@@ -62,7 +62,9 @@ def test_large_tensors_take_all_interfaces_that_are_named(template: Template) ->
         (nodes.shared / "stop").touch()
         assert job.wait(60) == [0, 0], job.told()
         for rank in job.ranks:
-            sent = {name: int(number) for name, number in re.findall(r"(eth\d) sent (\d+)", rank.text)}
+            sent = {
+                name: int(number) for name, number in re.findall(r"(eth\d) sent (\d+)", rank.text)
+            }
             assert sent["eth1"] > 1_000_000, sent
             assert sent["eth0"] > sent["eth1"] / 2, sent  # with messages, and small tensors
 
@@ -71,6 +73,6 @@ def test_an_interface_that_leads_nowhere_is_named() -> None:
     with Nodes(2) as nodes:
         job = nodes.job([sys.executable, str(SCRIPT), "10", "eth0,lo"])
         assert job.wait(60) == [3, 3], job.told()
-        assert any(
-            "from 127.0.0.1, one of comm.interfaces" in rank.text for rank in job.ranks
-        ), job.told()
+        assert any("from 127.0.0.1, one of comm.interfaces" in rank.text for rank in job.ranks), (
+            job.told()
+        )

@@ -231,6 +231,31 @@ def test_what_a_budget_has_room_for_is_not_computed_again(
     assert peak <= bytes_of(budget)
 
 
+def test_what_heads_have_asked_keeps_no_turn_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop, dropped, most = shelf.Shelf.drop, list["weakref.ref[Tensor]"](), 0
+    blocks = [[nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()] for _ in range(3)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), *(m for block in blocks for m in block)).double()
+    batch = torch.randn(1, 3, 128, 128).double(), torch.randn(1, 8, 128, 128).double()
+
+    def noted(self: shelf.Shelf, tensors: Any) -> None:
+        nonlocal most
+        tensors = [*tensors]
+        most = max(most, sum(one() is not None for one in dropped))
+        drop(self, tensors)
+        dropped.extend(map(weakref.ref, tensors))
+
+    def trained(mesh: Mesh) -> None:
+        parallelize(net, mesh, loss=nn.MSELoss()).step(*batch)
+
+    monkeypatch.setattr(shelf.Shelf, "drop", noted)
+    plan = plan_of("height=4,width=4", budget="8MiB", disk=str(tmp_path))
+    run_ranks(1, trained, plan=plan)
+    assert len(dropped) > 3 * 16 * 2, "values of each turn and segment, and their gradients"
+    assert most < 6, "of 16 turns, each of which has dropped what it had"
+
+
 @pytest.mark.parametrize(("budget", "plenty"), [("12MiB", False), ("40MiB", True), ("", True)])
 def test_more_layers_share_an_exchange_where_memory_is_scarce(
     budget: str, plenty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ class Call(ctypes.Structure):
 CONNECT = ctypes.CFUNCTYPE(c_int, pointer, c_int, c_int)
 """`ff_connect`: self, rank, lane -> descriptor, or -1"""
 
+_INTS, _INT32S = POINTER(c_int), POINTER(c_int32)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     # name: (result, arguments...)
     "ff_abi": (c_uint32,),
@@ -124,7 +125,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_open": (pointer, pointer, c_int, c_int),
     "ff_group_peer": (None, pointer, c_int, c_int, pointer, c_size_t),
     "ff_group_probe": (c_int, pointer, c_double, POINTER(CallReport)),
-    "ff_group_spread": (c_int, pointer, c_int, c_int, POINTER(c_int32), CONNECT, pointer, POINTER(c_int), c_int),
+    "ff_group_spread": (c_int, pointer, c_int, c_int, _INT32S, CONNECT, pointer, _INTS, c_int),
     "ff_group_accept": (c_int, pointer, c_int, c_int, c_int),
     "ff_group_forget": (None, pointer),
     "ff_group_break": (None, pointer),

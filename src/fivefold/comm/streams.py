@@ -114,11 +114,11 @@ _UNSENT_BYTES = 256 << 10
 
 
 def set_rails(interfaces: Sequence[str], streams: int) -> None:
-    """How many streams to each rank large tensors take, on each of these interfaces, or on one that leads there.
+    """How many streams to a rank large tensors take, on each of these interfaces or the one that leads there.
 
     Raises `LaunchError` for an interface that is not there.
     """
-    global _hosts, _streams  # noqa: PLW0603 - of the process, as its plan says
+    global _hosts, _streams
     _hosts, _streams = addresses_of(interfaces) * streams, streams
 
 
@@ -234,7 +234,7 @@ def dismiss(token: str) -> None:
 def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) -> int:
     """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
     end = time.monotonic() + timeout_s
-    rail = max(lane - 1, 0)  # the core's numbers: collectives, messages, further rails of collectives
+    rail = max(lane - 1, 0)  # lanes: collectives, messages, further rails of collectives
     host, own = to.hosts[rail], _hosts[rail] if _hosts else ""
     where = f"{host}:{to.port}" + (f" from {own}, one of comm.interfaces" if own else "")
     call = _CALL.pack(bytes.fromhex(token), rank, lane)

@@ -42,15 +42,15 @@ def addresses_of(interfaces: Sequence[str]) -> list[str]:
         raise LaunchError(
             f"{host} has no interface {missing[0]} (comm.interfaces); it has {', '.join(sorted(there))}"
         )
-    found = [_reachable(there[name]) for name in interfaces]
+    found = [_reachable([(one.family, one.address) for one in there[name]]) for name in interfaces]
     for name, address in zip(interfaces, found, strict=True):
         if not address:
             raise LaunchError(f"interface {name} of {host} (comm.interfaces) has no address")
     return found
 
 
-def _reachable(addresses: Sequence[psutil.snicaddr]) -> str:
-    """The first one that other hosts can use: IPv4, or IPv6 beyond the link."""
-    four = [one.address for one in addresses if one.family == socket.AF_INET]
-    six = [one.address for one in addresses if one.family == socket.AF_INET6]
-    return next(iter([*four, *(one for one in six if not one.startswith("fe80"))]), "")
+def _reachable(addresses: Sequence[tuple[int, str]]) -> str:
+    """The first one that other hosts can use, by family: IPv4, or IPv6 beyond the link."""
+    four = [told for family, told in addresses if family == socket.AF_INET]
+    six = [told for family, told in addresses if family == socket.AF_INET6]
+    return next(iter([*four, *(told for told in six if not told.startswith("fe80"))]), "")

@@ -197,6 +197,8 @@ class TurnUnderWay:
             ]
             if trained:
                 torch.autograd.backward([e for e, _ in trained], [grad for _, grad in trained])
+        over = {*map(id, leaves)}  # what the last segment reads dies in none
+        self.values = {index: one for index, one in self.values.items() if id(one) not in over}
         self.shelf.drop([*leaves, *(grad for _, grad in trained)])
 
     @contextmanager
@@ -253,9 +255,9 @@ class Meeting:
             found.setdefault(parked.group.line, []).append((parked.group.number, number))
         return [[number for _, number in sorted(line)] for _, line in sorted(found.items())]
 
-    def back(self) -> list[Callable[[], None] | None]:
+    def back(self) -> dict[int, Callable[[], None]]:
         """By turn: goes backward from what it deposited. Collective over processes."""
-        found: list[Callable[[], None] | None] = [None] * len(self.asked)
+        found: dict[int, Callable[[], None]] = {}
         for line in self._lines() if self.asked[0].trains else ():
             first = self.asked[line[0]]
             grads = first.question.back(
@@ -445,17 +447,18 @@ class Step:
     def _back(self, number: int) -> None:
         """Go backward from what segment `number` has read."""
         for segment in range(number, -1, -1):
-            first: list[Callable[[], None] | None] = [None] * len(self._turns)
+            first: dict[int, Callable[[], None]] = {}
             while meetings := self._meetings[segment]:
+                # Each is let go with its turn: its graph holds what the head has read, and gradients of that.
                 first = meetings.pop().back()
                 for turn, one in enumerate(self._turns) if meetings else ():
-                    one.back_from(first[turn], segment)
+                    one.back_from(first.pop(turn, None), segment)
                     self._shelf.put_away()
             order = self._order(segment - 1)[::-1]
             for at, (turn, one) in enumerate(order):
                 for _, following in order[at + 1 : at + 2]:
                     self._shelf.ahead(following.taken[-1] if following.taken else ())
-                one.back(first[turn], segment)
+                one.back(first.pop(turn, None), segment)
                 self._shelf.put_away()
 
     @contextmanager
