@@ -407,13 +407,23 @@ static int move(struct list *first, bool *moved, bool *left)
 static int late(struct list *list)
 {
     struct run *run = list->run;
+    ff_report *report = run->report;
     bool parts = false;
     for (int i = 0; i < list->count; i++)
         parts |= list->pieces[i].sum && !list->pieces[i].over;
-    for (int i = 0; i < list->count; i++)
-        if (!list->pieces[i].over && (!parts || list->pieces[i].sum))
-            ff_miss(run->report, list->pieces[i].peer);
-    return ff_give_up(run->group, run->report, FF_TIMEOUT);
+    for (int i = 0; i < list->count; i++) {
+        const struct piece *piece = &list->pieces[i];
+        if (piece->over || (parts && !piece->sum))
+            continue;
+        if (!report->missing_count) {
+            report->other = piece->peer;
+            report->other_root = piece->sends;
+            report->other_count = piece->at;
+            report->other_bytes = piece->bytes;
+        }
+        ff_miss(report, piece->peer);
+    }
+    return ff_give_up(run->group, report, FF_TIMEOUT);
 }
 
 /* What a piece waits for on one of its streams: how many descriptors, or an error below 0. */

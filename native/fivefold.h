@@ -34,7 +34,8 @@ enum ff_reduction { FF_SUM, FF_AVG, FF_PROD, FF_MIN, FF_MAX, FF_BAND, FF_BOR, FF
 
 enum ff_status {
     FF_OK,
-    FF_TIMEOUT,      /* `missing` did not come in time */
+    FF_TIMEOUT,      /* `missing` did not come in time; on several nodes: of `other_bytes` that were to come from rank
+                      * `other`, or to go to it (`other_root`: 1), `other_count` had moved */
     FF_DIED,         /* the process of `missing` has ended */
     FF_LEFT,         /* `missing` has closed the group */
     FF_BROKEN,       /* rank `other` gave up before: `other_status`, `missing` */
@@ -57,7 +58,7 @@ typedef struct ff_report {
     int32_t other;
     uint32_t other_kind, other_dtype, other_reduction;
     int32_t other_root;
-    uint64_t other_count;
+    uint64_t other_count, other_bytes;
     uint32_t other_status;
     uint32_t kind;
     uint64_t sequence;          /* number of the operation in its group, from 0 */

@@ -314,6 +314,23 @@ def killed(later: bool) -> tuple[float, str]:
         return time.monotonic() - start, str(problem)
 
 
+def stopped() -> str:
+    """Rank 1 is stopped for a while in the middle of a stream of broadcasts; what rank 0 is told."""
+    tensor, here = torch.ones(4 << 20), os.getpid()
+    dist.broadcast(tensor, 1)
+    if dist.get_rank() == 1 and not os.fork():
+        time.sleep(0.3)
+        os.kill(here, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(here, signal.SIGCONT)
+        os._exit(0)
+    try:
+        while True:
+            dist.broadcast(tensor, 1)
+    except RuntimeError as problem:
+        return str(problem)
+
+
 def at_ports(first: int, last: int) -> int:
     """The port at which this rank takes streams once it has been told at which it may."""
     streams._calls = None  # pyright: ignore[reportPrivateUsage] - it has begun to for the group of all

@@ -5,6 +5,7 @@ The nodes are told: real processes, which meet as those of other nodes do, over 
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator, Sequence
 
@@ -181,6 +182,18 @@ def test_a_rank_that_does_not_come_is_named(nodes: Sequence[int]) -> None:
     for waited_s, text in (found[0], found[2]):
         assert 0.3 < waited_s < 3.5  # a node has a second to say so to the others
         assert "Timed out waiting for rank 1" in text  # to which the others have sent what it needs
+        assert nodes != (0, 1, 2) or re.search(r" of [\d,]+ bytes have come from rank 1\)", text), (
+            text
+        )
+
+
+def test_how_far_a_transfer_came_is_told() -> None:
+    with Pool(2) as pool:
+        pool.start("fivefold", comm_checks.stopped, timeout_s=0.5, nodes=(0, 1))
+        told, _ = pool.collect(range(2))
+    assert re.search(
+        r"waiting for rank 1 \([\d,]+ of 16,777,216 bytes have come from rank 1\)", told
+    ), told
 
 
 @pytest.mark.parametrize("nodes", [(0, 1, 2), (0, 0, 1)], ids=name_of)

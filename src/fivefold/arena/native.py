@@ -76,6 +76,7 @@ class CallReport(ctypes.Structure):
         ("other_reduction", c_uint32),
         ("other_root", c_int32),
         ("other_count", c_uint64),
+        ("other_bytes", c_uint64),
         ("other_status", c_uint32),
         ("kind", c_uint32),
         ("sequence", c_uint64),

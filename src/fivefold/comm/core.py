@@ -273,7 +273,8 @@ def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
     )
     return {
         _MISMATCH: "it asked for something else than another rank, whose message says what",
-        _TIMEOUT: f"Timed out waiting for {who}; `fivefold run --trace` tells who waits for whom",
+        _TIMEOUT: f"Timed out waiting for {who}{_how_far(report)}; "
+        "`fivefold run --trace` tells who waits for whom",
         _DIED: f"the process of {who} has ended",
         _LEFT: f"{who} has left the group (its script ended or failed)",
         _CLOSED: "it closed the group while this was under way",
@@ -288,6 +289,15 @@ def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
         if count
         else "no memory",
     }.get(status, f"status {status}")
+
+
+def _how_far(report: CallReport) -> str:
+    """What moved over the link to a rank of another node."""
+    if not report.other_bytes or report.status != _TIMEOUT:
+        return ""
+    moved, bytes_ = int(report.other_count), int(report.other_bytes)
+    way = f"gone to rank {report.other}" if report.other_root else f"come from rank {report.other}"
+    return f" ({moved:,} of {bytes_:,} bytes have {way})"
 
 
 def _otherwise(report: CallReport, asked: AskedMessage) -> str:
