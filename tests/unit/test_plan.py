@@ -107,6 +107,13 @@ def test_values_set_in_python_are_the_users() -> None:
         ('[comm]\nports = "20100-20000"', "the first and the last of 1024 to 65535"),
         ('[comm]\nports = "any"', "the first and the last of 1024 to 65535"),
         ('[comm]\nports = "80"', "the first and the last of 1024 to 65535"),
+        ('[comm]\ninterfaces = "ib0,ib0"', 'each one once, such as "ib0,ib1"'),
+        ('[comm]\ninterfaces = "ib0,"', 'each one once, such as "ib0,ib1"'),
+        (
+            '[comm]\ninterfaces = "ib0,ib1,ib2"\nstreams = 3',
+            "on each of 3 interfaces make 9 connections",
+        ),
+        ("[comm]\nstreams = 0", "comm.streams"),
         ("[loader]\nworkers = -1", "at least 0"),
         ("data = 2", "outside a section"),
         ("[layout", "not valid TOML"),

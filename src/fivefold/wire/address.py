@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Sequence
-
-import psutil
+from pathlib import Path
 
 from fivefold.errors import LaunchError
 
@@ -37,20 +39,37 @@ def addresses_of(interfaces: Sequence[str]) -> list[str]:
 
     Raises `LaunchError` for one that it does not have, or that has no address.
     """
-    there, host = psutil.net_if_addrs(), socket.gethostname()
+    there, host = [name for _, name in socket.if_nameindex()], socket.gethostname()
     if missing := [name for name in interfaces if name not in there]:
         raise LaunchError(
             f"{host} has no interface {missing[0]} (comm.interfaces); it has {', '.join(sorted(there))}"
         )
-    found = [_reachable([(one.family, one.address) for one in there[name]]) for name in interfaces]
+    found = [_ipv4_of(name) or _ipv6_of(name) for name in interfaces]
     for name, address in zip(interfaces, found, strict=True):
         if not address:
             raise LaunchError(f"interface {name} of {host} (comm.interfaces) has no address")
     return found
 
 
-def _reachable(addresses: Sequence[tuple[int, str]]) -> str:
-    """The first one that other hosts can use, by family: IPv4, or IPv6 beyond the link."""
-    four = [told for family, told in addresses if family == socket.AF_INET]
-    six = [told for family, told in addresses if family == socket.AF_INET6]
-    return next(iter([*four, *(told for told in six if not told.startswith("fe80"))]), "")
+_SIOCGIFADDR = 0x8915
+"""see netdevice(7)"""
+
+
+def _ipv4_of(interface: str) -> str:
+    asked = struct.pack("256s", interface.encode())
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)[20:24])
+    return ""
+
+
+def _ipv6_of(interface: str) -> str:
+    """One that leads beyond the link."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope == "00":
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return ""
