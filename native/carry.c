@@ -26,7 +26,6 @@ const size_t FF_RING_BYTES = 16 * 64 * 1024;
 #endif
 enum { AHEAD = 64 };            /* units that may have come before an earlier one */
 enum { PIECES_PER_RANK = 4, MORE_PIECES = 4, LISTS = 2, HEAD = sizeof(struct head) };
-enum { TOLD = POLLIN | POLLPRI };      /* of a stream that leads to another rank */
 
 static size_t most_pieces(const struct nodes *nodes)
 {
@@ -84,10 +83,17 @@ char *ff_scratch(struct run *run, size_t bytes)
     return nodes->scratch;
 }
 
-/* How many streams a piece goes by. */
+/* How many streams a piece goes by: never more than it has units. */
 static int rails(const struct nodes *nodes, const struct piece *piece)
 {
-    return piece->bytes > UNIT_BYTES ? nodes->rails : 1;
+    size_t units = piece->bytes ? (piece->bytes - 1) / UNIT_BYTES + 1 : 1;
+    return (int)least(units, (size_t)nodes->rails);
+}
+
+/* The one that a stream is bringing, or sending. */
+static size_t unit_of(const struct way *way)
+{
+    return (way->end - 1) / UNIT_BYTES;
 }
 
 static int lane_of(int rail)
@@ -225,7 +231,12 @@ static int begin(struct list *list, struct piece *piece, struct way *way)
         return damaged(list, piece);
     if (unit - piece->unit >= AHEAD)
         return FF_OK;
-    if (piece->came >> (unit - piece->unit) & 1)
+    bool twice = piece->came >> (unit - piece->unit) & 1;
+    for (int rail = 0; rail < rails(nodes, piece); rail++) {
+        const struct way *other = &ff_stream(list->run->group, lane_of(rail), piece->peer)->coming;
+        twice |= other->busy && unit_of(other) == unit;
+    }
+    if (twice)
         return damaged(list, piece);
     way->at = (size_t)from;
     way->end = least(way->at + UNIT_BYTES, piece->bytes);
@@ -243,16 +254,18 @@ static int ended(struct list *list, const struct piece *piece, int rail)
     return midway ? ff_stream_lost(group, lane_of(rail), piece->peer, list->run->report) : FF_OK;
 }
 
-/* Whether what is missing of a piece can come by none of its streams: they have ended, or bring a later one. */
+/* Whether what is missing of a piece can come by none of its streams: they have ended, or are at a later unit or piece. */
 static int check_end(struct list *list, const struct piece *piece)
 {
     ff_group *group = list->run->group;
-    int over = -1;
-    for (int rail = 0; rail < rails(group->nodes, piece); rail++) {
+    int over = -1, count = rails(group->nodes, piece);
+    for (int rail = 0; rail < count; rail++) {
         const struct stream *stream = ff_stream(group, lane_of(rail), piece->peer);
-        if (atomic_load(&stream->ended_in) || ff_stream_never_came(stream))
+        const struct way *way = &stream->coming;
+        bool awaited = way->busy ? count == 1 || unit_of(way) == piece->unit : way->head_at < HEAD;
+        if (atomic_load(&stream->ended_in) || ff_stream_never_came(group, lane_of(rail), piece->peer))
             over = rail;
-        else if (stream->coming.busy || stream->coming.head_at < HEAD)
+        else if (awaited)
             return FF_OK;
     }
     errno = 0;
@@ -301,7 +314,7 @@ static void note(struct piece *piece, struct way *way, bool whole)
     way->busy = false;
     way->head_at = 0;
     if (!whole)
-        piece->came |= UINT64_C(1) << ((way->end - 1) / UNIT_BYTES - piece->unit);
+        piece->came |= UINT64_C(1) << (unit_of(way) - piece->unit);
 }
 
 static int receive_some(struct list *list, struct piece *piece, bool *moved)
@@ -321,7 +334,7 @@ static int receive_some(struct list *list, struct piece *piece, bool *moved)
     }
     for (int rail = 0; rail < count && count > 1; rail++) {
         const struct way *way = &ff_stream(group, lane_of(rail), piece->peer)->coming;
-        if (way->busy && (way->end - 1) / UNIT_BYTES == piece->unit)
+        if (way->busy && unit_of(way) == piece->unit)
             piece->at = way->at;
     }
     piece->over = piece->begun && piece->at == piece->bytes;
@@ -443,8 +456,8 @@ static int watch_rail(struct list *list, const struct piece *piece, int rail, in
         out = ff_stream_to(run->group, FF_COLLECTIVES, piece->peer);
     if (out < 0 && !rail)
         return -ff_stream_unreachable(run->group, piece->peer, run->report);
-    if (!piece->sends && in < 0)
-        *most_ns = CONNECTING_NS;
+    if (!piece->sends && in < 0)    /* the first one is opened at once, others when it has no room */
+        *most_ns = least(*most_ns, rail ? 10 * CONNECTING_NS : CONNECTING_NS);
     else if (!piece->sends && waits)
         nodes->polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
     if (out >= 0 && !atomic_load(&stream->ended_out))
@@ -487,7 +500,7 @@ static int sleep_for(struct list *first)
     bool told = false;
     if (ppoll(nodes->polled, (nfds_t)count, &time, NULL) > 0)
         for (int i = 0; i < count; i++)
-            told |= nodes->polled[i].revents & TOLD && (nodes->polled[i].events & TOLD) == TOLD;
+            told |= tells(&nodes->polled[i]);
     if (told)
         ff_streams_hear(run->group);
     return ff_is_broken(run->group, run->report) ? FF_BROKEN : FF_OK;

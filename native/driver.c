@@ -442,7 +442,8 @@ static void close_on_nodes(struct rank *own)
 static void left_on_nodes(struct rank *own)
 {
     ff_report report = {0};
-    ff_call call = {.kind = FF_BARRIER, .timeout_s = 600};
+    ff_call call = {.kind = rails > 1 ? FF_BROADCAST : FF_BARRIER, .dtype = FF_F32, .root = rails > 1 ? ranks - 1 : 0,
+                    .count = rails > 1 ? MOST : 0, .out = own->out, .timeout_s = 600};
     if (own->rank != ranks - 1) {
         int status = ff_run(own->group, &call, &report);
         CHECK(status == FF_LEFT || status == FF_BROKEN || status == FF_UNREACHABLE, "status %d", status);

@@ -4,6 +4,7 @@
 
 #include "fivefold.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -238,12 +239,20 @@ static inline bool wants_result(const struct run *run)
     return run->call->kind != FF_REDUCE || run->call->root == ff_own(run->group);
 }
 
+/* What is polled of a stream that leads to another rank: both, so that it can be told from one that comes from there. */
+#define TOLD (POLLIN | POLLPRI)
+
+static inline bool tells(const struct pollfd *polled)
+{
+    return (polled->events & TOLD) == TOLD && polled->revents & (TOLD | POLLERR | POLLHUP);
+}
+
 struct stream *ff_stream(const ff_group *group, int lane, int rank);
 int ff_stream_to(ff_group *group, int lane, int rank);
 void ff_stream_ended(struct stream *stream);
 void ff_stream_failed(struct stream *stream);
-int ff_stream_end(const struct stream *stream);
-bool ff_stream_never_came(const struct stream *stream);
+int ff_stream_end(const ff_group *group, int rank);
+bool ff_stream_never_came(const ff_group *group, int lane, int rank);
 int ff_stream_unreachable(ff_group *group, int rank, ff_report *report);
 long ff_stream_send(ff_group *group, struct stream *stream, const struct head *head, size_t *head_at,
                     const char *data, size_t bytes, size_t left);

@@ -101,6 +101,7 @@ void ff_letters_sleep(ff_group *group, uint32_t seen)
     struct bell *bell = &group->bells[group->rank];
     struct pollfd polled[2 * ff_size(group) + 1];
     int count = 0, waker = group->peers[group->rank].waker;
+    bool told = false;
     reach_senders(group);
     polled[count++] = (struct pollfd){.fd = waker, .events = POLLIN};
     for (int q = 0; q < ff_size(group); q++) {
@@ -111,12 +112,15 @@ void ff_letters_sleep(ff_group *group, uint32_t seen)
         if (in >= 0 && !atomic_load(&stream->ended_in) && (all->coming[q].active || ff_anyone_listens(all, q)))
             polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
         if (out >= 0 && !atomic_load(&stream->ended_out))
-            polled[count++] = (struct pollfd){.fd = out, .events = POLLIN | (all->sends[q] ? POLLOUT : 0)};
+            polled[count++] = (struct pollfd){.fd = out, .events = TOLD | (all->sends[q] ? POLLOUT : 0)};
     }
     pthread_mutex_unlock(&all->lock);
     atomic_fetch_add(&bell->polling, 1);
     const struct timespec time = {.tv_nsec = (long)LOOK_NS};
     if (atomic_load(&bell->rung) == seen && ppoll(polled, (nfds_t)count, &time, NULL) > 0)
+        for (int i = 0; i < count; i++)
+            told |= tells(&polled[i]);
+    if (told)
         ff_streams_hear(group);
     atomic_fetch_sub(&bell->polling, 1);
     uint64_t woken;

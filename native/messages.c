@@ -88,7 +88,7 @@ static bool has_gone(ff_group *group, int rank, bool sends)
     if (local < 0) {
         const struct stream *stream = ff_stream(group, FF_MESSAGES, rank);
         return sends ? atomic_load(&stream->ended_out)
-                     : atomic_load(&stream->ended_in) || ff_stream_never_came(stream);
+                     : atomic_load(&stream->ended_in) || ff_stream_never_came(group, FF_MESSAGES, rank);
     }
     return ff_has_ended(group, local) || atomic_load(&group->bells[local].left);
 }
@@ -103,7 +103,7 @@ static int outlook(ff_group *group, ff_message *message)
     for (int q = 0; q < ff_size(group); q++)
         if ((message->peer < 0 ? q != ff_own(group) : q == message->peer) && has_gone(group, q, message->sends)) {
             ff_miss(report, q), gone++;
-            end = ff_local(group, q) < 0 ? ff_stream_end(ff_stream(group, FF_MESSAGES, q)) : FF_DIED;
+            end = ff_local(group, q) < 0 ? ff_stream_end(group, q) : FF_DIED;
         }
     if (gone == (message->peer < 0 ? ff_size(group) - 1 : 1))
         return ff_give_up(group, report, end);

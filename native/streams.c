@@ -184,16 +184,23 @@ long ff_stream_receive(ff_group *group, struct stream *stream, struct head *head
 /* A rank takes nothing more. */
 void ff_stream_ended(struct stream *stream)
 {
-    if (!atomic_exchange(&stream->ended_out, true))
-        atomic_store(&stream->ended_ns, ff_now_ns());
+    uint64_t never = 0;
+    atomic_compare_exchange_strong(&stream->ended_ns, &never, ff_now_ns());
+    atomic_store(&stream->ended_out, true);
 }
 
 /* Whether a rank has ended that has not opened a stream to this one: what it sent just before its end may still be on
  * its way through the handshake. */
-bool ff_stream_never_came(const struct stream *stream)
+bool ff_stream_never_came(const ff_group *group, int lane, int rank)
 {
-    return atomic_load(&stream->in) < 0 && atomic_load(&stream->ended_out) &&
-           ff_now_ns() - atomic_load(&stream->ended_ns) > HANDSHAKE_NS;
+    bool gone = false;
+    if (atomic_load(&ff_stream(group, lane, rank)->in) >= 0)
+        return false;
+    for (int other = 0; other < group->nodes->lanes; other++) {     /* this one may not be open either way */
+        const struct stream *stream = ff_stream(group, other, rank);
+        gone |= atomic_load(&stream->ended_out) && ff_now_ns() - atomic_load(&stream->ended_ns) > HANDSHAKE_NS;
+    }
+    return gone;
 }
 
 /* By errno. */
@@ -203,10 +210,16 @@ void ff_stream_failed(struct stream *stream)
         atomic_store(&stream->silent, true);
 }
 
-/* How the other side has ended. */
-int ff_stream_end(const struct stream *stream)
+/* How a rank has ended, by what any of its streams has told. */
+int ff_stream_end(const ff_group *group, int rank)
 {
-    return atomic_load(&stream->left) ? FF_LEFT : atomic_load(&stream->silent) ? FF_CUT_OFF : FF_DIED;
+    bool left = false, silent = false;
+    for (int lane = 0; lane < group->nodes->lanes; lane++) {
+        const struct stream *stream = ff_stream(group, lane, rank);
+        left |= atomic_load(&stream->left);
+        silent |= atomic_load(&stream->silent);
+    }
+    return left ? FF_LEFT : silent ? FF_CUT_OFF : FF_DIED;
 }
 
 /* What the others tell against the direction of their streams. */
@@ -244,12 +257,12 @@ int ff_stream_lost(ff_group *group, int lane, int rank, ff_report *report)
         ff_streams_hear(group);
         if (ff_is_broken(group, report))
             return FF_BROKEN;
-        if (atomic_load(&stream->left))
+        if (ff_stream_end(group, rank) == FF_LEFT)
             break;
         usleep(1000);
     }
     ff_miss(report, rank);
-    return ff_give_up(group, report, ff_stream_end(stream));
+    return ff_give_up(group, report, ff_stream_end(group, rank));
 }
 
 int ff_stream_unreachable(ff_group *group, int rank, ff_report *report)

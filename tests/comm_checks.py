@@ -314,6 +314,22 @@ def killed(later: bool) -> tuple[float, str]:
         return time.monotonic() - start, str(problem)
 
 
+def killed_before(size: int) -> tuple[float, str]:
+    """Rank 1 dies before it broadcasts, or after much else; seconds until rank 0 knew, and what it was told."""
+    tensor, rank = torch.ones(size), dist.get_rank()
+    dist.all_reduce(torch.ones(1))
+    for _ in range(size % 4):
+        dist.all_reduce(tensor)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        dist.broadcast(tensor, 1)
+    except RuntimeError as problem:
+        return time.monotonic() - start, str(problem)
+    return time.monotonic() - start, ""
+
+
 def stopped() -> str:
     """Rank 1 is stopped for a while in the middle of a stream of broadcasts; what rank 0 is told."""
     tensor, here = torch.ones(4 << 20), os.getpid()

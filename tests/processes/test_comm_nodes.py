@@ -124,6 +124,16 @@ def test_a_rank_that_is_killed_is_told_on_several_streams() -> None:
             assert "rank 1 has ended" in text
 
 
+@pytest.mark.parametrize("size", [40_000, 1_000_000, 50_002, 1_000_002])
+@pytest.mark.parametrize("rails", [1, 2, 8])
+def test_a_rank_that_is_killed_before_it_sends_is_told(rails: int, size: int) -> None:
+    with Pool(2) as pool:
+        pool.start("fivefold", comm_checks.killed_before, size, nodes=(0, 1), rails=rails)
+        ((waited_s, text),) = pool.collect([0])
+    assert waited_s < 2.0
+    assert "rank 1 has ended" in text
+
+
 @pytest.mark.parametrize("nodes", [(0, 1), (0, 0)], ids=name_of)
 def test_a_rank_that_is_killed_while_it_sends_is_told(nodes: Sequence[int]) -> None:
     with Pool(2) as pool:

@@ -71,6 +71,15 @@ def test_a_stream_is_given_to_its_group(taken: tuple[str, Taken]) -> None:
         assert group.sockets[0].recv(4) == b"word"
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_stream_may_go_to_an_address_of_ipv6(taken: tuple[str, Taken]) -> None:
+    token, group = taken
+    six = replace(streams.door(), hosts=["127.0.0.1", "::1"])
+    with socket.socket(fileno=streams.open_stream(six, token, 7, 2, 10)):
+        group.wait(1)
+        assert group.calls == [(7, 2)]
+
+
 def test_who_knows_another_key_opens_nothing(taken: tuple[str, Taken]) -> None:
     token, group = taken
     other = replace(streams.door(), key="00" * 32)
@@ -164,8 +173,10 @@ def damaged(count: int, seed: int, token: str, rails: int = 1) -> int:
             lambda tensor=tensor, on=operations: on.receive(tensor, 1, 0).wait(),
         ]
         lane = draw.randrange(len(ends))
-        sent = frames(draw, elements)
-        sending = threading.Thread(target=_send_all, args=(ends, lane, sent))
+        sent = {lane: frames(draw, elements)}
+        if rails > 1 and draw.random() < 0.5:
+            sent |= {0: frames(draw, elements), 2: frames(draw, elements)}
+        sending = threading.Thread(target=_send_all, args=(ends, sent))
         sending.start()
         told = ""
         try:
@@ -179,11 +190,12 @@ def damaged(count: int, seed: int, token: str, rails: int = 1) -> int:
     return errors
 
 
-def _send_all(ends: list[socket.socket], lane: int, sent: bytes) -> None:
-    """And no more; who has heard enough does not read on."""
-    with contextlib.suppress(OSError):
-        ends[lane].settimeout(5)
-        ends[lane].sendall(sent)
+def _send_all(ends: list[socket.socket], sent: dict[int, bytes]) -> None:
+    """By lane, and no more; who has heard enough does not read on."""
+    for lane, data in sent.items():
+        with contextlib.suppress(OSError):
+            ends[lane].settimeout(5)
+            ends[lane].sendall(data)
     for end in ends:
         end.close()
 

@@ -36,6 +36,8 @@ RING_BYTES = 256 << 10
     _TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED,
     _UNREADABLE, _CUT_OFF, _UNREACHABLE, _DAMAGED,
 ) = range(1, 15)  # fmt: skip
+_MESSAGES = 1
+"""the lane that has one stream"""
 _OPEN_S = 30.0
 """how long a stream to another node may take to be opened"""
 
@@ -121,7 +123,12 @@ class Core:
         assert self.spread is not None
         try:
             return streams.open_stream(
-                self.spread.doors[rank], self.spread.token, self.rank, lane, _OPEN_S
+                self.spread.doors[rank],
+                self.spread.token,
+                self.rank,
+                lane,
+                _OPEN_S,
+                several=self.spread.rails > 1 and lane != _MESSAGES,
             )
         except streams.StreamError as problem:
             self.unreachable = str(problem)

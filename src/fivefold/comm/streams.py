@@ -111,6 +111,8 @@ _hosts: list[str] = []
 _streams = 1
 _UNSENT_BYTES = 256 << 10
 """what the system may hold of a stream that is not sent: more would have to wait for a slow rail"""
+_IP_BIND_ADDRESS_NO_PORT = 24
+"""see ip(7)"""
 
 
 def set_rails(interfaces: Sequence[str], streams: int) -> None:
@@ -124,10 +126,14 @@ def set_rails(interfaces: Sequence[str], streams: int) -> None:
 
 def _listening_socket() -> socket.socket:
     """At a port that is free. Raises `LaunchError` where none is."""
+    both = socket.has_dualstack_ipv6()
     begin = os.getpid() % len(_ports)  # ranks of a node do not all try the same ones first
     for port in [*_ports[begin:], *_ports[:begin]]:
         with contextlib.suppress(OSError):
-            return socket.create_server(("", port), backlog=socket.SOMAXCONN)
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6 if both else socket.AF_INET,
+                backlog=socket.SOMAXCONN, dualstack_ipv6=both,
+            )  # fmt: skip
     raise LaunchError(
         f"none of the ports {_ports[0]} to {_ports[-1]} (comm.ports) is free on {socket.gethostname()}: each "
         "rank of a node needs one to take streams of other nodes"
@@ -231,8 +237,13 @@ def dismiss(token: str) -> None:
     _listening().remove(token)
 
 
-def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) -> int:
-    """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
+def open_stream(
+    to: Door, token: str, rank: int, lane: int, timeout_s: float, *, several: bool = False
+) -> int:
+    """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`.
+
+    `several`: it is one of several at a time.
+    """
     end = time.monotonic() + timeout_s
     rail = max(lane - 1, 0)  # lanes: collectives, messages, further rails of collectives
     host, own = to.hosts[rail], _hosts[rail] if _hosts else ""
@@ -240,7 +251,7 @@ def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) ->
     call = _CALL.pack(bytes.fromhex(token), rank, lane)
     while True:
         try:
-            return _opened((host, to.port), own, bytes.fromhex(to.key), call, end)
+            return _opened((host, to.port), own, bytes.fromhex(to.key), call, end, several=several)
         except OtherKey:
             raise StreamError(
                 f"{where} knows another key: it is a process of another job"
@@ -260,9 +271,30 @@ def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) ->
             time.sleep(_RETRY_S)
 
 
-def _opened(to: tuple[str, int], own: str, key: bytes, call: bytes, end: float) -> int:
-    with socket.create_connection(to, _silence_s, (own, 0) if own else None) as line:
+def _connected(to: tuple[str, int], own: str) -> socket.socket:
+    """From an address of this host, if one is given."""
+    if not own:
+        return socket.create_connection(to, _silence_s)
+    line = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Without it the system takes a port of its own for each stream, wherever that leads.
+        line.setsockopt(socket.SOL_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+        line.bind((own, 0))
+        line.settimeout(_silence_s)
+        line.connect(to)
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+def _opened(
+    to: tuple[str, int], own: str, key: bytes, call: bytes, end: float, *, several: bool
+) -> int:
+    with _connected(to, own) as line:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if several:
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         _PROTOCOL.call(line, key, end)
         line.sendall(call)
         _prepare(line)
@@ -271,6 +303,4 @@ def _opened(to: tuple[str, int], own: str, key: bytes, call: bytes, end: float) 
 
 def _prepare(line: socket.socket) -> None:
     set_up_tcp(line, _silence_s)
-    if len(_hosts) > 1 or _streams > 1:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     line.setblocking(False)
