@@ -315,7 +315,7 @@ def killed(later: bool) -> tuple[float, str]:
 
 
 def killed_before(size: int) -> tuple[float, str]:
-    """Rank 1 dies before it broadcasts, or after much else; seconds until rank 0 knew, and what it was told."""
+    """Rank 1 dies before it broadcasts, or after more; seconds until rank 0 knew, and what it was told."""
     tensor, rank = torch.ones(size), dist.get_rank()
     dist.all_reduce(torch.ones(1))
     for _ in range(size % 4):
