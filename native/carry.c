@@ -90,10 +90,9 @@ static int rails(const struct nodes *nodes, const struct piece *piece)
     return (int)least(units, (size_t)nodes->rails);
 }
 
-/* The one that a stream is bringing, or sending. */
-static size_t unit_of(const struct way *way)
+static size_t unit_bytes(const struct nodes *nodes, const struct piece *piece)
 {
-    return (way->end - 1) / UNIT_BYTES;
+    return rails(nodes, piece) > 1 ? UNIT_BYTES : piece->bytes ? piece->bytes : 1;
 }
 
 static int lane_of(int rail)
@@ -133,10 +132,9 @@ static void give(const struct list *list, struct piece *piece, struct way *way)
     const struct run *run = list->run;
     const ff_call *call = run->call;
     struct nodes *nodes = run->group->nodes;
-    size_t from = piece->given;
-    bool whole = rails(nodes, piece) == 1;
-    size_t end = whole ? piece->bytes : least(from + UNIT_BYTES, piece->bytes);
-    if ((piece->begun && from == piece->bytes) || (!whole && piece->limit && *piece->limit < end))
+    size_t from = piece->given, end = least(from + unit_bytes(nodes, piece), piece->bytes);
+    /* One of several goes once it is all there: a stream that waited for it could not take another. */
+    if ((piece->begun && from == piece->bytes) || (rails(nodes, piece) > 1 && piece->limit && *piece->limit < end))
         return;
     *way = (struct way){.head = {ff_what(call), call->root, call->count, piece->bytes, run->report->sequence,
                                  nodes->places[true][piece->peer] + from},
@@ -176,20 +174,16 @@ static int send_by(struct list *list, struct piece *piece, int rail, bool *moved
 static int send_some(struct list *list, struct piece *piece, bool *moved)
 {
     ff_group *group = list->run->group;
-    int count = rails(group->nodes, piece);
-    for (int rail = 0; rail < count; rail++) {
+    size_t at = SIZE_MAX;       /* where the first stream is that is not done */
+    for (int rail = 0; rail < rails(group->nodes, piece); rail++) {
         int status = send_by(list, piece, rail, moved);
         if (status)
             return status;
-    }
-    bool busy = false;
-    piece->at = piece->given;
-    for (int rail = 0; rail < count; rail++) {
         const struct way *way = &ff_stream(group, lane_of(rail), piece->peer)->going;
-        busy |= way->busy;
-        piece->at = way->busy ? least(piece->at, way->at) : piece->at;
+        at = way->busy ? least(at, way->at) : at;
     }
-    piece->over = piece->begun && !busy && piece->given == piece->bytes;
+    piece->at = least(at, piece->given);
+    piece->over = piece->begun && at == SIZE_MAX && piece->given == piece->bytes;
     return FF_OK;
 }
 
@@ -214,32 +208,28 @@ static int damaged(struct list *list, const struct piece *piece)
 /* A head has come: what follows it is of this piece, or waits for a later one. */
 static int begin(struct list *list, struct piece *piece, struct way *way)
 {
-    struct nodes *nodes = list->run->group->nodes;
-    uint64_t from = way->head.place - nodes->places[false][piece->peer];
-    bool whole = rails(nodes, piece) == 1;
-    if (!whole && from > piece->bytes && from < UINT64_MAX / 2)
+    ff_group *group = list->run->group;
+    uint64_t from = way->head.place - group->nodes->places[false][piece->peer];
+    size_t bytes = unit_bytes(group->nodes, piece), unit = (size_t)(from / bytes);
+    if (from > piece->bytes && from < UINT64_MAX / 2)
         return FF_OK;
     int status = check(list, piece, &way->head);
     if (status)
         return status;
-    if (whole) {
-        way->busy = from == 0;
-        return way->busy ? FF_OK : damaged(list, piece);
-    }
-    uint64_t unit = from / UNIT_BYTES;
-    if (from % UNIT_BYTES || from >= piece->bytes || unit < piece->unit)
+    if (from % bytes || from > piece->bytes || (from && from == piece->bytes) || unit < piece->unit)
         return damaged(list, piece);
     if (unit - piece->unit >= AHEAD)
         return FF_OK;
     bool twice = piece->came >> (unit - piece->unit) & 1;
-    for (int rail = 0; rail < rails(nodes, piece); rail++) {
-        const struct way *other = &ff_stream(list->run->group, lane_of(rail), piece->peer)->coming;
-        twice |= other->busy && unit_of(other) == unit;
+    for (int rail = 0; rail < rails(group->nodes, piece); rail++) {
+        const struct way *other = &ff_stream(group, lane_of(rail), piece->peer)->coming;
+        twice |= other->busy && other->unit == unit;
     }
     if (twice)
         return damaged(list, piece);
+    way->unit = unit;
     way->at = (size_t)from;
-    way->end = least(way->at + UNIT_BYTES, piece->bytes);
+    way->end = least(way->at + bytes, piece->bytes);
     way->busy = true;
     return FF_OK;
 }
@@ -258,11 +248,11 @@ static int ended(struct list *list, const struct piece *piece, int rail)
 static int check_end(struct list *list, const struct piece *piece)
 {
     ff_group *group = list->run->group;
-    int over = -1, count = rails(group->nodes, piece);
-    for (int rail = 0; rail < count; rail++) {
+    int over = -1;
+    for (int rail = 0; rail < rails(group->nodes, piece); rail++) {
         const struct stream *stream = ff_stream(group, lane_of(rail), piece->peer);
         const struct way *way = &stream->coming;
-        bool awaited = way->busy ? count == 1 || unit_of(way) == piece->unit : way->head_at < HEAD;
+        bool awaited = way->busy ? way->unit == piece->unit : way->head_at < HEAD;
         if (atomic_load(&stream->ended_in) || ff_stream_never_came(group, lane_of(rail), piece->peer))
             over = rail;
         else if (awaited)
@@ -282,62 +272,52 @@ static int receive_by(struct list *list, struct piece *piece, int rail, bool *mo
     int status = FF_OK;
     if (atomic_load(&stream->in) < 0 || atomic_load(&stream->ended_in))
         return FF_OK;
-    if (!way->busy && rails(group->nodes, piece) == 1) {    /* nothing else can come: it is received with its head */
-        way->at = 0;
-        way->end = piece->bytes;
-        to = room(piece, way, &bytes);
-    }
     if (head_at == HEAD && !way->busy && (status = begin(list, piece, way)))
         return status;
-    if (way->busy)
+    bool alone = !way->busy && rails(group->nodes, piece) == 1;    /* nothing else can come: received with its head */
+    if (alone)
+        *way = (struct way){.head = way->head, .head_at = head_at, .end = piece->bytes};
+    if (way->busy || alone)
         to = room(piece, way, &bytes);
     if (head_at == HEAD && !bytes)
         return FF_OK;
     long got = ff_stream_receive(group, stream, &way->head, &way->head_at, to, bytes);
     if (got < 0)
         return ended(list, piece, rail);
-    way->at += (size_t)got;
     *moved |= got > 0 || way->head_at > head_at;
-    return head_at < HEAD && way->head_at == HEAD ? begin(list, piece, way) : FF_OK;
+    if (head_at < HEAD && way->head_at == HEAD)
+        status = begin(list, piece, way);
+    way->at += (size_t)got;
+    return status;
 }
 
-/* A stream has brought some of a piece. */
-static void note(struct piece *piece, struct way *way, bool whole)
+/* A stream has brought some of a piece: how much of it is there without a gap. */
+static void note(struct piece *piece, struct way *way, size_t bytes)
 {
     if (!way->busy)
         return;
     piece->begun = true;
-    if (whole)
+    if (way->at == way->end) {
+        way->busy = false;
+        way->head_at = 0;
+        piece->came |= UINT64_C(1) << (way->unit - piece->unit);
+    } else if (way->unit == piece->unit) {
         piece->at = way->at;
-    if (way->at < way->end)
-        return;
-    way->busy = false;
-    way->head_at = 0;
-    if (!whole)
-        piece->came |= UINT64_C(1) << (unit_of(way) - piece->unit);
+    }
+    for (; piece->came & 1; piece->came >>= 1)
+        piece->at = least(++piece->unit * bytes, piece->bytes);
 }
 
 static int receive_some(struct list *list, struct piece *piece, bool *moved)
 {
     ff_group *group = list->run->group;
-    int count = rails(group->nodes, piece);
-    for (int rail = 0; rail < count && !piece->over; rail++) {
+    for (int rail = 0; rail < rails(group->nodes, piece) && !piece->over; rail++) {
         int status = receive_by(list, piece, rail, moved);
         if (status)
             return status;
-        note(piece, &ff_stream(group, lane_of(rail), piece->peer)->coming, count == 1);
+        note(piece, &ff_stream(group, lane_of(rail), piece->peer)->coming, unit_bytes(group->nodes, piece));
         piece->over = piece->begun && piece->at == piece->bytes;
     }
-    while (piece->came & 1) {
-        piece->came >>= 1;
-        piece->at = least(++piece->unit * UNIT_BYTES, piece->bytes);
-    }
-    for (int rail = 0; rail < count && count > 1; rail++) {
-        const struct way *way = &ff_stream(group, lane_of(rail), piece->peer)->coming;
-        if (way->busy && unit_of(way) == piece->unit)
-            piece->at = way->at;
-    }
-    piece->over = piece->begun && piece->at == piece->bytes;
     return piece->over ? FF_OK : check_end(list, piece);
 }
 

@@ -67,7 +67,7 @@ struct span {
 
 int ff_show(struct run *run, const void *own, const size_t *bytes, char *const *to);
 int ff_swap(struct run *run, const struct blocks *own);
-int ff_add_spans(struct run *run, const struct span *spans, char *part, size_t part_size);
+int ff_add_spans(struct run *run, const struct span *spans, char *part, size_t part_size, ff_reduce add);
 
 /* A node whose rank is missing says so to the others within this. */
 #define FF_GRACE_NS UINT64_C(1000000000)

@@ -425,7 +425,7 @@ static void open_on_nodes(struct rank *own)
     CHECK(own->group, "no memory");
     for (int q = 0; q < count; q++)
         ff_group_peer(own->group, q, -1, NULL, 0);
-    CHECK(ff_group_spread(own->group, own->rank, ranks, node_of, connect_to, own, mine, rails) == 0, "no memory");
+    CHECK(ff_group_spread(own->group, own->rank, ranks, node_of, connect_to, own, mine, rails, 0) == 0, "no memory");
     groups[own->rank] = own->group;
     pthread_barrier_wait(&meeting);
 }

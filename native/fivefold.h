@@ -142,11 +142,12 @@ FF_API void ff_group_close(ff_group *group);
  * those of all nodes. `connect` opens the stream to a rank that something is to be sent to, a connected socket, or
  * returns 0 or less; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of
  * this node. Large tensors of collectives go by `rails` streams at a time, the first of which is lane FF_COLLECTIVES and
- * the others FF_LANES and up. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
+ * the others FF_LANES and up. `rounds`: each node rounds its part of a sum of 16-bit floats, which then travels as they do
+ * and not as floats. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
 enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
 typedef int (*ff_connect)(void *self, int rank, int lane);
 FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
-                           void *self, const int *wakers, int rails);
+                           void *self, const int *wakers, int rails, int rounds);
 /* A stream that `rank` has opened to this one. Returns 0, or -1 if there is one already: the caller closes it. */
 FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor);
 /* In a forked child, which is no rank: close its copies of the streams, which would outlive the parent. */

@@ -148,7 +148,7 @@ struct head {
 struct way {
     struct head head;
     size_t head_at;                         /* bytes of it that have moved */
-    size_t at, end;                         /* of the tensor: what moves next, and the end of the part */
+    size_t unit, at, end;                   /* of the tensor: which part of it, what moves next, and where it ends */
     bool busy;                              /* with a part whose tensor is known */
 };
 
@@ -171,6 +171,7 @@ struct nodes {
     int leaders;                            /* as many ranks as the smallest node has */
     ff_connect connect;
     void *self;                             /* of `connect` */
+    bool rounds;                            /* each node rounds its part of a sum of 16-bit floats */
     int rails, lanes;
     struct stream *streams[FF_LANES + FF_MAX_RAILS - 1];    /* by rank */
     char *scratch;                          /* of collectives */

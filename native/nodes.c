@@ -47,10 +47,11 @@ static void wait_longer(struct run *run)
 
 /* ---- sums */
 
-/* How the parts of nodes travel: 16-bit floats as float, unless no node has anything to add. */
+/* How the parts of nodes travel: 16-bit floats as float, unless no node has anything to add, or each rounds its own. */
 struct parts {
     size_t size;
     ff_reduce add;          /* of all nodes */
+    ff_reduce some;         /* of the ranks of one */
     bool as_they_are;
 };
 
@@ -59,18 +60,22 @@ static struct parts parts_of(const struct run *run)
     const struct nodes *nodes = run->group->nodes;
     uint32_t dtype = run->call->dtype, reduction = run->call->reduction;
     bool half = dtype == FF_F16 || dtype == FF_BF16;
+    if (half && nodes->rounds)
+        return (struct parts){run->size, ff_reduction_of(dtype, reduction),
+                              ff_reduction_of(dtype, reduction == FF_AVG ? FF_SUM : reduction), true};
+    ff_reduce some = ff_reduction_of_some(dtype, reduction);
     if (nodes->ranks == nodes->count || !half)
-        return (struct parts){run->size, ff_reduction_of(dtype, reduction), true};
-    return (struct parts){sizeof(float), ff_reduction_of_parts(dtype, reduction), false};
+        return (struct parts){run->size, ff_reduction_of(dtype, reduction), some, true};
+    return (struct parts){sizeof(float), ff_reduction_of_parts(dtype, reduction), some, false};
 }
 
 /* The part of a node's only rank. */
-static const char *alone(const struct run *run, const struct parts *parts, const char *in, char *room, size_t count)
+static const char *alone(const struct parts *parts, const char *in, char *room, size_t count)
 {
     const void *sources[] = {in};
     if (parts->as_they_are)
         return in;
-    ff_reduction_of_some(run->call->dtype, run->call->reduction)(room, sources, 1, 1, count);
+    parts->some(room, sources, 1, 1, count);
     return room;
 }
 
@@ -146,9 +151,9 @@ static int reduce_small(struct run *run, const struct parts *parts, size_t bytes
     if (!group->rank && !scratch)
         return FF_NO_MEMORY;
     if (group->ranks == 1)
-        part = alone(run, parts, run->call->in, scratch, count);
+        part = alone(parts, run->call->in, scratch, count);
     else
-        status = ff_add_spans(run, spans, scratch, parts->size);
+        status = ff_add_spans(run, spans, scratch, parts->size, parts->some);
     if (!status && !group->rank) {
         struct list list = ff_pieces(run);
         struct sum sum;
@@ -202,9 +207,9 @@ static int begin_stretch(struct run *run, const struct parts *parts, struct stre
     const char *part = scratch;
     int status = FF_OK;
     if (group->ranks == 1)
-        part = alone(run, parts, mine->at, scratch, mine->count);
+        part = alone(parts, mine->at, scratch, mine->count);
     else
-        status = ff_add_spans(run, of->spans, scratch, parts->size);
+        status = ff_add_spans(run, of->spans, scratch, parts->size, parts->some);
     if (status || !mine->count)
         return status;
     bool whole = group->nodes->count == 2 && parts->size == run->size;
@@ -301,8 +306,8 @@ static int reduce_scatter(struct run *run)
             }
             const char *part = room;
             if (group->ranks == 1)
-                part = alone(run, &parts, spans[0].at, room, count);
-            int status = group->ranks == 1 ? FF_OK : ff_add_spans(run, spans, room, parts.size);
+                part = alone(&parts, spans[0].at, room, count);
+            int status = group->ranks == 1 ? FF_OK : ff_add_spans(run, spans, room, parts.size, parts.some);
             if (status)
                 return status;
             room += copies ? part_bytes : 0;

@@ -55,7 +55,7 @@ static bool place_ranks(struct nodes *nodes, const int32_t *node_of)
 }
 
 int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
-                    void *self, const int *wakers, int rails)
+                    void *self, const int *wakers, int rails, int rounds)
 {
     struct nodes *nodes = calloc(1, sizeof *nodes);
     if (!nodes)
@@ -65,6 +65,7 @@ int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of
     nodes->ranks = ranks;
     nodes->connect = connect;
     nodes->self = self;
+    nodes->rounds = rounds;
     nodes->rails = rails < 1 ? 1 : rails > FF_MAX_RAILS ? FF_MAX_RAILS : rails;
     nodes->lanes = FF_LANES + nodes->rails - 1;
     nodes->told = calloc(1, sizeof(struct head));

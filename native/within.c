@@ -83,10 +83,9 @@ int ff_swap(struct run *run, const struct blocks *own)
 }
 
 /* Rank q of the node adds `spans[q]` of all of them, into `part`. */
-int ff_add_spans(struct run *run, const struct span *spans, char *part, size_t part_size)
+int ff_add_spans(struct run *run, const struct span *spans, char *part, size_t part_size, ff_reduce add)
 {
     ff_group *group = run->group;
-    ff_reduce add = ff_reduction_of_some(run->call->dtype, run->call->reduction);
     size_t step = group->staging_bytes / (size_t)group->ranks / 64 * 64 / run->size, most = 0;
     const struct span *mine = &spans[group->rank];
     const void *sources[FF_MAX_LOCAL];

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import fivefold.comm
-from fivefold.comm.streams import set_rails, set_silence
+from fivefold.comm.streams import configure
+from fivefold.sections import Comm
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-set_silence(float(sys.argv[1]))
-interfaces = sys.argv[2].split(",") if len(sys.argv) > 2 else []
-set_rails(interfaces, 1)
+plan = Comm(silence_s=float(sys.argv[1]), interfaces="".join(sys.argv[2:]))
+configure(plan)
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
 dist.init_process_group(fivefold.comm.BACKEND, store=store, rank=rank, world_size=size)
 stop = Path(os.environ["SHARED"]) / "stop"
@@ -43,7 +43,7 @@ try:
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         going, rounds = not ends.item(), rounds + 1
         print("round", flush=True)
-    for name in interfaces:
+    for name in plan.interface_names:
         print(f"{name} sent {psutil.net_io_counters(pernic=True)[name].bytes_sent}", flush=True)
     print(f"all of {rounds} rounds", flush=True)
 except RuntimeError as problem:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from fivefold.comm import streams
+from fivefold.sections import Comm
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
@@ -33,7 +34,9 @@ _reduce_scatter_single: Any = vars(dist).get(
 
 def raw(tensor: Tensor) -> bytes:
     """The bits of a tensor."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # One number alone is contiguous whatever its stride, which a view of bytes is not indifferent to.
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return own.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def suits(name: str, dtype: torch.dtype) -> bool:
@@ -187,10 +190,13 @@ def draw(number: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
     )
 
 
-def reference(name: str, tensors: list[Tensor], nodes: Sequence[int] | None = None) -> Tensor:
+def reference(
+    name: str, tensors: list[Tensor], nodes: Sequence[int] | None = None, *, rounds: bool = False
+) -> Tensor:
     """In the order of a binary tree over the ranks; 16-bit floats in float32, rounded once.
 
-    With the nodes of the ranks: in that of a tree over nodes, each of which is one over its ranks.
+    With the nodes of the ranks: in that of a tree over nodes, each of which is one over its ranks, and
+    `rounds` its sum.
     """
     dtype = tensors[0].dtype
     half = dtype in (torch.bfloat16, torch.float16)
@@ -208,7 +214,10 @@ def reference(name: str, tensors: list[Tensor], nodes: Sequence[int] | None = No
     parts: dict[int, list[Tensor]] = {}
     for tensor, node in zip(acting, nodes or [0] * len(acting), strict=True):
         parts.setdefault(node, []).append(tensor)
-    result = tree([*map(tree, parts.values())])
+    sums = [*map(tree, parts.values())]
+    if half and rounds:
+        sums = [one.to(dtype).float() for one in sums]
+    result = tree(sums)
     if name == "avg":
         result = result / len(tensors)
     return result.to(dtype)
@@ -227,7 +236,11 @@ def laid_out(tensor: Tensor, how: str) -> Tensor:
 
 
 def random_operations(
-    seed: int, rounds: int, most_bytes: int, nodes: Sequence[int] | None = None
+    seed: int,
+    rounds: int,
+    most_bytes: int,
+    nodes: Sequence[int] | None = None,
+    own_partials: bool = False,
 ) -> int:
     """Random reductions in the world and in halves of it, several at once; how many were checked."""
     choose = random.Random(seed)  # alike on all ranks
@@ -249,7 +262,9 @@ def random_operations(
             group = None if world else groups[rank % 2]
             key = number * 10 + part
             where = nodes and [nodes[q] for q in members]
-            expected = reference(name, [draw(key, q, count, dtype) for q in members], where)
+            expected = reference(
+                name, [draw(key, q, count, dtype) for q in members], where, rounds=own_partials
+            )
             tensor = laid_out(draw(key, rank, count, dtype), hows[rank])
             work = dist.all_reduce(tensor, REDUCTIONS[name], group, async_op=choose.random() < 0.6)
             pending.append((work, tensor, expected))
@@ -258,6 +273,18 @@ def random_operations(
             assert raw(tensor) == raw(expected), (number, tensor, expected)
             checked += 1
     return checked
+
+
+def sums_of_halves(count: int) -> list[bytes]:
+    """All-reduce and reduce-scatter of bfloat16, and the mean of float16."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    total = draw(1, rank, count, torch.bfloat16)
+    dist.all_reduce(total)
+    mean = draw(2, rank, count, torch.float16)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    part = torch.empty(count, dtype=torch.bfloat16)
+    dist.reduce_scatter(part, [draw(3, rank, count, torch.bfloat16) for _ in range(size)])
+    return [raw(total), raw(mean), raw(part)]
 
 
 # --- what fails -----------------------------------------------------------------------------------
@@ -350,14 +377,14 @@ def stopped() -> str:
 def at_ports(first: int, last: int) -> int:
     """The port at which this rank takes streams once it has been told at which it may."""
     streams._calls = None  # pyright: ignore[reportPrivateUsage] - it has begun to for the group of all
-    streams.set_ports(range(first, last + 1))
+    streams.configure(Comm(ports=f"{first}-{last}"))
     try:
         total = torch.ones(1)
         dist.all_reduce(total, group=dist.new_group())
         assert total.item() == dist.get_world_size()
         return streams.door().port
     finally:
-        streams.set_ports(range(1))
+        streams.configure(Comm())
 
 
 def killed_with_a_child() -> tuple[float, str]:

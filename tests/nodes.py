@@ -125,7 +125,7 @@ class Nodes:
         a network of its own; cables are those of the first.
         """
         self.apart = apart
-        self._interfaces = interfaces
+        self._hubs = ["hub", *(f"hub{n}" for n in range(1, interfaces))]
         self._template = template
         self._disk_bytes = disk_bytes
         self._shared_bytes = shared_bytes
@@ -343,8 +343,8 @@ class Nodes:
         self._hub, _ = begun(space, self._folder)
         # Else it is that of some cable, and changes when this one goes: for others it is gone for a while.
         bridges = "".join(
-            f"link add hub{n} address 02:05:00:00:0{n}:fe type bridge\nlink set hub{n} up\n"
-            for n in range(self._interfaces)
+            f"link add {hub} address 02:05:00:00:0{n}:fe type bridge\nlink set {hub} up\n"
+            for n, hub in enumerate(self._hubs)
         )
         call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], bridges)
 
@@ -360,10 +360,10 @@ class Nodes:
         anchor, init = begun([*entering(self._hub.pid, "n", "m"), *space, *boot], self._folder)
         address = f"10.5.0.{number + 1}"
         cables, own = "", "link set lo up\n"
-        for n in range(self._interfaces):
+        for n, hub in enumerate(self._hubs):
             cable = f"cable{number}" + (f"-{n}" if n else "")
             cables += f"link add {cable} type veth peer name eth{n} netns {init}\n"
-            cables += f"link set {cable} master hub{n} up\n"
+            cables += f"link set {cable} master {hub} up\n"
             own += f"address add 10.{5 + n}.0.{number + 1}/24 dev eth{n}\nlink set eth{n} up\n"
         try:
             call([*entering(self._hub.pid, "n"), "ip", "-batch", "-"], cables)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 __all__ = ["Failed", "Pool"]
 
@@ -48,6 +48,7 @@ class _Task:
     nodes: Sequence[int] | None
     """by rank, which node it is to say that it is on"""
     rails: int
+    partials: Literal["float32", "own"]
 
 
 def _serve(line: Connection, rank: int) -> None:
@@ -73,8 +74,9 @@ def _in_group(rank: int, task: _Task) -> Any:
     assert fivefold.comm.BACKEND
     if task.nodes is not None:
         from fivefold.comm import meeting, streams
+        from fivefold.sections import Comm
 
-        streams.set_rails([], task.rails)
+        streams.configure(Comm(streams=task.rails, partials=task.partials))
         meeting.node_name = lambda: f"node {task.nodes[rank]}"
     dist.init_process_group(
         task.backend,
@@ -116,6 +118,7 @@ class Pool:
         timeout_s: float = 60.0,
         nodes: Sequence[int] | None = None,
         rails: int = 1,
+        partials: Literal["float32", "own"] = "float32",
     ) -> None:
         """Begin a call on the first `size` ranks, in a default group that ends with it.
 
@@ -135,6 +138,7 @@ class Pool:
             arguments,
             nodes,
             rails,
+            partials,
         )
         for line in self._lines[:size]:
             line.send(task)
@@ -155,9 +159,12 @@ class Pool:
         size: int | None = None,
         nodes: Sequence[int] | None = None,
         rails: int = 1,
+        partials: Literal["float32", "own"] = "float32",
     ) -> list[Any]:
         """Call on the first `size` ranks; the first failure is raised here."""
-        self.start(backend, function, *arguments, size=size, nodes=nodes, rails=rails)
+        self.start(
+            backend, function, *arguments, size=size, nodes=nodes, rails=rails, partials=partials
+        )
         values = self.collect(range(self.size if size is None else size))
         for rank, value in enumerate(values):
             assert not isinstance(value, Failed), f"rank {rank}:\n{value.trace}"

@@ -203,17 +203,19 @@ def worker(part: Part, rounds: int, out: Path) -> None:
     address = os.environ["MASTER_ADDR"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
     import fivefold.comm
-    from fivefold.comm.streams import set_rails
+    from fivefold.comm.streams import configure
+    from fivefold.sections import Comm
 
-    names = [f"eth{n}" for n in range(part.interfaces)] if part.interfaces > 1 else []
-    set_rails(names, 1)
+    named = [f"eth{n}" for n in range(part.interfaces)] if part.interfaces > 1 else []
+    several = Comm(interfaces=",".join(named))
+    configure(several)
     store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, rank == 0)
     dist.init_process_group(fivefold.comm.BACKEND, store=store, rank=rank, world_size=size)
     groups = {"fivefold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    if names:
-        set_rails(names[:1], 1)
+    if named:
+        configure(Comm(interfaces=named[0]))
         groups[ONE] = dist.new_group(backend=fivefold.comm.BACKEND)
-        set_rails(names, 1)
+        configure(several)
     bare = Sockets(rank, address, part.ranks_per_node)
     found: dict[str, list[float]] = {}
 

@@ -30,7 +30,7 @@ __all__ = [
     "bytes_of",
 ]
 
-_MOST_RAILS = 8
+MOST_RAILS = 8
 """as FF_MAX_RAILS of the C core"""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -317,6 +317,9 @@ class Comm:
     ib0,ib1; empty: the one that leads there"""
     streams: int = 1
     """how many connections to each rank of another node large tensors take at a time, on each interface"""
+    partials: Literal["float32", "own"] = "float32"
+    """how a node's part of a sum of 16-bit floats travels to others, with backend fivefold: not rounded, or
+    in their own type, which sends a third less (of two nodes: half) and rounds once more for each node"""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_s=1, silence_s=1, streams=1)
@@ -327,10 +330,10 @@ class Comm:
                 f'comm.interfaces = {self.interfaces!r}: each one once, such as "ib0,ib1"; `ip address` '
                 "names them"
             )
-        if (rails := max(len(names), 1) * self.streams) > _MOST_RAILS:
+        if (rails := max(len(names), 1) * self.streams) > MOST_RAILS:
             raise PlanError(
                 f"comm.streams = {self.streams} on each of {max(len(names), 1)} interfaces make {rails} "
-                f"connections to a rank; {_MOST_RAILS} is the most"
+                f"connections to a rank; {MOST_RAILS} is the most"
             )
 
     @property

@@ -59,6 +59,21 @@ def test_random_sums_are_those_of_one_process_bit_by_bit(pool: Pool, nodes: Sequ
     assert len(set(checked)) == 1 and checked[0] >= 25
 
 
+@pytest.mark.parametrize("nodes", NODES, ids=name_of)
+def test_each_node_may_round_its_part(pool: Pool, nodes: Sequence[int]) -> None:
+    size = len(nodes)
+    pool.run(
+        "fivefold", comm_checks.random_operations, 7, 40, 1 << 20, nodes, True, size=size, nodes=nodes,
+        partials="own",
+    )  # fmt: skip
+    exact = pool.run("fivefold", comm_checks.sums_of_halves, 5000, size=size, nodes=nodes)
+    rounded = pool.run(
+        "fivefold", comm_checks.sums_of_halves, 5000, size=size, nodes=nodes, partials="own"
+    )
+    alone = len({*nodes}) == size
+    assert (rounded == exact) == alone, "with a rank per node there is nothing to round"
+
+
 @pytest.mark.parametrize("rails", [2, 3, 8])
 @pytest.mark.parametrize("nodes", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 1, 2)], ids=name_of)
 def test_large_tensors_by_several_streams_are_the_same(

@@ -21,6 +21,8 @@ from fivefold.comm import streams
 from fivefold.comm.core import Core, Spread
 from fivefold.comm.operations import Operations
 from fivefold.comm.own_arena import own_arena
+from fivefold.errors import LaunchError
+from fivefold.sections import Comm
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 HEAD = struct.Struct("<IiQQQQ")
@@ -78,6 +80,13 @@ def test_a_stream_may_go_to_an_address_of_ipv6(taken: tuple[str, Taken]) -> None
     with socket.socket(fileno=streams.open_stream(six, token, 7, 2, 10)):
         group.wait(1)
         assert group.calls == [(7, 2)]
+
+
+def test_an_interface_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(
+        LaunchError, match=r"no interface ib7 with an address .* those that have one: .*lo"
+    ):
+        streams.configure(Comm(interfaces="lo,ib7"))
 
 
 def test_who_knows_another_key_opens_nothing(taken: tuple[str, Taken]) -> None:

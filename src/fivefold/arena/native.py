@@ -33,6 +33,7 @@ __all__ = [
     "KINDS",
     "MAX_LOCAL",
     "MAX_RANKS",
+    "MESSAGES",
     "MISSING",
     "REDUCTIONS",
     "ArenaError",
@@ -46,6 +47,8 @@ __all__ = [
 ABI = 7
 LIBRARY = "libfivefold_core.so"
 MAX_LOCAL, MAX_RANKS, MISSING = 256, 4096, 7
+MESSAGES = 1
+"""the lane of messages; 0 is that of collectives"""
 
 KINDS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
@@ -126,7 +129,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_open": (pointer, pointer, c_int, c_int),
     "ff_group_peer": (None, pointer, c_int, c_int, pointer, c_size_t),
     "ff_group_probe": (c_int, pointer, c_double, POINTER(CallReport)),
-    "ff_group_spread": (c_int, pointer, c_int, c_int, _INT32S, CONNECT, pointer, _INTS, c_int),
+    "ff_group_spread": (c_int, pointer, c_int, c_int, _INT32S, CONNECT, pointer, _INTS, c_int, c_int),
     "ff_group_accept": (c_int, pointer, c_int, c_int, c_int),
     "ff_group_forget": (None, pointer),
     "ff_group_break": (None, pointer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import socket
 import struct
@@ -14,9 +15,11 @@ from typing import Literal
 
 from fivefold.cluster import reading
 
-__all__ = ["Interface", "interface_for", "interfaces", "local_addresses", "resolve"]
+__all__ = ["Interface", "address_of", "interface_for", "interfaces", "local_addresses", "resolve"]
 
 _RESOLVER_S = 5.0
+_SIOCGIFADDR = 0x8915
+"""see netdevice(7)"""
 
 Kind = Literal["ethernet", "infiniband", "loopback", "other"]
 
@@ -69,6 +72,20 @@ def interface_for(found: tuple[Interface, ...], address: str) -> Interface | Non
     """The interface that has this address, else the one of the default route, else None."""
     own = [one for one in found if address and address in one.addresses]
     return next(iter([*own, *(one for one in found if one.default)]), None)
+
+
+def address_of(interface: str) -> str:
+    """An address of an interface of this machine, IPv4 if it has one; empty if it has none, or is not there.
+
+    Asked of the kernel: of two interfaces in one subnet routes do not tell whose an address is.
+    """
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
+        told = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(told[20:24])
+    return next(iter(_addresses_6(Path("/")).get(interface, [])), "")
 
 
 def _interface(path: Path, addresses: list[str], default: str) -> Interface:

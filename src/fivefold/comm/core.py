@@ -36,8 +36,6 @@ RING_BYTES = 256 << 10
     _TIMEOUT, _DIED, _LEFT, _BROKEN, _MISMATCH, _TOO_LONG, _TOO_SHORT, _UNSUPPORTED, _NO_MEMORY, _CLOSED,
     _UNREADABLE, _CUT_OFF, _UNREACHABLE, _DAMAGED,
 ) = range(1, 15)  # fmt: skip
-_MESSAGES = 1
-"""the lane that has one stream"""
 _OPEN_S = 30.0
 """how long a stream to another node may take to be opened"""
 
@@ -56,6 +54,8 @@ class Spread:
     """names the group to those that open streams to it"""
     wakers: Sequence[int]
     """an eventfd per rank of this node; the group's own from now on"""
+    rounds: bool = False
+    """whether each node rounds its part of a sum of 16-bit floats"""
 
     @property
     def rails(self) -> int:
@@ -113,8 +113,9 @@ class Core:
         numbers = (ctypes.c_int32 * self.size)(*spread.node_of)
         wakers = (ctypes.c_int * len(spread.wakers))(*spread.wakers)
         failed = self.library.ff_group_spread(
-            self._pointer, self.rank, self.size, numbers, self._connect, None, wakers, spread.rails
-        )
+            self._pointer, self.rank, self.size, numbers, self._connect, None, wakers, spread.rails,
+            int(spread.rounds),
+        )  # fmt: skip
         assert not failed, "there is memory for a group"
         streams.expect(spread.token, self)
 
@@ -123,12 +124,7 @@ class Core:
         assert self.spread is not None
         try:
             return streams.open_stream(
-                self.spread.doors[rank],
-                self.spread.token,
-                self.rank,
-                lane,
-                _OPEN_S,
-                several=self.spread.rails > 1 and lane != _MESSAGES,
+                self.spread.doors[rank], self.spread.token, self.rank, lane, _OPEN_S
             )
         except streams.StreamError as problem:
             self.unreachable = str(problem)
@@ -300,7 +296,7 @@ def _who_is_missing(group: Core, report: CallReport, status: int) -> str:
 
 def _how_far(report: CallReport) -> str:
     """What moved over the link to a rank of another node."""
-    if not report.other_bytes or report.status != _TIMEOUT:
+    if not report.other_bytes:
         return ""
     moved, bytes_ = int(report.other_count), int(report.other_bytes)
     way = f"gone to rank {report.other}" if report.other_root else f"come from rank {report.other}"

@@ -74,6 +74,8 @@ class _Decision:
     """that the ranks of each node have in all"""
     token: str
     """names the group to those that open streams to it"""
+    rounds: bool
+    """whether each node rounds its part of a sum of 16-bit floats"""
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Core | Apart:
@@ -114,7 +116,9 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
     spread = None
     if several:
         doors = _doors(dist.PrefixStore("doors", store), rank, size, timeout, what)
-        spread = Spread(local, decision.node_of, doors, decision.token, given.wakers)
+        spread = Spread(
+            local, decision.node_of, doors, decision.token, given.wakers, decision.rounds
+        )
     memory, arenas = Segment.attach(given.fds[0]), [mapped(fd) for fd in given.fds[1:]]
     watches = [watch(pid) for pid in given.pids]
     crowded = _is_crowded(len(here), decision.cores[node])
@@ -150,7 +154,14 @@ def _decided(members: Sequence[_Member], gate: Gate) -> _Decision:
         len({core for member in members if member.node == name for core in member.cores})
         for name in names
     ]
-    return _Decision(_apart(members, node_of), gate.address, node_of, cores, streams.new_token())
+    return _Decision(
+        _apart(members, node_of),
+        gate.address,
+        node_of,
+        cores,
+        streams.new_token(),
+        streams.rounds(),
+    )
 
 
 @functools.cache

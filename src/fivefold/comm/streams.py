@@ -20,14 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol as Interface
 
+from fivefold.arena.native import MESSAGES
+from fivefold.cluster.network import address_of
 from fivefold.errors import LaunchError
+from fivefold.sections import Comm
 from fivefold.wire import (
     Listener,
     OtherKey,
     OtherProtocol,
     OtherVersion,
     Protocol,
-    addresses_of,
     new_key,
     own_address,
     set_up_tcp,
@@ -38,14 +40,13 @@ __all__ = [
     "Door",
     "Member",
     "StreamError",
+    "configure",
     "dismiss",
     "door",
     "expect",
     "new_token",
     "open_stream",
-    "set_ports",
-    "set_rails",
-    "set_silence",
+    "rounds",
 ]
 
 _PROTOCOL = Protocol("fivefold-comm", "2")
@@ -88,54 +89,48 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
-_silence_s = 10.0
-
-
-def set_silence(seconds: float) -> None:
-    """How long a node may acknowledge nothing, for streams that are opened from now on."""
-    global _silence_s  # noqa: PLW0603 - of the process, as its plan says
-    _silence_s = seconds
-
-
-_ports = range(1)
-
-
-def set_ports(ports: range) -> None:
-    """At which of them this process takes calls, if it does not do so yet; 0 stands for any."""
-    global _ports  # noqa: PLW0603 - of the process, as its plan says
-    _ports = ports
-
-
+_plan = Comm()
 _hosts: list[str] = []
 """of the interfaces that the plan names, by rail"""
-_streams = 1
 _UNSENT_BYTES = 256 << 10
-"""what the system may hold of a stream that is not sent: more would have to wait for a slow rail"""
+"""what the system may hold of one of several streams that is not sent: more would wait for a slow one"""
 _IP_BIND_ADDRESS_NO_PORT = 24
 """see ip(7)"""
 
 
-def set_rails(interfaces: Sequence[str], streams: int) -> None:
-    """How many streams to a rank large tensors take, on each of these interfaces or the one that leads there.
+def configure(plan: Comm) -> None:
+    """Open streams, and take calls, as a plan says, from now on; where this process takes calls stays.
 
-    Raises `LaunchError` for an interface that is not there.
+    Raises `LaunchError` for an interface that has no address.
     """
-    global _hosts, _streams
-    _hosts, _streams = addresses_of(interfaces) * streams, streams
+    global _plan, _hosts
+    found = {name: address_of(name) for name in plan.interface_names}
+    for name in (name for name, address in found.items() if not address):
+        there = sorted(one for _, one in socket.if_nameindex() if address_of(one))
+        raise LaunchError(
+            f"{socket.gethostname()} has no interface {name} with an address (comm.interfaces); those that "
+            f"have one: {', '.join(there)}"
+        )
+    _plan, _hosts = plan, [*found.values()] * plan.streams
+
+
+def rounds() -> bool:
+    """Whether each node rounds its part of a sum of 16-bit floats, where this process is the first rank."""
+    return _plan.partials == "own"
 
 
 def _listening_socket() -> socket.socket:
     """At a port that is free. Raises `LaunchError` where none is."""
-    both = socket.has_dualstack_ipv6()
-    begin = os.getpid() % len(_ports)  # ranks of a node do not all try the same ones first
-    for port in [*_ports[begin:], *_ports[:begin]]:
+    both, ports = socket.has_dualstack_ipv6(), _plan.port_range
+    begin = os.getpid() % len(ports)  # ranks of a node do not all try the same ones first
+    for port in [*ports[begin:], *ports[:begin]]:
         with contextlib.suppress(OSError):
             return socket.create_server(
                 ("", port), family=socket.AF_INET6 if both else socket.AF_INET,
                 backlog=socket.SOMAXCONN, dualstack_ipv6=both,
             )  # fmt: skip
     raise LaunchError(
-        f"none of the ports {_ports[0]} to {_ports[-1]} (comm.ports) is free on {socket.gethostname()}: each "
+        f"none of the ports {ports[0]} to {ports[-1]} (comm.ports) is free on {socket.gethostname()}: each "
         "rank of a node needs one to take streams of other nodes"
     )
 
@@ -158,7 +153,7 @@ class _Calls:
     @property
     def door(self) -> Door:
         """Where."""
-        return Door(_hosts or [own_address()] * _streams, self._port, self._key)
+        return Door(_hosts or [own_address()] * _plan.streams, self._port, self._key)
 
     @property
     def usable(self) -> bool:
@@ -237,21 +232,23 @@ def dismiss(token: str) -> None:
     _listening().remove(token)
 
 
-def open_stream(
-    to: Door, token: str, rank: int, lane: int, timeout_s: float, *, several: bool = False
-) -> int:
-    """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`.
-
-    `several`: it is one of several at a time.
-    """
+def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) -> int:
+    """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
     end = time.monotonic() + timeout_s
-    rail = max(lane - 1, 0)  # lanes: collectives, messages, further rails of collectives
+    rail = max(lane - MESSAGES, 0)  # behind messages there are further rails of collectives
     host, own = to.hosts[rail], _hosts[rail] if _hosts else ""
     where = f"{host}:{to.port}" + (f" from {own}, one of comm.interfaces" if own else "")
     call = _CALL.pack(bytes.fromhex(token), rank, lane)
     while True:
         try:
-            return _opened((host, to.port), own, bytes.fromhex(to.key), call, end, several=several)
+            with _connected((host, to.port), own) as line:
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if len(to.hosts) > 1 and lane != MESSAGES:
+                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+                _PROTOCOL.call(line, bytes.fromhex(to.key), end)
+                line.sendall(call)
+                _prepare(line)
+                return line.detach() or os.dup(0)  # the core takes 0 for a failure
         except OtherKey:
             raise StreamError(
                 f"{where} knows another key: it is a process of another job"
@@ -274,13 +271,13 @@ def open_stream(
 def _connected(to: tuple[str, int], own: str) -> socket.socket:
     """From an address of this host, if one is given."""
     if not own:
-        return socket.create_connection(to, _silence_s)
+        return socket.create_connection(to, _plan.silence_s)
     line = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET, socket.SOCK_STREAM)
     try:
         # Without it the system takes a port of its own for each stream, wherever that leads.
         line.setsockopt(socket.SOL_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
         line.bind((own, 0))
-        line.settimeout(_silence_s)
+        line.settimeout(_plan.silence_s)
         line.connect(to)
     except BaseException:
         line.close()
@@ -288,19 +285,6 @@ def _connected(to: tuple[str, int], own: str) -> socket.socket:
     return line
 
 
-def _opened(
-    to: tuple[str, int], own: str, key: bytes, call: bytes, end: float, *, several: bool
-) -> int:
-    with _connected(to, own) as line:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if several:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        _PROTOCOL.call(line, key, end)
-        line.sendall(call)
-        _prepare(line)
-        return line.detach() or os.dup(0)  # the core takes 0 for a failure
-
-
 def _prepare(line: socket.socket) -> None:
-    set_up_tcp(line, _silence_s)
+    set_up_tcp(line, _plan.silence_s)
     line.setblocking(False)

@@ -19,9 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fivefold.comm import BACKEND, register
+from fivefold.comm import BACKEND, register, streams
 from fivefold.comm.store import all_differ
-from fivefold.comm.streams import set_ports, set_rails, set_silence
 from fivefold.comm.tracing import trace_folder
 from fivefold.comm.tracing_groups import trace_groups
 from fivefold.errors import FivefoldError, LaunchError, PlanError, UsageError
@@ -164,9 +163,7 @@ def _backend(
 
 def _join(place: RankPlace, plan: Plan, device: torch.device) -> None:
     register()
-    set_silence(plan.comm.silence_s)
-    set_ports(plan.comm.port_range)
-    set_rails(plan.comm.interface_names, plan.comm.streams)
+    streams.configure(plan.comm)
     timeout = timedelta(seconds=plan.comm.timeout_s)
     try:
         store = _store(place, timeout)

@@ -1,6 +1,6 @@
 """Channels between processes of a job: taking calls, proving who calls, and messages in frames."""
 
-from fivefold.wire.address import addresses_of, own_address
+from fivefold.wire.address import own_address
 from fivefold.wire.callers import Callers
 from fivefold.wire.channel import Channel, set_up_tcp
 from fivefold.wire.frames import Frames, LinkClosed, LinkError, Message
@@ -27,7 +27,6 @@ __all__ = [
     "OtherProtocol",
     "OtherVersion",
     "Protocol",
-    "addresses_of",
     "new_key",
     "own_address",
     "set_up_tcp",

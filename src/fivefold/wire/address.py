@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import ipaddress
 import os
 import socket
-import struct
-from collections.abc import Sequence
-from pathlib import Path
 
-from fivefold.errors import LaunchError
-
-__all__ = ["addresses_of", "own_address"]
+__all__ = ["own_address"]
 
 
 def own_address() -> str:
@@ -32,44 +25,3 @@ def own_address() -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
-
-
-def addresses_of(interfaces: Sequence[str]) -> list[str]:
-    """The address of each of these network interfaces of this host.
-
-    Raises `LaunchError` for one that it does not have, or that has no address.
-    """
-    there, host = [name for _, name in socket.if_nameindex()], socket.gethostname()
-    if missing := [name for name in interfaces if name not in there]:
-        raise LaunchError(
-            f"{host} has no interface {missing[0]} (comm.interfaces); it has {', '.join(sorted(there))}"
-        )
-    found = [_ipv4_of(name) or _ipv6_of(name) for name in interfaces]
-    for name, address in zip(interfaces, found, strict=True):
-        if not address:
-            raise LaunchError(f"interface {name} of {host} (comm.interfaces) has no address")
-    return found
-
-
-_SIOCGIFADDR = 0x8915
-"""see netdevice(7)"""
-
-
-def _ipv4_of(interface: str) -> str:
-    asked = struct.pack("256s", interface.encode())
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
-    ):
-        return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)[20:24])
-    return ""
-
-
-def _ipv6_of(interface: str) -> str:
-    """One that leads beyond the link."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if name == interface and scope == "00":
-                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-    return ""

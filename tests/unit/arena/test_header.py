@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fivefold import sections
 from fivefold.arena import native
 from fivefold.comm import core
 
@@ -44,12 +45,17 @@ def test_reductions() -> None:
     assert [name.upper() for name in native.REDUCTIONS] == members("ff_reduction")
 
 
+def test_lanes() -> None:
+    assert members("ff_lane").index("MESSAGES") == native.MESSAGES
+
+
 def test_limits() -> None:
     told = {
         "FF_ABI": native.ABI,
         "FF_MAX_LOCAL": native.MAX_LOCAL,
         "FF_MAX_RANKS": native.MAX_RANKS,
         "FF_MISSING": native.MISSING,
+        "FF_MAX_RAILS": sections.MOST_RAILS,
     }
     for name, value in told.items():
         found = re.search(rf"#define {name} (\d+)", HEADER)
