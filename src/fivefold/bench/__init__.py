@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fivefold.bench.contender import CONTENDERS, Contender, start
 from fivefold.bench.measure import Measurement, MeasureTask, Sweep, measure
-from fivefold.bench.work import OPERATIONS
+from fivefold.bench.work import MESSAGES, OPERATIONS
 
 __all__ = [
     "CONTENDERS",
+    "MESSAGES",
     "OPERATIONS",
     "Contender",
     "MeasureTask",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fivefold.bench.contender import Contender
+from fivefold.bench.work import messages_under_way
 
 __all__ = ["MeasureTask", "Measurement", "Sweep", "measure", "sizes_between"]
 
@@ -42,6 +43,8 @@ class Measurement:
     compute_s: float = 0.0
     pure_s: float = 0.0
     """overlap only: without computing"""
+    moved_bytes: int = 0
+    """messages of `bw`, `bibw` and `multi-bw`: what all pairs send in that time, both ways"""
 
     @property
     def median_s(self) -> float:
@@ -96,7 +99,8 @@ def measure(
     """Let the contenders take turns at every size, in an order that changes from round to round."""
     results: dict[str, list[Measurement]] = {c.name: [] for c in contenders}
     for size in sizes:
-        at_size = {c.name: Measurement(size) for c in contenders}
+        moved_bytes = size * messages_under_way(request.operation, size, request.ranks)
+        at_size = {c.name: Measurement(size, moved_bytes=moved_bytes) for c in contenders}
         for number in range(rounds):
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
@@ -123,7 +127,7 @@ def iterations_for(size_bytes: int) -> tuple[int, int]:
 
 
 def _one_round(request: MeasureTask, contender: Contender, found: Measurement, number: int) -> None:
-    warmup, iterations = iterations_for(found.size_bytes)
+    warmup, iterations = iterations_for(found.moved_bytes or found.size_bytes)
     answers = contender.ask({
         "operation": request.operation, "dtype": request.dtype, "overlap": request.overlap,
         "size_bytes": found.size_bytes, "warmup": warmup, "iterations": iterations,
@@ -139,7 +143,6 @@ def _one_round(request: MeasureTask, contender: Contender, found: Measurement, n
             before = getattr(found, key) * number
             setattr(found, key, (before + statistics.fmean(a[key] for a in answers)) / (number + 1))
     else:
-        taking_part = answers[:2] if request.operation == "p2p" else answers
-        means = [statistics.fmean(answer["times_s"]) for answer in taking_part]
+        means = [statistics.fmean(answer["times_s"]) for answer in answers if answer["times_s"]]
     found.rounds_s.append(statistics.fmean(means))
     found.least_s, found.most_s = min(found.least_s, *means), max(found.most_s, *means)

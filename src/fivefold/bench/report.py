@@ -44,7 +44,8 @@ def show(sweep: Sweep, console: Console) -> None:
     nodes = sweep.environment.get("nodes", 1)
     where = f" on {nodes} nodes" if nodes > 1 else ""
     what = f"{request.operation} of {request.dtype}, {request.ranks} ranks{where}"
-    console.print(f"{what}; microseconds, median over rounds", highlight=False)
+    unit = "MB/s of all pairs together" if _in_rates(sweep) else "microseconds"
+    console.print(f"{what}; {unit}, median over rounds", highlight=False)
     console.print(_overlap_table(sweep) if request.overlap else _table(sweep, console.is_terminal))
     load, cores = sweep.environment["load_before"], sweep.environment["cores"]
     if load > 0.5:
@@ -55,11 +56,6 @@ def show(sweep: Sweep, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    if nodes > 1 and "fivefold" in sweep.results:
-        console.print(
-            "note: between nodes, groups of fivefold are those of gloo",
-            style="yellow", highlight=False,
-        )  # fmt: skip
     for name, found in sweep.results.items():
         for problem_ in dict.fromkeys(m.error for m in found if m.error):
             console.print(
@@ -80,10 +76,25 @@ def _table(sweep: Sweep, pretty: bool) -> Table:
         table.add_column(heading, justify="right")
     for at, measured in enumerate(sweep.results[first]):
         row = [found[at] for found in sweep.results.values()]
-        ratios = [f"{m.median_s / measured.median_s:.2f}" for m in row[1:]]
-        spread = [f"{1e6 * measured.least_s:.1f}", f"{1e6 * measured.most_s:.1f}"]
-        table.add_row(size_text(measured.size_bytes), *map(_cell, row), *(ratios or spread))
+        ratios = [
+            f"{_figure(m, m.median_s) / _figure(measured, measured.median_s):.2f}" for m in row[1:]
+        ]
+        spread = sorted(_figure(measured, s) for s in (measured.least_s, measured.most_s))
+        table.add_row(
+            size_text(measured.size_bytes),
+            *map(_cell, row),
+            *(ratios or [f"{figure:.1f}" for figure in spread]),
+        )
     return table
+
+
+def _in_rates(sweep: Sweep) -> bool:
+    return any(m.moved_bytes for found in sweep.results.values() for m in found)
+
+
+def _figure(m: Measurement, seconds: float) -> float:
+    """Microseconds, or what was moved in that time, in MB/s."""
+    return m.moved_bytes / seconds / 1e6 if m.moved_bytes else 1e6 * seconds
 
 
 def _overlap_table(sweep: Sweep) -> Table:
@@ -99,7 +110,7 @@ def _overlap_table(sweep: Sweep) -> Table:
 
 
 def _cell(m: Measurement) -> str:
-    return "-" if m.error else f"{1e6 * m.median_s:.1f}"
+    return "-" if m.error else f"{_figure(m, m.median_s):.1f}"
 
 
 def size_text(size_bytes: int) -> str:
@@ -126,11 +137,12 @@ def plot(sweep: Sweep, path: Path) -> None:
         there = [m for m in found if not m.error]
         axes.loglog(
             [m.size_bytes for m in there],
-            [1e6 * m.median_s for m in there],
+            [_figure(m, m.median_s) for m in there],
             "o-",
             label=CONTENDERS[name],
         )
-    axes.set(xlabel="bytes per rank", ylabel="microseconds", title=sweep.request.operation)
+    unit = "MB/s" if _in_rates(sweep) else "microseconds"
+    axes.set(xlabel="bytes per rank", ylabel=unit, title=sweep.request.operation)
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend()
     figure.savefig(path, format="svg")

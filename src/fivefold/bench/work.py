@@ -1,7 +1,7 @@
 """What a contender's rank is asked to time: an operation on so many bytes, whose result is checked.
 
 `Torch` asks torch.distributed, `Mpi` asks mpi4py; the same operation on tensors or arrays of the same size.
-Sizes are those of one rank's contribution, as in the OSU benchmarks.
+Sizes are those of one rank's contribution, or of one message, as in the OSU benchmarks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["OPERATIONS", "CommWay", "Mpi", "Torch"]
+__all__ = ["MESSAGES", "OPERATIONS", "CommWay", "Mpi", "Torch", "messages_under_way", "partner_of"]
 
+MESSAGES = ("p2p", "bw", "bibw", "multi-p2p", "multi-bw")
+"""Messages between the first and the last rank, or, of several pairs, between the first half and the second:
+there and back (latency), many under way in one direction, or in both"""
 OPERATIONS = (
     "allreduce",
     "allgather",
@@ -19,9 +22,14 @@ OPERATIONS = (
     "alltoall",
     "bcast",
     "reduce",
-    "p2p",
+    "gather",
+    "scatter",
+    *MESSAGES,
     "barrier",
 )
+_WINDOW, _WINDOW_BYTES = 64, 64 << 20
+_WHOLE = ("allgather", "reduce-scatter", "alltoall", "gather", "scatter")
+"""operations for which ranks hold room for what all contribute"""
 Run = Callable[[], Any]
 Check = Callable[[], bool]
 
@@ -62,26 +70,105 @@ class _Buffers:
         """Call once, and see whether the result is what it should be."""
         self.one[:] = rank + 1
         self.sent[:] = rank + 1
+        self.got[:] = 0
         started = run()
         if hasattr(started, "wait"):
             started.wait()
         total = ranks * (ranks + 1) // 2
-        expected = {"allreduce": total, "reduce-scatter": total, "bcast": 1}
+        expected = {"allreduce": total, "reduce-scatter": total, "bcast": 1, "scatter": 1}
+        if operation in MESSAGES:
+            partner = partner_of(operation, rank, ranks)
+            if partner is None or (operation in {"bw", "multi-bw"} and rank < partner):
+                return True  # to whom nothing comes, but for an answer
+            return _all(self.got, partner + 1)
+        if operation in ("reduce", "gather") and rank != 0:
+            return True
         if operation == "reduce":
-            return rank != 0 or _all(self.one, total)
+            return _all(self.one, total)
         if operation in expected:
             return _all(self.one, expected[operation])
-        if operation in ("allgather", "alltoall"):
+        if operation in ("allgather", "alltoall", "gather"):
             return all(_all(part, q + 1) for q, part in enumerate(self.got.reshape(ranks, -1)))
-        return operation in ("barrier", "stream") or rank > 1 or _all(self.one, 1)
+        return operation in ("barrier", "stream")
 
 
 def _all(values: Any, expected: int) -> bool:
     return bool((values == expected).all())
 
 
+def partner_of(operation: str, rank: int, ranks: int) -> int | None:
+    """Whom a rank exchanges messages with, if it does.
+
+    >>> [partner_of("multi-bw", rank, 5) for rank in range(5)]
+    [2, 3, 0, 1, None]
+    """
+    if not operation.startswith("multi-"):
+        return {0: ranks - 1, ranks - 1: 0}.get(rank)
+    half = ranks // 2
+    return None if rank >= 2 * half else (rank + half) % (2 * half)
+
+
+def messages_under_way(operation: str, size_bytes: int, ranks: int) -> int:
+    """How many messages all pairs together send between two answers; 0 for what measures latency.
+
+    >>> messages_under_way("bw", 4, 2), messages_under_way("multi-bw", 4 << 20, 8)
+    (64, 64)
+    """
+    if not operation.endswith("bw"):
+        return 0
+    pairs = ranks // 2 if operation.startswith("multi-") else 1
+    ways = 2 if operation == "bibw" else 1
+    return pairs * ways * _window(size_bytes)
+
+
+def _window(size_bytes: int) -> int:
+    return max(1, min(_WINDOW, _WINDOW_BYTES // size_bytes))
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """How a contender sends and receives: all take a buffer and a rank; those that begin return a request."""
+
+    send: Callable[[Any, int], Any]
+    receive: Callable[[Any, int], Any]
+    begin_send: Callable[[Any, int], Any]
+    begin_receive: Callable[[Any, int], Any]
+
+
+def _messages(operation: str, lines: _Lines, buffers: _Buffers, rank: int, ranks: int) -> Run:
+    """What a rank does in one measurement of messages."""
+    partner = partner_of(operation, rank, ranks)
+    one, got = buffers.one, buffers.got
+    if partner is None:
+        return lambda: None
+    first = rank < partner
+
+    def there_and_back() -> None:
+        if first:
+            lines.send(one, partner)
+            lines.receive(got, partner)
+        else:
+            lines.receive(got, partner)
+            lines.send(one, partner)
+
+    def many() -> None:
+        begun: list[Any] = []
+        for _ in range(_window(one.nbytes)):
+            if not first or operation == "bibw":
+                begun.append(lines.begin_receive(got, partner))
+            if first or operation == "bibw":
+                begun.append(lines.begin_send(one, partner))
+        for request in begun:
+            request.wait()
+        (lines.receive if first else lines.send)(
+            buffers.sent, partner
+        )  # the answer, of one element
+
+    return many if operation.endswith("bw") else there_and_back
+
+
 def _chosen(operation: str, runs: Mapping[str, Run], *, later: bool) -> Run:
-    if operation not in runs or (later and operation == "p2p"):
+    if operation not in runs or (later and operation in MESSAGES):
         raise ValueError(f"{operation} is not offered here")
     return runs[operation]
 
@@ -115,8 +202,11 @@ class Torch:
         """See `CommWay`."""
         dist, group = self._dist, self._group
         count = max(1, size_bytes // getattr(self._torch, dtype).itemsize)
-        whole = count * self.size if operation in ("allgather", "reduce-scatter", "alltoall") else 1
-        one, sent, got = (self._tensor(n, dtype) for n in (count, whole, whole))
+        whole = count * self.size if operation in _WHOLE else 1
+        came = count if operation in MESSAGES else whole
+        one, sent, got = (self._tensor(n, dtype) for n in (count, whole, came))
+        buffers = _Buffers(one, sent, got)
+        root = self.rank == 0
         names = vars(dist)  # torch 2.13 renamed two
         gather: Any = names.get("all_gather_single", names["all_gather_into_tensor"])
         scatter: Any = names.get("reduce_scatter_single", names["reduce_scatter_tensor"])
@@ -128,21 +218,28 @@ class Torch:
             "reduce-scatter": lambda: scatter(one, sent, group=group, async_op=later),
             "alltoall": lambda: dist.all_to_all_single(got, sent, group=group, async_op=later),
             "barrier": lambda: dist.barrier(group=group, async_op=later),
-            "p2p": lambda: self._ping_pong(one),
+            "gather": lambda: dist.gather(
+                one, [*got.chunk(self.size)] if root else None, 0, group=group, async_op=later
+            ),
+            "scatter": lambda: dist.scatter(
+                one, [*sent.chunk(self.size)] if root else None, 0, group=group, async_op=later
+            ),
             # Not communication but its limit: all ranks read and write as many bytes at once.
             "stream": lambda: one.add_(1),
+            **dict.fromkeys(
+                MESSAGES, _messages(operation, self._lines(), buffers, self.rank, self.size)
+            ),
         })  # fmt: skip
-        buffers = _Buffers(one, sent, got)
         return run, lambda: buffers.right(operation, run, self.rank, self.size)
 
-    def _ping_pong(self, one: Any) -> None:
+    def _lines(self) -> _Lines:
         dist, group = self._dist, self._group
-        if self.rank == 0:
-            dist.send(one, group=group, group_dst=1)
-            dist.recv(one, group=group, group_src=1)
-        elif self.rank == 1:
-            dist.recv(one, group=group, group_src=0)
-            dist.send(one, group=group, group_dst=0)
+        return _Lines(
+            lambda tensor, rank: dist.send(tensor, group=group, group_dst=rank),
+            lambda tensor, rank: dist.recv(tensor, group=group, group_src=rank),
+            lambda tensor, rank: dist.isend(tensor, group=group, group_dst=rank),
+            lambda tensor, rank: dist.irecv(tensor, group=group, group_src=rank),
+        )
 
     def meet(self) -> None:
         """See `CommWay`."""
@@ -173,7 +270,9 @@ class Mpi:
         comm, here = self._comm, self._mpi.IN_PLACE
         count = max(1, size_bytes // np.dtype(dtype).itemsize)
         one = np.zeros(count, dtype)
-        sent, got = np.zeros(count * self.size, dtype), np.zeros(count * self.size, dtype)
+        whole = count * self.size if operation in _WHOLE else 1
+        sent, got = (np.zeros(n, dtype) for n in (whole, count if operation in MESSAGES else whole))
+        buffers, root = _Buffers(one, sent, got), self.rank == 0
 
         def call(name: str, *arguments: Any) -> Any:
             if not later:
@@ -191,19 +290,22 @@ class Mpi:
             "reduce-scatter": lambda: call("Reduce_scatter_block", sent, one),
             "alltoall": lambda: call("Alltoall", sent, got),
             "barrier": lambda: call("Barrier"),
-            "p2p": lambda: self._ping_pong(one),
+            "gather": lambda: call("Gather", one, got if root else None),
+            "scatter": lambda: call("Scatter", sent if root else None, one),
+            **dict.fromkeys(
+                MESSAGES, _messages(operation, self._lines(), buffers, self.rank, self.size)
+            ),
         })  # fmt: skip
-        buffers = _Buffers(one, sent, got)
         return run, lambda: buffers.right(operation, run, self.rank, self.size)
 
-    def _ping_pong(self, one: Any) -> None:
+    def _lines(self) -> _Lines:
         comm = self._comm
-        if self.rank == 0:
-            comm.Send(one, 1)
-            comm.Recv(one, 1)
-        elif self.rank == 1:
-            comm.Recv(one, 0)
-            comm.Send(one, 0)
+        return _Lines(
+            comm.Send,
+            comm.Recv,
+            lambda array, rank: _Waiting(comm.Isend(array, rank)),
+            lambda array, rank: _Waiting(comm.Irecv(array, rank)),
+        )
 
     def meet(self) -> None:
         """See `CommWay`."""

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from fivefold.bench.contender import KEY, PROTOCOL
-from fivefold.bench.work import Check, CommWay, Mpi, Run, Torch
+from fivefold.bench.work import MESSAGES, Check, CommWay, Mpi, Run, Torch, partner_of
 from fivefold.launch.agent_call import call
 
 __all__ = ["main"]
@@ -69,8 +69,11 @@ def _blocking(work: CommWay, request: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    if request["operation"] == "p2p":
+    operation = request["operation"]
+    if operation.endswith("p2p"):
         times = [there_and_back / 2 for there_and_back in times]
+    if operation in MESSAGES and partner_of(operation, work.rank, work.size) is None:
+        times = []
     return {"times_s": times, "right": right}
 
 

@@ -1,4 +1,4 @@
-"""`fivefold bench`: how fast ranks of one node communicate, several contenders side by side."""
+"""`fivefold bench`: how fast ranks of a node, or of several, communicate; contenders side by side."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Bench:
     """
 
     operation: Annotated[str, tyro.conf.Positional, _option("OPERATION")]
-    """allreduce, allgather, reduce-scatter, alltoall, bcast, reduce, p2p or barrier"""
+    """allreduce, allgather, reduce-scatter, alltoall, bcast, reduce, gather, scatter or barrier; of messages
+    between the first and the last rank p2p (latency), bw and bibw (64 under way, one way or both), between
+    both halves of the ranks multi-p2p and multi-bw"""
     processes: Annotated[
         int | None, tyro.conf.arg(aliases=["-n", "-np"], metavar="N", help_behavior_hint="")
     ] = None
@@ -108,7 +110,7 @@ class Bench:
         return names
 
     def _check(self) -> None:
-        from fivefold.bench import OPERATIONS
+        from fivefold.bench import MESSAGES, OPERATIONS
 
         if self.operation not in OPERATIONS:
             raise UsageError(
@@ -116,8 +118,8 @@ class Bench:
             )
         if self.rounds < 1:
             raise UsageError(f"--rounds {self.rounds}: at least 1 is needed")
-        if self.overlap and self.operation == "p2p":
-            raise UsageError("--overlap is for collectives; p2p measures latency")
+        if self.overlap and self.operation in MESSAGES:
+            raise UsageError(f"--overlap is for collectives; {self.operation} measures messages")
         for path in (self.json, self.plot):
             if path is not None and not path.resolve().parent.is_dir():
                 raise UsageError(f"{path}: there is no folder {path.resolve().parent}")
