@@ -38,6 +38,19 @@ def test_contenders_are_measured_and_their_results_checked(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+def test_messages_of_pairs_are_told_in_bytes_per_second(tmp_path: Path) -> None:
+    done = bench(
+        "multi-bw", "-n", "5", "--sizes", "4K", "--rounds", "1", "--json", "all.json", folder=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads((tmp_path / "all.json").read_text())["results"]["fivefold"]
+    assert found["moved_bytes"] == 2 * 64 * 4096  # of two pairs; the fifth rank has no partner
+    assert found["right"] and not found["error"]
+    rate = found["moved_bytes"] / found["rounds_s"][0] / 1e6
+    assert "MB/s" in done.stdout and f"{rate:.1f}" in done.stdout
+
+
+@pytest.mark.skipif(bool(problem()), reason="installed without the C core")
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)

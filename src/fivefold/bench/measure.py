@@ -25,6 +25,11 @@ class MeasureTask:
     overlap: bool = False
     """whether the call goes on while the caller computes"""
 
+    @property
+    def in_rates(self) -> bool:
+        """Whether bytes per second are told of it, not seconds."""
+        return messages_under_way(self.operation, 1, self.ranks) > 0
+
 
 @dataclass
 class Measurement:

@@ -44,7 +44,7 @@ def show(sweep: Sweep, console: Console) -> None:
     nodes = sweep.environment.get("nodes", 1)
     where = f" on {nodes} nodes" if nodes > 1 else ""
     what = f"{request.operation} of {request.dtype}, {request.ranks} ranks{where}"
-    unit = "MB/s of all pairs together" if _in_rates(sweep) else "microseconds"
+    unit = "MB/s of all pairs together" if request.in_rates else "microseconds"
     console.print(f"{what}; {unit}, median over rounds", highlight=False)
     console.print(_overlap_table(sweep) if request.overlap else _table(sweep, console.is_terminal))
     load, cores = sweep.environment["load_before"], sweep.environment["cores"]
@@ -86,10 +86,6 @@ def _table(sweep: Sweep, pretty: bool) -> Table:
             *(ratios or [f"{figure:.1f}" for figure in spread]),
         )
     return table
-
-
-def _in_rates(sweep: Sweep) -> bool:
-    return any(m.moved_bytes for found in sweep.results.values() for m in found)
 
 
 def _figure(m: Measurement, seconds: float) -> float:
@@ -141,7 +137,7 @@ def plot(sweep: Sweep, path: Path) -> None:
             "o-",
             label=CONTENDERS[name],
         )
-    unit = "MB/s" if _in_rates(sweep) else "microseconds"
+    unit = "MB/s" if sweep.request.in_rates else "microseconds"
     axes.set(xlabel="bytes per rank", ylabel=unit, title=sweep.request.operation)
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend()

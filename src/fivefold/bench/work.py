@@ -58,16 +58,40 @@ class CommWay(Protocol):
         ...
 
 
-@dataclass
-class _Buffers:
-    """Tensors or arrays: of one rank's size, and of all ranks'. Rank r contributes r + 1 throughout."""
+@dataclass(frozen=True)
+class _Sending:
+    """How a contender sends and receives: all take a buffer and a rank; those that begin return a request."""
 
-    one: Any
-    sent: Any
-    got: Any
+    send: Callable[[Any, int], Any]
+    receive: Callable[[Any, int], Any]
+    begin_send: Callable[[Any, int], Any]
+    begin_receive: Callable[[Any, int], Any]
 
-    def right(self, operation: str, run: Run, rank: int, ranks: int) -> bool:
+
+class _Prepared:
+    """One of `OPERATIONS`, and its tensors or arrays; rank r contributes r + 1 throughout."""
+
+    def __init__(
+        self, name: str, way: CommWay, size_bytes: int, count: int, make: Callable[[int], Any]
+    ) -> None:
+        whole = count * way.size if name in _WHOLE else 1
+        self._name, self._rank, self._ranks, self._size_bytes = name, way.rank, way.size, size_bytes
+        self.one, self.sent = make(count), make(whole)
+        self.got = make(count if name in MESSAGES else whole)
+
+    def prepared(
+        self, runs: Mapping[str, Run], lines: _Sending, *, later: bool
+    ) -> tuple[Run, Check]:
+        """What `CommWay.prepare` returns, of collectives by name and what carries messages."""
+        messages = self._name in MESSAGES
+        if later if messages else self._name not in runs:
+            raise ValueError(f"{self._name} is not offered here")
+        run = self._messages(lines) if messages else runs[self._name]
+        return run, lambda: self._right(run)
+
+    def _right(self, run: Run) -> bool:
         """Call once, and see whether the result is what it should be."""
+        name, rank, ranks = self._name, self._rank, self._ranks
         self.one[:] = rank + 1
         self.sent[:] = rank + 1
         self.got[:] = 0
@@ -75,21 +99,48 @@ class _Buffers:
         if hasattr(started, "wait"):
             started.wait()
         total = ranks * (ranks + 1) // 2
-        expected = {"allreduce": total, "reduce-scatter": total, "bcast": 1, "scatter": 1}
-        if operation in MESSAGES:
-            partner = partner_of(operation, rank, ranks)
-            if partner is None or (operation in {"bw", "multi-bw"} and rank < partner):
+        if name in MESSAGES:
+            partner = partner_of(name, rank, ranks)
+            if partner is None or (name in {"bw", "multi-bw"} and rank < partner):
                 return True  # to whom nothing comes, but for an answer
             return _all(self.got, partner + 1)
-        if operation in ("reduce", "gather") and rank != 0:
+        if name in ("reduce", "gather") and rank != 0:
             return True
-        if operation == "reduce":
+        if name in ("allreduce", "reduce-scatter", "reduce"):
             return _all(self.one, total)
-        if operation in expected:
-            return _all(self.one, expected[operation])
-        if operation in ("allgather", "alltoall", "gather"):
+        if name in ("bcast", "scatter"):
+            return _all(self.one, 1)
+        if name in ("allgather", "alltoall", "gather"):
             return all(_all(part, q + 1) for q, part in enumerate(self.got.reshape(ranks, -1)))
-        return operation in ("barrier", "stream")
+        return name in ("barrier", "stream")
+
+    def _messages(self, lines: _Sending) -> Run:
+        """What this rank does in one measurement of messages."""
+        partner = partner_of(self._name, self._rank, self._ranks)
+        if partner is None:
+            return lambda: None
+        first, both = self._rank < partner, self._name == "bibw"
+        window, answer = _window(self._size_bytes), self.sent
+
+        def there_and_back() -> None:
+            if first:
+                lines.send(self.one, partner)
+            lines.receive(self.got, partner)
+            if not first:
+                lines.send(self.one, partner)
+
+        def many() -> None:
+            begun: list[Any] = []
+            for _ in range(window):
+                if both or not first:
+                    begun.append(lines.begin_receive(self.got, partner))
+                if both or first:
+                    begun.append(lines.begin_send(self.one, partner))
+            for request in begun:
+                request.wait()
+            (lines.receive if first else lines.send)(answer, partner)
+
+        return many if self._name.endswith("bw") else there_and_back
 
 
 def _all(values: Any, expected: int) -> bool:
@@ -125,54 +176,6 @@ def _window(size_bytes: int) -> int:
     return max(1, min(_WINDOW, _WINDOW_BYTES // size_bytes))
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """How a contender sends and receives: all take a buffer and a rank; those that begin return a request."""
-
-    send: Callable[[Any, int], Any]
-    receive: Callable[[Any, int], Any]
-    begin_send: Callable[[Any, int], Any]
-    begin_receive: Callable[[Any, int], Any]
-
-
-def _messages(operation: str, lines: _Lines, buffers: _Buffers, rank: int, ranks: int) -> Run:
-    """What a rank does in one measurement of messages."""
-    partner = partner_of(operation, rank, ranks)
-    one, got = buffers.one, buffers.got
-    if partner is None:
-        return lambda: None
-    first = rank < partner
-
-    def there_and_back() -> None:
-        if first:
-            lines.send(one, partner)
-            lines.receive(got, partner)
-        else:
-            lines.receive(got, partner)
-            lines.send(one, partner)
-
-    def many() -> None:
-        begun: list[Any] = []
-        for _ in range(_window(one.nbytes)):
-            if not first or operation == "bibw":
-                begun.append(lines.begin_receive(got, partner))
-            if first or operation == "bibw":
-                begun.append(lines.begin_send(one, partner))
-        for request in begun:
-            request.wait()
-        (lines.receive if first else lines.send)(
-            buffers.sent, partner
-        )  # the answer, of one element
-
-    return many if operation.endswith("bw") else there_and_back
-
-
-def _chosen(operation: str, runs: Mapping[str, Run], *, later: bool) -> Run:
-    if operation not in runs or (later and operation in MESSAGES):
-        raise ValueError(f"{operation} is not offered here")
-    return runs[operation]
-
-
 class Torch:
     """Through torch.distributed; `in_arena`: tensors that all ranks of the node see."""
 
@@ -202,15 +205,12 @@ class Torch:
         """See `CommWay`."""
         dist, group = self._dist, self._group
         count = max(1, size_bytes // getattr(self._torch, dtype).itemsize)
-        whole = count * self.size if operation in _WHOLE else 1
-        came = count if operation in MESSAGES else whole
-        one, sent, got = (self._tensor(n, dtype) for n in (count, whole, came))
-        buffers = _Buffers(one, sent, got)
-        root = self.rank == 0
+        asked = _Prepared(operation, self, size_bytes, count, lambda n: self._tensor(n, dtype))
+        one, sent, got, root = asked.one, asked.sent, asked.got, self.rank == 0
         names = vars(dist)  # torch 2.13 renamed two
         gather: Any = names.get("all_gather_single", names["all_gather_into_tensor"])
         scatter: Any = names.get("reduce_scatter_single", names["reduce_scatter_tensor"])
-        run = _chosen(operation, later=later, runs={
+        runs: dict[str, Run] = {
             "allreduce": lambda: dist.all_reduce(one, group=group, async_op=later),
             "reduce": lambda: dist.reduce(one, 0, group=group, async_op=later),
             "bcast": lambda: dist.broadcast(one, 0, group=group, async_op=later),
@@ -226,20 +226,14 @@ class Torch:
             ),
             # Not communication but its limit: all ranks read and write as many bytes at once.
             "stream": lambda: one.add_(1),
-            **dict.fromkeys(
-                MESSAGES, _messages(operation, self._lines(), buffers, self.rank, self.size)
-            ),
-        })  # fmt: skip
-        return run, lambda: buffers.right(operation, run, self.rank, self.size)
-
-    def _lines(self) -> _Lines:
-        dist, group = self._dist, self._group
-        return _Lines(
+        }  # fmt: skip
+        lines = _Sending(
             lambda tensor, rank: dist.send(tensor, group=group, group_dst=rank),
             lambda tensor, rank: dist.recv(tensor, group=group, group_src=rank),
             lambda tensor, rank: dist.isend(tensor, group=group, group_dst=rank),
             lambda tensor, rank: dist.irecv(tensor, group=group, group_src=rank),
         )
+        return asked.prepared(runs, lines, later=later)
 
     def meet(self) -> None:
         """See `CommWay`."""
@@ -269,10 +263,8 @@ class Mpi:
             raise ValueError("MPI has no bfloat16")  # Open MPI adds its bytes, and says nothing
         comm, here = self._comm, self._mpi.IN_PLACE
         count = max(1, size_bytes // np.dtype(dtype).itemsize)
-        one = np.zeros(count, dtype)
-        whole = count * self.size if operation in _WHOLE else 1
-        sent, got = (np.zeros(n, dtype) for n in (whole, count if operation in MESSAGES else whole))
-        buffers, root = _Buffers(one, sent, got), self.rank == 0
+        asked = _Prepared(operation, self, size_bytes, count, lambda n: np.zeros(n, dtype))
+        one, sent, got, root = asked.one, asked.sent, asked.got, self.rank == 0
 
         def call(name: str, *arguments: Any) -> Any:
             if not later:
@@ -282,7 +274,7 @@ class Mpi:
         def reduce() -> Any:
             return call("Reduce", here, one) if self.rank == 0 else call("Reduce", one, None)
 
-        run = _chosen(operation, later=later, runs={
+        runs: dict[str, Run] = {
             "allreduce": lambda: call("Allreduce", here, one),
             "reduce": reduce,
             "bcast": lambda: call("Bcast", one),
@@ -292,20 +284,14 @@ class Mpi:
             "barrier": lambda: call("Barrier"),
             "gather": lambda: call("Gather", one, got if root else None),
             "scatter": lambda: call("Scatter", sent if root else None, one),
-            **dict.fromkeys(
-                MESSAGES, _messages(operation, self._lines(), buffers, self.rank, self.size)
-            ),
-        })  # fmt: skip
-        return run, lambda: buffers.right(operation, run, self.rank, self.size)
-
-    def _lines(self) -> _Lines:
-        comm = self._comm
-        return _Lines(
+        }  # fmt: skip
+        lines = _Sending(
             comm.Send,
             comm.Recv,
             lambda array, rank: _Waiting(comm.Isend(array, rank)),
             lambda array, rank: _Waiting(comm.Irecv(array, rank)),
         )
+        return asked.prepared(runs, lines, later=later)
 
     def meet(self) -> None:
         """See `CommWay`."""
