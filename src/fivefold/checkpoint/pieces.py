@@ -202,7 +202,6 @@ class PieceClient(Closing):
 
     def __init__(self, address: Address, key: bytes, *, timeout_s: float = 30.0) -> None:
         self.address = address
-        self.received_bytes = 0
         self._key = key
         self._timeout_s = timeout_s
         self._line: socket.socket | None = None
@@ -272,7 +271,6 @@ class PieceClient(Closing):
         except (OSError, ValueError) as problem:  # a closed socket is a ValueError
             self._hang_up()
             raise PeerError(f"{self._who()} does not answer: {problem}") from None
-        self.received_bytes += length
         if status == _OK:
             return room
         told = bytes(room).decode("utf-8", "replace")

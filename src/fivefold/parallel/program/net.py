@@ -505,8 +505,7 @@ class RecordedNet:
     def program_for(self, call: Callable[..., Any], inputs: Any, share: Share) -> Program:
         """The program for this rank's part of a batch. Raises `UsageError` for what cannot be recorded."""
         samples = self.samples(share)
-        located = [self.lies(leaf) for leaf in leaves(inputs)]
-        spreads = [self.joined(spread, samples) for _, spread in located]
+        spreads = [self.joined(self.lies(leaf)[1], samples) for leaf in leaves(inputs)]
         return self.programs.program(call, inputs, spreads, self._here(samples, samples.fewest))
 
     def planned_with(self, program: Program, share: Share, alike: frozenset[int]) -> Program:
