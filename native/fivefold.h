@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 7          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 8          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_LOCAL 256  /* ranks of a node */
 #define FF_MAX_RANKS 4096
 #define FF_MISSING 7      /* so many are named */
@@ -167,7 +167,9 @@ FF_API void ff_op_free(ff_group *group, ff_op *op);
 
 /* Messages between two ranks, matched by tag in the order in which they are posted; peer -1 receives from
  * anyone. `dtype` is any number: one that was sent with another does not come to its receiver, who is told so.
- * A message must be waited for, or done, before it is freed. */
+ * A message must be waited for, or done, before it is freed. What has gone before ff_send returns is ff_gone(),
+ * which need not be. */
+FF_API ff_message *ff_gone(void);
 FF_API ff_message *ff_send(ff_group *group, int peer, int32_t tag, uint32_t dtype, const void *data,
                            uint64_t bytes, double timeout_s);
 FF_API ff_message *ff_receive(ff_group *group, int peer, int32_t tag, uint32_t dtype, void *data,

@@ -143,6 +143,7 @@ struct head {
 };
 #define GAVE_UP UINT32_C(0xffffff01)
 #define LEFT UINT32_C(0xffffff02)
+#define FF_AHEAD_BYTES 16384
 
 /* How far a stream of collectives has come with a part of a tensor. */
 struct way {
@@ -161,6 +162,8 @@ struct stream {
     _Atomic uint64_t ended_ns;              /* since when */
     _Atomic bool silent;                    /* because nothing was acknowledged any more */
     struct way going, coming;               /* of collectives */
+    char *ahead;                            /* FF_AHEAD_BYTES, or NULL: what was received before it was asked for */
+    size_t ahead_at, ahead_end;
 };
 
 struct nodes {

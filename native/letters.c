@@ -3,6 +3,7 @@
 #include "messages.h"
 
 #include <poll.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -56,6 +57,8 @@ bool ff_letter_pull(ff_group *group, int peer)
     if (!coming->active) {
         if (!ff_anyone_listens(all, peer))
             return false;
+        if (!stream->ahead)     /* small ones come many at a time; without memory for that, one by one */
+            stream->ahead = malloc(FF_AHEAD_BYTES);
         if (ff_stream_receive(group, stream, &coming->head, &coming->head_at, NULL, 0) < 0)
             return ended(group, stream);
         if (coming->head_at < HEAD)

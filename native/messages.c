@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 static const uint64_t LOOK_NS = 50 * 1000 * 1000;
+static ff_message gone = {.sends = true, .peer = -1, .report = {.other = -1}, .done = 1};
 
 int ff_messages_open(ff_group *group)
 {
@@ -218,9 +219,17 @@ static ff_message *post(ff_group *group, ff_message message, double timeout_s)
             start_thread(group);
         else if (all->thread_sleeps && !all->waiters)
             pthread_cond_signal(&all->work);
+    } else if (own->sends && !own->report.status) {
+        free(own);
+        own = &gone;
     }
     pthread_mutex_unlock(&all->lock);
     return own;
+}
+
+ff_message *ff_gone(void)
+{
+    return &gone;
 }
 
 ff_message *ff_send(ff_group *group, int peer, int32_t tag, uint32_t dtype, const void *data,
@@ -302,10 +311,10 @@ void ff_message_free(ff_group *group, ff_message *message)
 {
     struct messages *all = group->messages;
     pthread_mutex_lock(&all->lock);
-    if (atomic_load(&message->done))
-        free(message);
-    else
+    if (!atomic_load(&message->done))
         message->forgotten = true;
+    else if (message != &gone)
+        free(message);
     pthread_mutex_unlock(&all->lock);
 }
 

@@ -157,15 +157,35 @@ long ff_stream_send(ff_group *group, struct stream *stream, const struct head *h
     return sent - (ssize_t)of_head;
 }
 
+static size_t take_ahead(struct stream *stream, const struct iovec *part)
+{
+    size_t bytes = least(part->iov_len, stream->ahead_end - stream->ahead_at);
+    copy(part->iov_base, stream->ahead + stream->ahead_at, bytes);
+    stream->ahead_at += bytes;
+    return bytes;
+}
+
+/* Fill a head and what follows it, with what was received ahead, or else what has come since. */
+static ssize_t fill(struct stream *stream, struct iovec *parts)
+{
+    if (stream->ahead_at < stream->ahead_end)
+        return (ssize_t)(take_ahead(stream, &parts[0]) + take_ahead(stream, &parts[1]));
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = stream->ahead ? 3 : 2};
+    ssize_t got = recvmsg(atomic_load(&stream->in), &message, MSG_DONTWAIT);
+    ssize_t wanted = (ssize_t)(parts[0].iov_len + parts[1].iov_len);
+    stream->ahead_at = 0;
+    stream->ahead_end = got > wanted ? (size_t)(got - wanted) : 0;
+    return got > wanted ? wanted : got;
+}
+
 /* Receive what is left of a head and of what follows it; bytes of the latter that came, or -1 where nothing more will
  * (errno 0 at the end of the stream). */
 long ff_stream_receive(ff_group *group, struct stream *stream, struct head *head, size_t *head_at,
                        char *data, size_t bytes)
 {
-    struct iovec parts[] = {{(char *)head + *head_at, HEAD - *head_at}, {data, bytes}};
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    struct iovec parts[] = {{(char *)head + *head_at, HEAD - *head_at}, {data, bytes}, {stream->ahead, FF_AHEAD_BYTES}};
     bool in_head = *head_at < HEAD;
-    ssize_t got = recvmsg(atomic_load(&stream->in), &message, MSG_DONTWAIT);
+    ssize_t got = fill(stream, parts);
     if (got <= 0) {
         errno = got ? errno : 0;
         return got && (errno == EAGAIN || errno == EINTR) ? 0 : -1;
@@ -325,6 +345,7 @@ void ff_streams_close(ff_group *group)
             for (int i = 0; i < 2; i++)
                 if (ends[i] >= 0)
                     close(ends[i]);
+            free(stream->ahead);
             pthread_mutex_destroy(&stream->lock);
         }
         free(nodes->streams[lane]);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 
 import torch
@@ -40,6 +41,37 @@ def every_message(count: int) -> list[bytes]:
         dist.send(own, 0)
     dist.barrier()
     return found
+
+
+def many_messages(seed: int) -> int:
+    """Hundreds under way at once, of many sizes and three tags, some waited for by nobody; how many came."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    plan, own = random.Random(seed), random.Random(seed * size + rank)
+    sizes = [0, 1, 3, 50, 4000, 4090, 70_000]
+    sent = [
+        (*plan.sample(range(size), 2), plan.randrange(3), plan.choice(sizes)) for _ in range(400)
+    ]
+    numbered = [(number, *what) for number, what in enumerate(sent)]
+    asked = [what for what in numbered if what[1] == rank]
+    awaited = [what for what in numbered if what[2] == rank]
+    own.shuffle(lines := [True] * len(asked) + [False] * len(awaited))
+    sends, takes = iter(asked), iter(awaited)
+    works: list[dist.Work | None] = []
+    got: list[tuple[int, Tensor]] = []
+    for sending in lines:
+        number, source, to, tag, count = next(sends if sending else takes)
+        if sending:
+            work = dist.isend(torch.full((count,), float(number)), to, tag=tag)
+            works += [work] if own.random() < 0.7 else []
+        else:
+            got.append((number, torch.full((count,), -1.0)))
+            works.append(dist.irecv(got[-1][1], source, tag=tag))
+    own.shuffle(works)
+    for work in works:
+        done(work)
+    assert all((tensor == number).all() for number, tensor in got)
+    dist.barrier()
+    return len(got)
 
 
 def kept_messages() -> list[bool]:

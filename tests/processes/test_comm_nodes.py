@@ -103,6 +103,15 @@ def test_messages_arrive_as_over_gloo(pool: Pool, count: int, nodes: Sequence[in
     assert ours == pool.run("gloo", comm_messages.every_message, count, size=3)
 
 
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1), (0, 0, 1), (0, 1, 1, 1, 2)], ids=name_of)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_hundreds_of_messages_are_under_way_at_once(
+    pool: Pool, seed: int, nodes: Sequence[int]
+) -> None:
+    taken = pool.run("fivefold", comm_messages.many_messages, seed, size=len(nodes), nodes=nodes)
+    assert sum(taken) == 400
+
+
 def test_objects_travel_as_over_gloo(pool: Pool) -> None:
     ours = pool.run("fivefold", comm_checks.every_object, size=3, nodes=(0, 1, 1))
     assert ours == pool.run("gloo", comm_checks.every_object, size=3)

@@ -44,7 +44,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 7
+ABI = 8
 LIBRARY = "libfivefold_core.so"
 MAX_LOCAL, MAX_RANKS, MISSING = 256, 4096, 7
 MESSAGES = 1
@@ -146,6 +146,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_op_done": (c_int, pointer),
     "ff_wait": (c_int, pointer, pointer, c_double, POINTER(CallReport)),
     "ff_op_free": (None, pointer, pointer),
+    "ff_gone": (pointer,),
     "ff_send": (pointer, pointer, c_int, c_int32, c_uint32, pointer, c_uint64, c_double),
     "ff_receive": (pointer, pointer, c_int, c_int32, c_uint32, pointer, c_uint64, c_double),
     "ff_message_done": (c_int, pointer, pointer),

@@ -21,7 +21,7 @@ from fivefold.arena.native import DTYPES, KINDS, Call, CallReport, core
 from fivefold.comm.core import Core, explain
 from fivefold.comm.events import event
 from fivefold.comm.group_log import KIND_NUMBERS, GroupLog
-from fivefold.comm.tensors import CODES, addresses, code_of, counts, reads, writes
+from fivefold.comm.tensors import CODES, MARKS, addresses, code_of, counts, reads, writes
 from fivefold.comm.works import Completer, Finished, MessageWork, OpWork
 from fivefold.errors import UsageError
 from fivefold.trace.current import current
@@ -92,7 +92,10 @@ class Operations:
         self._completer, self._message_completer = Completer(), Completer()
         self._collectives: deque[OpWork] = deque()
         """under way; kept because memory that the core writes to must not go, even if the work is dropped"""
-        self._messages: list[MessageWork] = []
+        self._messages: set[MessageWork] = set()
+        """under way, likewise; those that have ended leave"""
+        self._many = _MANY
+        self._gone: int = core().ff_gone()
         self._all_reduce_now = core().ff_all_reduce
         self._all_reduce_noted = core().ff_all_reduce_noted
         self._nothing = torch.empty(0, dtype=torch.uint8)
@@ -229,6 +232,8 @@ class Operations:
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Receive from rank `peer`, or from anyone (-1). The tensor has the size of what comes."""
+        if tensor.is_contiguous():
+            return self._message(tensor, peer, tag, None, sends=False)
         targets, after = writes([tensor])
         return self._message(targets[0], peer, tag, after, sends=False)
 
@@ -326,22 +331,29 @@ class Operations:
 
     def _message(
         self, tensor: Tensor, peer: int, tag: int, after: Callable[[], None] | None, *, sends: bool
-    ) -> MessageWork:
+    ) -> dist.Work:
         trace, kind = current.trace, _SEND if sends else _RECEIVE
+        issued, group = 0, self.group
         if trace is None:
             self.log.skip_message(kind, peer)
-            issued = 0
         else:
             issued = self.log.issue(trace, kind, tensor.nbytes, tensor.dtype, peer)
-        work = MessageWork(self.group, tensor, peer=peer, tag=tag, timeout_s=self.timeout_s, sends=sends,
-                           completer=self._message_completer, after=after)  # fmt: skip
+        start = group.library.ff_send if sends else group.library.ff_receive
+        with event("start send" if sends else "start receive", tensor.nbytes, group.tag):
+            handle = start(group.pointer, peer, tag, MARKS[tensor.dtype], tensor.data_ptr(), tensor.nbytes,
+                           self.timeout_s)  # fmt: skip
+        if handle == self._gone:
+            if trace is not None:
+                trace.ended(issued, 0, 0)
+            return _DONE
+        if len(self._messages) >= self._many:
+            for work in [*self._messages]:
+                work.is_completed()  # nobody may wait for it
+            self._many = max(_MANY, 2 * len(self._messages))
+        work = MessageWork(group, handle, tensor, peer=peer, tag=tag, sends=sends, after=after,
+                           completer=self._message_completer, under_way=self._messages)  # fmt: skip
         if trace is not None:
             work.recorded(trace, issued)
-        # At once, or their tensors stay: memory that could be used again would be new at every message.
-        self._messages = [other for other in self._messages if not other.ended]
-        if len(self._messages) >= _MANY:
-            self._messages = [other for other in self._messages if not other.is_completed()]
-        self._messages.append(work)
         return work
 
     def _parts(self, tensor: Tensor, rows: Sequence[int], which: str) -> list[int]:

@@ -49,6 +49,10 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
 
     @functools.wraps(method)
     def here_or_there(self: SharedGroup, first: Any, *rest: Any, **named: Any) -> Work:
+        if type(first) is list and len(first) == 1 and type(rest[0]) is int and first[0].is_cpu:
+            return method(
+                self, first, *rest, **named
+            )  # a message: it may be small, and one of many
         device = _one_device(first, rest[0] if rest else None, method.__name__)
         if device is None or device.type == "cpu":
             return method(self, first, *rest, **named)

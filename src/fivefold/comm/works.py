@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from fivefold.arena.native import KINDS, Call, CallReport, core
 from fivefold.comm.core import AskedMessage, Core, explain
 from fivefold.comm.events import event
-from fivefold.comm.tensors import MARKS
 from fivefold.comm.unwaited import unwaited
 from fivefold.trace.trace import Trace
 
@@ -282,48 +280,54 @@ class _Message:
     """Between two ranks of a group of the core."""
 
     def __init__(
-        self, group: Core, handle: int, transfer: AskedMessage, size_bytes: int, what: str
+        self, group: Core, handle: int, peer: int, tag: int, tensor: Tensor, *, sends: bool
     ) -> None:
         if not handle:
             raise MemoryError("no memory for a message")
-        self._group, self._handle, self._transfer = group, handle, transfer
-        self.peer = transfer.peer
-        self._size_bytes, self._what = size_bytes, what
+        self._group, self._handle, self._sends = group, handle, sends
+        self._tag, self._dtype, self._size_bytes = tag, tensor.dtype, tensor.nbytes
+        self.peer = peer
 
     def wait(self, timeout_s: float, report: CallReport) -> int:
         group = self._group.pointer
-        return int(core().ff_message_wait(group, self._handle, timeout_s, ctypes.byref(report)))
+        return int(
+            self._group.library.ff_message_wait(
+                group, self._handle, timeout_s, ctypes.byref(report)
+            )
+        )
 
     def done(self) -> bool:
-        return bool(core().ff_message_done(self._group.pointer, self._handle))
+        return bool(self._group.library.ff_message_done(self._group.pointer, self._handle))
 
     def free(self) -> None:
-        self.peer = int(core().ff_message_peer(self._handle))
-        core().ff_message_free(self._group.pointer, self._handle)
+        self.peer = int(self._group.library.ff_message_peer(self._handle))
+        self._group.library.ff_message_free(self._group.pointer, self._handle)
 
     def explained(self, report: CallReport) -> Exception:
-        return explain(self._group, report, replace(self._transfer, peer=self.peer))
+        return explain(self._group, report, AskedMessage(self.peer, self._tag, self._dtype))
 
     def event(self, name: str) -> AbstractContextManager[object]:
-        return event(f"{name} {self._what}", self._size_bytes, self._group.tag)
+        what = "send" if self._sends else "receive"
+        return event(f"{name} {what}", self._size_bytes, self._group.tag)
 
 
 class MessageWork(_Pending):
-    """A message under way. `peer` -1 receives from anyone."""
+    """A message under way, which the core knows as `handle`. `peer` -1 receives from anyone."""
 
     def __init__(
-        self, group: Core, tensor: Tensor, *, peer: int, tag: int, timeout_s: float, sends: bool,
-        completer: Completer, after: Callable[[], None] | None,
+        self, group: Core, handle: int, tensor: Tensor, *, peer: int, tag: int, sends: bool,
+        completer: Completer, after: Callable[[], None] | None, under_way: set[MessageWork],
     ) -> None:  # fmt: skip
-        start = core().ff_send if sends else core().ff_receive
-        size_bytes = tensor.numel() * tensor.element_size()
-        mark, what = MARKS[tensor.dtype], "send" if sends else "receive"
-        handle = start(group.pointer, peer, tag, mark, tensor.data_ptr(), size_bytes, timeout_s)
-        transfer = AskedMessage(peer, tag, tensor.dtype)
-        self._message = _Message(group, handle, transfer, size_bytes, what)
+        self._message = _Message(group, handle, peer, tag, tensor, sends=sends)
         super().__init__(
             self._message, completer=completer, results=[tensor], kept=tensor, after=after
         )
+        self._under_way = under_way
+        under_way.add(self)
+
+    def _end(self, timeout_s: float) -> None:
+        super()._end(timeout_s)
+        self._under_way.discard(self)
 
     def _source_rank(self) -> int:
         """Who sent it."""
