@@ -396,27 +396,52 @@ static int move(struct list *first, bool *moved, bool *left)
     return FF_OK;
 }
 
-/* Sums that others pass on wait for parts as this rank's do: who has not sent a part is to be named. */
-static int late(struct list *list)
+/* The next piece, from `from` on, that keeps the others from their end; NULL: none. Sums that others pass on wait for
+ * parts as this rank's do: who has not sent a part is to be named. */
+static const struct piece *awaited(const struct list *list, int from)
 {
-    struct run *run = list->run;
-    ff_report *report = run->report;
     bool parts = false;
     for (int i = 0; i < list->count; i++)
         parts |= list->pieces[i].sum && !list->pieces[i].over;
-    for (int i = 0; i < list->count; i++) {
-        const struct piece *piece = &list->pieces[i];
-        if (piece->over || (parts && !piece->sum))
-            continue;
-        if (!report->missing_count) {
-            report->other = piece->peer;
-            report->other_root = piece->sends;
-            report->other_count = piece->at;
-            report->other_bytes = piece->bytes;
-        }
+    for (int i = from; i < list->count; i++)
+        if (!list->pieces[i].over && (!parts || list->pieces[i].sum))
+            return &list->pieces[i];
+    return NULL;
+}
+
+static int late(struct list *list)
+{
+    ff_report *report = list->run->report;
+    for (const struct piece *piece = awaited(list, 0); piece; piece = awaited(list, (int)(piece - list->pieces) + 1))
         ff_miss(report, piece->peer);
-    }
-    return ff_give_up(run->group, report, FF_TIMEOUT);
+    ff_held_up(list->run->group, report);
+    return ff_give_up(list->run->group, report, FF_TIMEOUT);
+}
+
+/* Tell other threads what is waited for. */
+static void tell_of(const struct list *list)
+{
+    struct held_up *held_up = &list->run->group->nodes->held_up;
+    const struct piece *piece = awaited(list, 0);
+    if (!piece)
+        return;
+    atomic_store(&held_up->sends, piece->sends);
+    atomic_store(&held_up->moved, piece->at);
+    atomic_store(&held_up->bytes, piece->bytes);
+    atomic_store(&held_up->peer, piece->peer + 1);
+}
+
+int ff_held_up(ff_group *group, ff_report *report)
+{
+    const struct held_up *held_up = group->nodes ? &group->nodes->held_up : NULL;
+    int peer = held_up ? atomic_load(&held_up->peer) : 0;
+    if (!peer)
+        return 0;
+    report->other = peer - 1;
+    report->other_root = atomic_load(&held_up->sends);
+    report->other_count = atomic_load(&held_up->moved);
+    report->other_bytes = atomic_load(&held_up->bytes);
+    return 1;
 }
 
 /* What a piece waits for on one of its streams: how many descriptors, or an error below 0. */
@@ -473,6 +498,7 @@ static int sleep_for(struct list *first)
             return -count;
     uint64_t deadline_ns = run->patience.deadline_ns;
     deadline_ns += deadline_ns == UINT64_MAX ? 0 : FF_GRACE_NS;
+    tell_of(first);
     if (now_ns >= deadline_ns)
         return late(first);
     uint64_t ns = deadline_ns - now_ns < most_ns ? deadline_ns - now_ns : most_ns;
@@ -489,16 +515,19 @@ static int sleep_for(struct list *first)
 int ff_carry(struct list *list)
 {
     struct patience patience = list->run->patience;
-    for (;;) {
-        bool moved = false, left = false;
-        int status = move(list, &moved, &left);
-        if (status || !left)
-            return status;
+    bool left = true;
+    int status = FF_OK;
+    while (left && !status) {
+        bool moved = false;
+        left = false;
+        status = move(list, &moved, &left);
         if (moved)
             patience = list->run->patience;
-        else if (!ff_bide(&patience) && (status = sleep_for(list)))
-            return status;
+        else if (!status && left && !ff_bide(&patience))
+            status = sleep_for(list);
     }
+    atomic_store_explicit(&list->run->group->nodes->held_up.peer, 0, memory_order_relaxed);
+    return status;
 }
 
 int ff_carry_some(struct list *list)

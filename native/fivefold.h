@@ -160,6 +160,9 @@ FF_API int ff_all_reduce(ff_group *group, uint32_t dtype, uint32_t reduction, ui
 FF_API int ff_all_reduce_noted(ff_group *group, uint32_t dtype, uint32_t reduction, uint64_t count, void *data,
                                double timeout_s, ff_report *report, ff_event *row, uint64_t seq,
                                uint32_t number, uint32_t step, uint64_t what);
+/* Whether a collective waits for another node now, from any thread: for which rank (`other`), 1 in `other_root` where it
+ * takes too little, else it sends too little, and how many bytes (`other_count`) of how many (`other_bytes`) have moved. */
+FF_API int ff_held_up(ff_group *group, ff_report *report);
 FF_API ff_op *ff_post(ff_group *group, const ff_call *call);
 FF_API int ff_op_done(ff_op *op);
 FF_API int ff_wait(ff_group *group, ff_op *op, double timeout_s, ff_report *report);

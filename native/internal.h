@@ -166,6 +166,13 @@ struct stream {
     size_t ahead_at, ahead_end;
 };
 
+/* What a collective that sleeps waits for; other threads look at it, which may see parts of two. */
+struct held_up {
+    _Atomic int peer;                       /* + 1; 0: nothing */
+    _Atomic bool sends;
+    _Atomic uint64_t moved, bytes;
+};
+
 struct nodes {
     int rank, ranks;                        /* of all nodes */
     int node, count;
@@ -183,6 +190,7 @@ struct nodes {
     struct piece *pieces;
     const struct piece **parts;             /* of sums, by node */
     struct pollfd *polled;
+    struct held_up held_up;
     _Atomic bool tells;                     /* the others of the end of the group: */
     struct head *told;
     pthread_mutex_t telling;

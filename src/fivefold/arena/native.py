@@ -142,6 +142,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         c_int, pointer, c_uint32, c_uint32, c_uint64, pointer, c_double, POINTER(CallReport),
         pointer, c_uint64, c_uint32, c_uint32, c_uint64,
     ),
+    "ff_held_up": (c_int, pointer, POINTER(CallReport)),
     "ff_post": (pointer, pointer, POINTER(Call)),
     "ff_op_done": (c_int, pointer),
     "ff_wait": (c_int, pointer, pointer, c_double, POINTER(CallReport)),

@@ -25,7 +25,7 @@ from fivefold.arena.native import (
 from fivefold.comm import streams
 from fivefold.comm.tensors import MARKS
 
-__all__ = ["AskedMessage", "Core", "Spread", "explain"]
+__all__ = ["AskedMessage", "Core", "Spread", "explain", "held_up"]
 
 STAGING_BYTES = 256 << 10
 """per rank, twice: small enough to stay in a core's own cache"""
@@ -192,6 +192,13 @@ class Core:
         if core().ff_run(self.pointer, ctypes.byref(call), ctypes.byref(report)):
             raise explain(self, report, call)
 
+    def held_up(self, report: CallReport) -> bool:
+        """Whether a collective waits for another node; `report` then says for what."""
+        with self._closing:
+            return bool(
+                self._pointer and self.library.ff_held_up(self._pointer, ctypes.byref(report))
+            )
+
     def close(self) -> None:
         """Leave the group. Operations under way fail, here and on the others."""
         if self.spread is not None and self._pointer:
@@ -214,6 +221,19 @@ class AskedMessage:
     """the other side; -1: anyone"""
     tag: int
     dtype: torch.dtype
+
+
+def held_up(name: str) -> tuple[int, bool, int, int] | None:
+    """What a collective of the group of that name waits for on another node.
+
+    A rank of the group, whether this one sends to it, and how many of how many bytes have moved.
+    """
+    report = CallReport()
+    for group in [*_opened.values()]:
+        if group.name == name and group.held_up(report):
+            moved, size = int(report.other_count), int(report.other_bytes)
+            return int(report.other), bool(report.other_root), moved, size
+    return None
 
 
 _opened: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from fivefold.comm.core import held_up
 from fivefold.torch_private import default_store
 from fivefold.trace.current import current
 from fivefold.trace.file import TraceError, TraceFile, name_of
@@ -32,7 +33,9 @@ from fivefold.trace.machine import Machine
 from fivefold.trace.stacks import Watcher
 from fivefold.trace.standstill import Standstill, judge, waiting
 from fivefold.trace.states import (
+    PendingCall,
     RankState,
+    Transfer,
     from_json,
     look,
     pid_namespace,
@@ -151,6 +154,7 @@ class HangWatch:
     def own_state(self) -> RankState:
         """What this rank is doing, with the stack of its training thread."""
         state = look(self._trace.file, time.monotonic_ns())
+        state = replace(state, open=tuple(_with_transfer(call) for call in state.open))
         frame = self._watcher.frame
         if frame is None:
             return state
@@ -302,6 +306,15 @@ class HangWatch:
             if (told.step, told.phase) == (state.step, state.phase):
                 return replace(state, stack=told.stack, at=told.at, waits=told.waits)
         return state
+
+
+def _with_transfer(call: PendingCall) -> PendingCall:
+    """With how far the link came that it waits for, if it is a collective of the core over several nodes."""
+    found = None if call.is_message else held_up(call.group.key)
+    if found is None or not 0 <= found[0] < len(call.group.ranks):
+        return call
+    peer, sends, moved, size = found
+    return replace(call, transfer=Transfer(call.group.ranks[peer], sends, moved, size))
 
 
 def _say(text: str) -> None:

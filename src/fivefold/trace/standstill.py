@@ -8,7 +8,7 @@ rank 2   load ── reader.py:12 read ─────────►  waits for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.trace.states import PendingCall, RankState
@@ -21,6 +21,7 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _TOLD = 8
 """ranks that a text describes one by one"""
 _KEPT = 16
+_LINKS = 4
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,30 @@ class _Case:
         if roots:
             text += f" for {listed(roots)}"
         else:
-            text += "; all ranks have asked for it: the network or the backend stands still"
+            text += f"; all ranks have asked for it: {self._what_stands_still(same)}"
         return self._made("hang", text, call, roots, [*roots, *same])
+
+    def _what_stands_still(self, ranks: Sequence[int]) -> str:
+        """The links over which those who have come wait for more."""
+        told: dict[tuple[int, int], str] = {}
+        for rank in ranks:
+            transfer = self.calls[rank].transfer if rank in self.calls else None
+            if transfer is None:
+                continue
+            ends = (rank, transfer.peer) if transfer.sends else (transfer.peer, rank)
+            if transfer.sends and ends in told:
+                continue  # what has come is nearer to the truth than what has been sent
+            far = f"{transfer.moved_bytes:,} of {transfer.size_bytes:,} bytes"
+            told[ends] = f"from {self._at(ends[0])} to {self._at(ends[1])} ({far})"
+        links = [*told.values()]
+        if not links:
+            return "the network or the backend stands still"
+        more = f" and {len(links) - _LINKS} more" if len(links) > _LINKS else ""
+        return f"what goes {', '.join(links[:_LINKS])}{more} does not arrive, or is slow"
+
+    def _at(self, rank: int) -> str:
+        host = self.states[rank].host if rank in self.states else ""
+        return f"rank {rank}{f' on {host}' if host else ''}"
 
     def _made(
         self,
@@ -201,9 +224,11 @@ def _place(state: RankState) -> str:
 def _told_state(state: RankState, call: PendingCall | None) -> dict[str, Any]:
     about: dict[str, Any] = {}
     if call is not None:
+        moved = call.transfer
         about = {
             "op": call.kind, "number": call.number, "group": call.group.name,
             "size_bytes": call.size_bytes, "dtype": call.dtype,
+            **({} if moved is None else {"transfer": asdict(moved)}),
         }  # fmt: skip
     return {
         "rank": state.rank, "host": state.host, "step": state.step, "phase": state.phase,

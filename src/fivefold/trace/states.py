@@ -20,6 +20,7 @@ __all__ = [
     "PendingCall",
     "RankGroup",
     "RankState",
+    "Transfer",
     "from_json",
     "look",
     "pid_namespace",
@@ -44,6 +45,17 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Bytes that a collective moves to or from another node, of which it waits for more."""
+
+    peer: int
+    """rank of the job"""
+    sends: bool
+    moved_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class PendingCall:
     """An operation that a rank has asked for."""
 
@@ -59,6 +71,8 @@ class PendingCall:
     since_s: float = 0.0
     event: int = 0
     """number of the event in the trace of the rank"""
+    transfer: Transfer | None = None
+    """what it waits for by now, where the rank itself has told"""
 
     @property
     def is_message(self) -> bool:
@@ -261,5 +275,9 @@ def from_json(text: str) -> RankState:
 
 
 def _read_call(told: dict[str, Any]) -> PendingCall:
-    group = told.pop("group")
-    return PendingCall(**told, group=RankGroup(group["name"], group["key"], tuple(group["ranks"])))
+    group, transfer = told.pop("group"), told.pop("transfer", None)
+    return PendingCall(
+        **told,
+        group=RankGroup(group["name"], group["key"], tuple(group["ranks"])),
+        transfer=None if transfer is None else Transfer(**transfer),
+    )

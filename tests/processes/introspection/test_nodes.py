@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from faults import notes, slow_link
+from fivefold.arena.native import problem
 from fivefold.trace.reader import RankTrace
 from fivefold.trace.schema import TAGS
 from nodes import Nodes, refusal
+from waiting import awaited
 
 SCRIPT = """
 import torch
@@ -58,3 +62,50 @@ def test_nodes_know_their_clocks_and_links() -> None:
         tags = {TAGS[row["tag"]] for row in trace.sums if row["kind"]}
         assert {"parameters and gradients", "loss"} <= tags
         assert not (trace.events["end_ns"] == 0).any()
+
+
+SUMS = """
+import sys
+import torch
+import fivefold as ff
+from pathlib import Path
+
+with ff.start() as mesh:
+    group = mesh.group("data")
+    small, large = torch.ones(1), torch.ones(1 << 20)
+    while not Path(sys.argv[1]).exists():
+        torch.distributed.all_reduce(small, group=group)
+    torch.distributed.barrier(group)
+    print("begins", flush=True)
+    torch.distributed.all_reduce(large, group=group)
+    assert (large == 2).all()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+@pytest.mark.skipif(bool(problem()), reason="installed without the C core")
+def test_a_link_on_which_little_arrives_is_told_with_how_far_it_came() -> None:
+    with Nodes(2) as nodes:
+        script, folder = nodes.shared / "script.py", nodes.shared / "traces"
+        go = nodes.shared / "go"
+        script.write_text(SUMS)
+        job = nodes.job(
+            [sys.executable, str(script), str(go)],
+            env=lambda _: {"FIVEFOLD_TRACE": str(folder), "FIVEFOLD_HANG_S": "3"},
+        )
+        awaited(lambda: len([*folder.glob("*.trace")]) == 2, "traces", 60)
+        slow_link(nodes, 1, 0.2)
+        go.touch()
+        awaited(lambda: "fivefold: hang" in job.ranks[0].text, "what hangs", 60)
+        slow_link(nodes, 1, 1000, burst="4mbit")
+        job.succeed(60)
+        assert "goes on after" in job.ranks[0].text
+        (first, *_) = notes(folder, "hang")
+        hosts = [RankTrace.load(path).meta["host"] for path in sorted(folder.glob("*.trace"))]
+    told = re.search(
+        rf"what goes from rank 1 on {hosts[1]} to rank 0 on {hosts[0]} \(([\d,]+) of 4,194,304 bytes\)",
+        first["text"],
+    )
+    assert told, first["text"]
+    assert 0 < int(told[1].replace(",", "")) < 4_194_304

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.trace.standstill import judge, listed, waiting
-from fivefold.trace.states import PendingCall, RankGroup, RankState, from_json, to_json
+from fivefold.trace.states import PendingCall, RankGroup, RankState, Transfer, from_json, to_json
 
 WORLD = RankGroup("all ranks", "0", (0, 1, 2))
 
@@ -73,6 +73,27 @@ def test_a_chain_of_waiting_leads_to_its_end() -> None:
     assert still is not None
     assert still.missing == (2,)
     assert "for rank 2" in still.text
+
+
+def test_links_over_which_ranks_that_have_come_wait_are_told() -> None:
+    far = {0: (1, False, 2048), 1: (0, True, 4096), 2: (1, False, 0)}
+    states = {
+        rank: replace(
+            waits(rank, call(5, transfer=Transfer(peer, sends, moved, 4096))), host=f"node{rank}"
+        )
+        for rank, (peer, sends, moved) in far.items()
+    }
+    assert all(from_json(to_json(state)) == state for state in states.values())
+    still = judge(states, 0)
+    assert still is not None
+    assert (still.kind, still.missing) == ("hang", ())
+    assert still.text.splitlines()[0].endswith(
+        "; all ranks have asked for it: what goes from rank 1 on node1 to rank 0 on node0 (2,048 of 4,096 "
+        "bytes), from rank 1 on node1 to rank 2 on node2 (0 of 4,096 bytes) does not arrive, or is slow"
+    )
+    assert still.fields()["states"][1]["transfer"] == {
+        "peer": 0, "sends": True, "moved_bytes": 4096, "size_bytes": 4096,
+    }  # fmt: skip
 
 
 def test_ranks_that_wait_for_each_other_disagree() -> None:
