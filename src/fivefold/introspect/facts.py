@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from fivefold.introspect.groups import Group
+from fivefold.introspect.link_use import Way, ways
 from fivefold.introspect.numbers import bytes_text, plain, seconds_text
 from fivefold.introspect.operations import Calibrated, calibration
 from fivefold.introspect.run import FULL, TracedRun
@@ -120,7 +121,7 @@ def _environment(run: TracedRun) -> list[dict[str, Any]]:
 
 
 def calibrated(run: TracedRun) -> Calibration:
-    """What was measured at start."""
+    """What was measured at start, and how links were used since."""
     told = first_told(run, "links")
     rows = first_told(run, "calibration")
     if told is None and isinstance(rows, dict):
@@ -131,7 +132,18 @@ def calibrated(run: TracedRun) -> Calibration:
     hosts = {t.rank: str(t.meta.get("host") or "") for t in run.ranks}
     for link in links:
         link["hosts"] = [hosts.get(rank, "") for rank in link.get("ranks") or []]
-    return {"curves": [_curve(found) for found in calibration(run)], "links": links}
+    return {
+        "curves": [_curve(found) for found in calibration(run)], "links": links,
+        "used": [_used(way) for way in sorted(ways(run), key=lambda way: -way.in_use)],
+    }  # fmt: skip
+
+
+def _used(way: Way) -> dict[str, Any]:
+    return plain({
+        "hosts": list(way.hosts), "ranks": [list(ranks) for ranks in way.ranks],
+        "bytes_per_step": way.bytes / max(1, way.steps), "in_use": way.in_use,
+        "bytes_per_s": way.bytes_per_s,
+    })  # fmt: skip
 
 
 def _curve(found: Calibrated) -> dict[str, Any]:

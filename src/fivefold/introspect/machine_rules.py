@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from fivefold.introspect.analysis import Analysis
 from fivefold.introspect.facts import calibrated, first_told
 from fivefold.introspect.findings import Finding, evidence
+from fivefold.introspect.link_use import Way, ways
 from fivefold.introspect.numbers import bytes_text, seconds_text, share_text
 from fivefold.introspect.run import TracedRun, listed
 from fivefold.introspect.steps import Floats
@@ -24,7 +24,6 @@ __all__ = [
     "slow_links",
     "slow_network",
     "throttled",
-    "ways",
 ]
 
 _SLOW = 0.5
@@ -37,6 +36,8 @@ _OFTEN, _LEAST_S = 0.2, 1e-4
 """calls per step and rank, and time, from which an operation is compared with the calibration"""
 _CROWDED, _THROTTLED, _THROTTLED_ALONE = 0.10, 0.02, 0.05
 _GPU_BUSY = 0.5
+_IN_USE, _SLOW_LINK = 0.2, 0.5
+"""of the time, and of the median speed of the other links"""
 _LEAK_SHARE, _LEAK_BYTES, _LEAK_STEPS = 0.05, 32 << 20, 20
 
 
@@ -341,52 +342,6 @@ def leaking(analysis: Analysis) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-MACHINE_RULES: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (
-    slow_links, slow_network, crowded, throttled, idle_gpus, leaking,
-)  # fmt: skip
-"""rules about machines"""
-
-
-# ---- Links between nodes as the kernel saw them while the run went on: notes of kind "links" of all ranks
-#
-#     in use    share of the time in which a rank had sent something that had not arrived
-#     speed     bytes over that time, without what the other side had no room for
-#
-# A link that is slow is in use for long; a rank that comes late, or shares its core, leaves it idle.
-
-_IN_USE, _SLOW_LINK = 0.2, 0.5
-"""share of the time, and of the others' median speed"""
-_BYTES = 1 << 18
-"""below which nothing is said of a link"""
-
-
-@dataclass(frozen=True)
-class Way:
-    """From one node to another, in the latter half of the run."""
-
-    hosts: tuple[str, str]
-    ranks: tuple[tuple[int, ...], tuple[int, ...]]
-    """on these nodes"""
-    bytes: int
-    busy_s: float
-    in_use: float
-    """of the rank that uses it most"""
-
-    @property
-    def bytes_per_s(self) -> float:
-        """While it is in use."""
-        return self.bytes / max(self.busy_s, 1e-9)
-
-    @property
-    def text(self) -> str:
-        """For a sentence."""
-        ends = [
-            f"{host} (rank {ranks[0]})" if len(ranks) == 1 else host
-            for host, ranks in zip(self.hosts, self.ranks, strict=True)
-        ]
-        return f"from {ends[0]} to {ends[1]}"
-
-
 def slowed(run: TracedRun) -> tuple[Way, float | None] | None:
     """The slow one, and the median speed of the others; None if none stands out.
 
@@ -404,50 +359,7 @@ def slowed(run: TracedRun) -> tuple[Way, float | None] | None:
     return None
 
 
-def ways(run: TracedRun) -> list[Way]:
-    """All between nodes whose ranks were read, as far as enough was sent."""
-    hosts = {trace.rank: str(trace.meta.get("host") or "") for trace in run.ranks}
-    notes = {trace.rank: _told(trace.notes) for trace in run.ranks}
-    host_of = {
-        str(address): hosts[rank]
-        for rank, told in notes.items() for note in told for address in note.get("own") or []
-    }  # fmt: skip
-    sent: dict[tuple[str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
-    for rank, told in notes.items():
-        for to, size, busy_s, in_use in _lately(told):
-            if to in host_of and host_of[to] != hosts[rank]:
-                sent[hosts[rank], host_of[to]].append((rank, size, busy_s, in_use))
-    on = {host: tuple(r for r, h in hosts.items() if h == host) for host in hosts.values()}
-    return [
-        Way(ends, (on[ends[0]], on[ends[1]]), sum(p[1] for p in parts), sum(p[2] for p in parts),
-            max(p[3] for p in parts))
-        for ends, parts in sent.items() if sum(p[1] for p in parts) >= _BYTES
-    ]  # fmt: skip
-
-
-def _told(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = [
-        note for note in notes if note["kind"] == "links" and isinstance(note.get("step"), int)
-    ]
-    return sorted(found, key=lambda note: note["step"])
-
-
-def _lately(told: list[dict[str, Any]]) -> list[tuple[str, int, float, float]]:
-    """Address, bytes, busy time, share of the time in use: from the middle of the run to the last note."""
-    if len(told) < 2:
-        return []
-    last = told[-1]
-    first = next((n for n in reversed(told[:-1]) if 2 * n["step"] <= last["step"]), told[0])
-    seconds = (last["at_ns"] - first["at_ns"]) / 1e9
-    before = {peer["to"]: peer for peer in first["peers"]}
-    found: list[tuple[str, int, float, float]] = []
-    for peer in last["peers"]:
-        was = before.get(peer["to"])
-        if was is None or seconds <= 0:
-            continue
-        size = int(peer["bytes"] - was["bytes"])
-        busy_s = float(peer["busy_s"] - was["busy_s"] - (peer["kept_s"] - was["kept_s"]))
-        # New connections instead of old ones count from nothing again.
-        if size > 0 and busy_s > 0:
-            found.append((str(peer["to"]), size, busy_s, busy_s / seconds))
-    return found
+MACHINE_RULES: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (
+    slow_links, slow_network, crowded, throttled, idle_gpus, leaking,
+)  # fmt: skip
+"""rules about machines"""

@@ -166,12 +166,16 @@ class Throughput(TypedDict):
 
 
 class Calibration(TypedDict):
-    """What was measured when the run started."""
+    """What was measured when the run started, and how links were used since."""
 
     curves: list[dict[str, Any]]
     """{operation, group, sizes_bytes: [...], seconds: [...], bytes_per_s: [...]}"""
     links: list[dict[str, Any]]
     """{ranks: [a, b], hosts: [a, b], latency_s, bytes_per_s}"""
+    used: list[dict[str, Any]]
+    """one way of a link, in the latter half of the run: {hosts: [from, to], ranks: [[...], [...]],
+    bytes_per_step, in_use, bytes_per_s}; in_use is the share of the time in which something was on its way,
+    bytes_per_s the speed in that time"""
 
 
 class Configuration(TypedDict):

@@ -16,6 +16,7 @@ __all__ = ["show", "show_comparison"]
 _STYLES = {"good": "bold green", "notice": "bold yellow", "bad": "bold red"}
 _BAR = 24
 _OPERATIONS = _HELPERS = 8
+_WAYS = 6
 _SHARES = ("computes", "waits for trainers")
 _PARTS = 0.002
 """share of a step from which a part is shown"""
@@ -36,6 +37,8 @@ def show(document: Document, console: Console) -> None:
             _finding(console, number, finding)
     if document["operations"]:
         console.print(_operations(document, console.is_terminal))
+    if document["calibration"]["used"]:
+        console.print(_links(document, console.is_terminal))
     if document["offload"]["helpers"]:
         console.print(_helpers(document, console.is_terminal))
         for row in document["offload"]["supply"][:_OPERATIONS]:
@@ -122,6 +125,19 @@ def _operations(document: Document, pretty: bool) -> Table:
             share_text(exposed), f"{bytes_text(speed)}" if speed else "-",
             share_text(ratio) if ratio else "-",
         )  # fmt: skip
+    return table
+
+
+def _links(document: Document, pretty: bool) -> Table:
+    table = _table(pretty)
+    left = ("link from", "to")
+    for name in (*left, "per step", "in use", "speed in use"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for way in document["calibration"]["used"][:_WAYS]:
+        speed = f"{bytes_text(way['bytes_per_s'])}/s"
+        table.add_row(
+            *way["hosts"], bytes_text(way["bytes_per_step"]), share_text(way["in_use"]), speed
+        )
     return table
 
 

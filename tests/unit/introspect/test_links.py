@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fivefold.introspect.analysis import Analysis
+from fivefold.introspect.facts import calibrated
 from fivefold.introspect.findings import Finding
-from fivefold.introspect.machine_rules import ways
+from fivefold.introspect.link_use import ways
 from fivefold.introspect.run import TracedRun
 from fivefold.introspect.verdict import findings, verdict
 from traces import MS, Story
@@ -74,6 +75,14 @@ def test_the_link_that_became_slow_is_named(tmp_path: Path) -> None:
         (1 << 20) * 40 / _SECONDS / 0.04, rel=0.01
     )
     assert link.gain_s and "slow-network" not in found
+
+
+def test_links_are_told_as_they_were_used(tmp_path: Path) -> None:
+    run = TracedRun.load(ring(in_use={2: 0.6}).write(tmp_path))
+    used = calibrated(run)["used"]
+    assert (used[0]["hosts"], used[0]["ranks"]) == (["node2", "node3"], [[2], [3]])
+    assert used[0]["in_use"] == pytest.approx(0.6, rel=0.01)
+    assert [way["bytes_per_step"] for way in used] == pytest.approx([1 << 20] * 4, rel=1e-3)
 
 
 def test_of_two_nodes_the_direction_is_told(tmp_path: Path) -> None:

@@ -35,13 +35,23 @@ function calibrationSection() {
       add(body, [none, plotted]);
       add(plotted, el("div", { class: "controls" }, which.node));
       const plot = chart(plotted, { label: "Algorithm bandwidth by message size", height: 230, x: "bucket", xName: "size from", y: "rate", log: true, zoom: false, summary: "" });
-      const linked = el("div", {}, el("h3", {}, "Links between nodes"));
+      const linked = el("div", {}, el("h3", {}, "Links between nodes, when the run started"));
       add(body, linked);
       const links = table(linked, {
-        label: "Links between nodes", sort: "bytes_per_s", descending: false, limit: 12,
+        label: "Links between nodes, when the run started", sort: "bytes_per_s", descending: false, limit: 12,
         columns: [
           { key: "ranks", title: "ranks", value: (l) => (l.ranks || []).join(" – "), format: word }, { key: "hosts", title: "hosts", value: (l) => (l.hosts || []).join(" – "), format: word },
           { key: "latency_s", title: "latency", numeric: true, format: seconds }, { key: "bytes_per_s", title: "bandwidth", numeric: true, format: rate },
+        ],
+      });
+      const used = el("div", {}, el("h3", {}, "Links between nodes, as they were used"));
+      add(body, used);
+      const ways = table(used, {
+        label: "Links between nodes, as they were used", sort: "in_use", descending: true, limit: 12,
+        columns: [
+          { key: "from", title: "from", value: (l) => l.hosts[0], format: word }, { key: "to", title: "to", value: (l) => l.hosts[1], format: word },
+          { key: "bytes_per_step", title: "per step", numeric: true, format: bytes }, { key: "in_use", title: "in use", numeric: true, format: share },
+          { key: "bytes_per_s", title: "speed in use", numeric: true, format: rate },
         ],
       });
 
@@ -67,6 +77,8 @@ function calibrationSection() {
           plotted.hidden = !names.length;
           linked.hidden = !data.calibration.links.length;
           links.set(data.calibration.links);
+          used.hidden = !data.calibration.used.length;
+          ways.set(data.calibration.used);
           if (names.length) draw();
         },
         focus(e) {
