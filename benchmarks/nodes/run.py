@@ -1,9 +1,10 @@
-"""Collectives between nodes: the backend fivefold, gloo, and bare sockets that move the same bytes.
+"""Collectives between nodes: the backend fivefold, gloo, MPI, and bare sockets that move the same bytes.
 
     python benchmarks/nodes/run.py [--parts slow,fast,pairs] [--rounds 7]
 
 Nodes are namespaces of the kernel with an interface each, whose rate `tc tbf` limits. In one job, with groups
-of both backends and a bare connection, the contenders take turns at each operation and size.
+of both backends and a bare connection, the contenders take turns at each operation and size. MPI has jobs of
+its own, as `fivefold bench` starts them; the contenders take turns there too, and the idle ones are blocked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +41,7 @@ from rounds import order
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1 << 10, 1 << 20
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COMPARED = ("allreduce", "allgather", "reduce-scatter", "alltoall", "bcast")
 CONTENDERS = ("fivefold", "gloo", "sockets")
 WORK_S = 0.15
 """about as long as a contender is timed in a round"""
@@ -56,6 +60,9 @@ class Part:
     """of which DistributedDataParallel makes steps instead"""
     interfaces: int = 1
     """of each node; of several all are measured beside the first alone"""
+    nodes: int = 2
+    against: Sequence[str] = ()
+    """contenders of `fivefold bench`, which then measures; operations have its names"""
     limit_s: float = 900.0
 
 
@@ -65,8 +72,21 @@ PARTS = {
     "pairs": Part(1.0, 2, operations=("all_reduce", "all_gather")),
     "steps": Part(1.0, 2, nets=("resnet18", "resnet50")),
     "interfaces": Part(1.0, sizes=(16 * KIB, 1 * MIB, 16 * MIB), interfaces=2),
+    "mpi": Part(1.0, operations=COMPARED, sizes=(4, 4 * MIB), against=("openmpi", "mpich")),
+    "four": Part(
+        1.0, operations=COMPARED, sizes=(4, 4 * MIB), nodes=4, against=("gloo", "openmpi", "mpich")
+    ),
+    "eight": Part(
+        1.0,
+        2,
+        operations=COMPARED[:2],
+        sizes=(4, 4 * MIB),
+        nodes=4,
+        against=("gloo", "openmpi", "mpich"),
+    ),
     "tiny": Part(1.0, sizes=(4, 64 * KIB), operations=("all_reduce", "broadcast")),
     "tiny-steps": Part(1.0, nets=("resnet20",)),
+    "tiny-mpi": Part(1.0, operations=COMPARED[:1], sizes=(4, 16), against=("gloo",)),
 }
 """the last ones try the script"""
 BATCH, EDGE = 4, 64
@@ -266,6 +286,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     if why := refusal():
         raise BenchmarkError(f"this machine makes no nodes: {why}")
     part = PARTS[name]
+    if part.against:
+        return compared(name, rounds)
     burst = max(128 * KIB, int(part.gbit_per_s * 1e9 / 8 / 1000 * 1.5))
     there = environment()
     with Nodes(2, interfaces=part.interfaces) as nodes:
@@ -286,9 +308,45 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
             "environment": {**there, **more}}  # fmt: skip
 
 
+def compared(name: str, rounds: int) -> dict[str, Any]:
+    """What `fivefold bench` finds, called beside the nodes: by operation, as its --json has it."""
+    from faults import slow_link
+    from login_site import Site
+
+    part, found = PARTS[name], dict[str, Any]()
+    ranks = part.nodes * part.ranks_per_node
+    there = environment()
+    with tempfile.TemporaryDirectory() as told, Site(part.nodes, Path(told)) as site:
+        for node in range(part.nodes):
+            slow_link(site.nodes, node, 1000 * part.gbit_per_s, burst="192000", latency="50ms")
+        hosts = ",".join(f"{site.name(node)}:{part.ranks_per_node}" for node in range(part.nodes))
+        out = Path(told) / "bench.json"
+        for operation in part.operations:
+            words = [
+                sys.executable, "-m", "fivefold", "bench", operation, "-n", str(ranks), "-H", hosts,
+                "--engine", "ssh", "--sizes", ":".join(map(str, part.sizes)), "--rounds", str(rounds),
+                "--against", ",".join(part.against), "--json", str(out),
+            ]  # fmt: skip
+            # UCX would take the first interface that it finds.
+            environ = site.environ | {"UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp,self,sm"}
+            done = subprocess.run(
+                [*site.entering(Path(told)), *words], env=environ, capture_output=True, text=True,
+                timeout=part.limit_s, check=False,
+            )  # fmt: skip
+            if done.returncode:
+                raise BenchmarkError(f"{operation}: {(done.stdout + done.stderr)[-1500:]}")
+            found[operation] = json.loads(out.read_text())["results"]
+    more = {"torch": torch.__version__, "disturbed_rounds": 0}
+    return {"benchmark": "nodes", "part": name, "rounds": rounds, "found": found,
+            "environment": {**there, **more}}  # fmt: skip
+
+
 def section(result: dict[str, Any]) -> str:
     """A table of one part."""
     part, found = PARTS[result["part"]], result["found"]
+    if part.against:
+        title = f"{part.nodes} nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
+        return f"### {title}, {', '.join(part.against)}\n\n{compared_table(part, found)}\n\n{conditions(result)}"
     title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     rows: list[tuple[str, ...]] = []
     if part.interfaces > 1:
@@ -314,6 +372,20 @@ def section(result: dict[str, Any]) -> str:
         "of the line",
     )  # fmt: skip
     return f"### {title}\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
+def compared_table(part: Part, found: Mapping[str, Any]) -> str:
+    """Of what `fivefold bench` found; sizes are those of one rank's contribution."""
+    rows: list[tuple[str, ...]] = []
+    for operation, results in found.items():
+        for at, ours in enumerate(results["fivefold"]):
+            times = {name: results[name][at]["rounds_s"] for name in ("fivefold", *part.against)}
+            rows.append((
+                operation, _size(ours["size_bytes"]), *map(_time, times.values()),
+                *(str(ratio(times[name], times["fivefold"])) for name in part.against),
+            ))  # fmt: skip
+    ratios = (f"{name} / fivefold" for name in part.against)
+    return table(("operation", "bytes", "fivefold", *part.against, *ratios), rows)
 
 
 def steps_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
@@ -352,7 +424,7 @@ def _time(seconds: Sequence[float]) -> str:
     return f"{1e3 * middle:.1f} ms" if middle > 1e-3 else f"{1e6 * middle:.0f} us"
 
 
-PAGE = Page(HERE, section, tuple(PARTS)[:-2])
+PAGE = Page(HERE, section, tuple(name for name in PARTS if not name.startswith("tiny")))
 
 
 def main() -> int:
