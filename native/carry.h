@@ -72,6 +72,20 @@ int ff_add_spans(struct run *run, const struct span *spans, char *part, size_t p
 /* A node whose rank is missing says so to the others within this. */
 #define FF_GRACE_NS UINT64_C(1000000000)
 
+/* doubling.c: among the first ranks of nodes. */
+struct doubled {
+    char *own, *room;           /* this node's part, which becomes that of its block; and as much room */
+    char *out;
+    size_t count, size;         /* elements, and bytes of one of a part */
+    ff_reduce pair, last;       /* two parts to one, and the last two to the result */
+};
+
+int ff_double_up(struct run *run, const struct doubled *of);
+int ff_meet_leaders(struct run *run);
+/* In each round those who wait for the culprit itself say so before the others. */
+#define FF_ROUND_GRACE_NS (FF_GRACE_NS / 4)
+uint64_t ff_rounds_grace_ns(const struct nodes *nodes);     /* of all rounds */
+
 /* What rings have room for, at most; and what is added at a time. The first is a multiple of the second. */
 extern const size_t FF_RING_BYTES, FF_ADDED_BYTES;
 

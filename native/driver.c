@@ -1,7 +1,7 @@
 /* Every operation of the core, with threads as ranks, against a serial reference. Built with the thread or
  * the address sanitizer by `make sanitize`; without, it runs in a second.
  *
- *     driver [ranks [rounds [seed [nodes [rails]]]]]
+ *     driver [ranks [rounds [seed [nodes [rails [direct bytes]]]]]]
  *
  * Nodes are groups of threads with a memory of their own, and socket pairs between them.
  */
@@ -23,6 +23,7 @@ enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
 
 enum { MOST_RANKS = 64 };
 static int ranks = 4, rounds = 150, nodes = 1, rails = 1;
+static uint64_t direct_bytes = 100;
 static unsigned seed = 1;
 static void *memory, *narrow, *flooded, *arenas[MOST_RANKS];
 static size_t arena_bytes;
@@ -425,7 +426,7 @@ static void open_on_nodes(struct rank *own)
     CHECK(own->group, "no memory");
     for (int q = 0; q < count; q++)
         ff_group_peer(own->group, q, -1, NULL, 0);
-    CHECK(ff_group_spread(own->group, own->rank, ranks, node_of, connect_to, own, mine, rails, 0) == 0, "no memory");
+    CHECK(ff_group_spread(own->group, own->rank, ranks, node_of, connect_to, own, mine, rails, 0, direct_bytes) == 0, "no memory");
     groups[own->rank] = own->group;
     pthread_barrier_wait(&meeting);
 }
@@ -554,6 +555,7 @@ int main(int count, char **words)
     seed = count > 3 ? (unsigned)atoi(words[3]) : seed;
     nodes = count > 4 ? atoi(words[4]) : nodes;
     rails = count > 5 ? atoi(words[5]) : rails;
+    direct_bytes = count > 6 ? strtoull(words[6], NULL, 10) : direct_bytes;
     CHECK(ranks >= 2 && ranks <= (nodes > 1 ? MOST_RANKS : 16) && nodes <= ranks, "2 to 16 ranks, 64 on several nodes");
     arena_bytes = MOST * sizeof(float) * (size_t)ranks;
     void **shared[] = {&memory, &narrow, &flooded};

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 8          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 9          /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_LOCAL 256  /* ranks of a node */
 #define FF_MAX_RANKS 4096
 #define FF_MISSING 7      /* so many are named */
@@ -143,11 +143,12 @@ FF_API void ff_group_close(ff_group *group);
  * returns 0 or less; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of
  * this node. Large tensors of collectives go by `rails` streams at a time, the first of which is lane FF_COLLECTIVES and
  * the others FF_LANES and up. `rounds`: each node rounds its part of a sum of 16-bit floats, which then travels as they do
- * and not as floats. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
+ * and not as floats. Sums of up to 16 KiB and of `direct_bytes` or more are made by doubling, others of so few bytes go
+ * straight from each node to each. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
 enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
 typedef int (*ff_connect)(void *self, int rank, int lane);
 FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
-                           void *self, const int *wakers, int rails, int rounds);
+                           void *self, const int *wakers, int rails, int rounds, uint64_t direct_bytes);
 /* A stream that `rank` has opened to this one. Returns 0, or -1 if there is one already: the caller closes it. */
 FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor);
 /* In a forked child, which is no rank: close its copies of the streams, which would outlive the parent. */

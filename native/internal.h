@@ -181,6 +181,7 @@ struct nodes {
     int leaders;                            /* as many ranks as the smallest node has */
     ff_connect connect;
     void *self;                             /* of `connect` */
+    size_t direct_bytes;                    /* small sums of fewer go straight to each node, others by doubling */
     bool rounds;                            /* each node rounds its part of a sum of 16-bit floats */
     int rails, lanes;
     struct stream *streams[FF_LANES + FF_MAX_RAILS - 1];    /* by rank */

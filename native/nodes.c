@@ -42,7 +42,7 @@ static int member(const struct nodes *nodes, int node, int place)
 static void wait_longer(struct run *run)
 {
     if (run->patience.deadline_ns != UINT64_MAX)
-        run->patience.deadline_ns += 2 * FF_GRACE_NS;
+        run->patience.deadline_ns += 2 * FF_GRACE_NS + ff_rounds_grace_ns(run->group->nodes);
 }
 
 /* ---- sums */
@@ -137,13 +137,44 @@ static size_t ring_bytes(const struct run *run, size_t bytes)
     return (size_t)(run->group->nodes->count - 1) * least((bytes + 63) / 64 * 64, FF_RING_BYTES);
 }
 
+/* The parts of all nodes, one by one to each other node, or by doubling; `room` has as much as `room_for_small` says. */
+static int add_small(struct run *run, const struct parts *parts, const char *part, char *result, char *room)
+{
+    const struct nodes *nodes = run->group->nodes;
+    uint32_t dtype = run->call->dtype, reduction = run->call->reduction;
+    size_t count = run->call->count, bytes = count * parts->size;
+    bool half = dtype == FF_F16 || dtype == FF_BF16;
+    if (nodes->count == 2 || bytes < nodes->direct_bytes) {
+        struct list list = ff_pieces(run);
+        struct sum sum;
+        exchange_sums(&list, &sum, parts, part, count, result, room, true);
+        return ff_carry(&list);
+    }
+    struct doubled of = {.own = room, .room = room + count * sizeof(uint64_t), .out = result, .count = count,
+                         .size = half ? sizeof(float) : run->size,
+                         .pair = ff_reduction_of_some(half ? FF_F32 : dtype, reduction),
+                         .last = half ? ff_reduction_of_parts(dtype, reduction) : ff_reduction_of(dtype, reduction)};
+    const void *sources[] = {part};
+    if (half && parts->size == run->size)   /* on their way nothing is rounded */
+        ff_reduction_of_some(dtype, reduction)(of.own, sources, 1, 1, count);
+    else
+        copy(of.own, part, bytes);
+    return ff_double_up(run, &of);
+}
+
+static size_t room_for_small(const struct run *run, size_t part_bytes)
+{
+    size_t rings = ring_bytes(run, part_bytes), doubled = 2 * run->call->count * sizeof(uint64_t);
+    return rings > doubled ? rings : doubled;
+}
+
 /* The first rank of each node adds and exchanges all of it. */
 static int reduce_small(struct run *run, const struct parts *parts, size_t bytes)
 {
     ff_group *group = run->group;
     size_t count = run->call->count, part_bytes = count * parts->size;
-    char *scratch = group->rank ? NULL : ff_scratch(run, part_bytes + bytes + ring_bytes(run, part_bytes) + 128);
-    char *result = scratch + (part_bytes + 63) / 64 * 64, *rings = result + (bytes + 63) / 64 * 64;
+    char *scratch = group->rank ? NULL : ff_scratch(run, part_bytes + bytes + room_for_small(run, part_bytes) + 128);
+    char *result = scratch + (part_bytes + 63) / 64 * 64, *room = result + (bytes + 63) / 64 * 64;
     const struct span whole = {run->call->in, count};
     struct span spans[FF_MAX_LOCAL] = {whole};
     const char *part = scratch;
@@ -154,12 +185,8 @@ static int reduce_small(struct run *run, const struct parts *parts, size_t bytes
         part = alone(parts, run->call->in, scratch, count);
     else
         status = ff_add_spans(run, spans, scratch, parts->size, parts->some);
-    if (!status && !group->rank) {
-        struct list list = ff_pieces(run);
-        struct sum sum;
-        exchange_sums(&list, &sum, parts, part, count, result, rings, true);
-        status = ff_carry(&list);
-    }
+    if (!status && !group->rank)
+        status = add_small(run, parts, part, result, room);
     if (status)
         return status;
     wait_longer(run);
@@ -471,16 +498,9 @@ static int exchange(struct run *run)
 
 static int barrier(struct run *run)
 {
-    ff_group *group = run->group;
-    const struct nodes *nodes = group->nodes;
-    struct list list = ff_pieces(run);
     int status = ff_turn(run);
-    for (int m = 0; m < nodes->count && !group->rank && !status; m++)
-        if (m != nodes->node) {
-            ff_send_piece(&list, member(nodes, m, 0), NULL, 0);
-            ff_receive_piece(&list, member(nodes, m, 0), NULL, 0);
-        }
-    status = status ? status : ff_carry(&list);
+    if (!status && !run->group->rank)
+        status = ff_meet_leaders(run);
     wait_longer(run);
     return status ? status : ff_turn(run);
 }

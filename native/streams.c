@@ -55,7 +55,7 @@ static bool place_ranks(struct nodes *nodes, const int32_t *node_of)
 }
 
 int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
-                    void *self, const int *wakers, int rails, int rounds)
+                    void *self, const int *wakers, int rails, int rounds, uint64_t direct_bytes)
 {
     struct nodes *nodes = calloc(1, sizeof *nodes);
     if (!nodes)
@@ -66,6 +66,7 @@ int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of
     nodes->connect = connect;
     nodes->self = self;
     nodes->rounds = rounds;
+    nodes->direct_bytes = direct_bytes;
     nodes->rails = rails < 1 ? 1 : rails > FF_MAX_RAILS ? FF_MAX_RAILS : rails;
     nodes->lanes = FF_LANES + nodes->rails - 1;
     nodes->told = calloc(1, sizeof(struct head));

@@ -13,12 +13,12 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 __all__ = ["Failed", "Pool"]
 
@@ -47,8 +47,8 @@ class _Task:
     arguments: tuple[Any, ...]
     nodes: Sequence[int] | None
     """by rank, which node it is to say that it is on"""
-    rails: int
-    partials: Literal["float32", "own"]
+    comm: Mapping[str, Any]
+    """of the plan"""
 
 
 def _serve(line: Connection, rank: int) -> None:
@@ -76,8 +76,9 @@ def _in_group(rank: int, task: _Task) -> Any:
         from fivefold.comm import meeting, streams
         from fivefold.sections import Comm
 
-        streams.configure(Comm(streams=task.rails, partials=task.partials))
-        meeting.node_name = lambda: f"node {task.nodes[rank]}"
+        streams.configure(Comm(**task.comm))
+        own = f"node {task.nodes[rank]}"
+        meeting.node_name = lambda: own
     dist.init_process_group(
         task.backend,
         store=dist.FileStore(task.path, task.size),
@@ -117,13 +118,12 @@ class Pool:
         size: int | None = None,
         timeout_s: float = 60.0,
         nodes: Sequence[int] | None = None,
-        rails: int = 1,
-        partials: Literal["float32", "own"] = "float32",
+        comm: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin a call on the first `size` ranks, in a default group that ends with it.
 
         Ranks that are told to be on several `nodes` share no memory, and reach each other through the
-        loopback interface, by so many `rails` at a time.
+        loopback interface, as `comm` of a plan says.
         """
         self._groups += 1
         path = str(Path(self._folder.name) / f"store-{self._groups}")
@@ -137,8 +137,7 @@ class Pool:
             function.__name__,
             arguments,
             nodes,
-            rails,
-            partials,
+            comm or {},
         )
         for line in self._lines[:size]:
             line.send(task)
@@ -158,13 +157,10 @@ class Pool:
         *arguments: Any,
         size: int | None = None,
         nodes: Sequence[int] | None = None,
-        rails: int = 1,
-        partials: Literal["float32", "own"] = "float32",
+        comm: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call on the first `size` ranks; the first failure is raised here."""
-        self.start(
-            backend, function, *arguments, size=size, nodes=nodes, rails=rails, partials=partials
-        )
+        self.start(backend, function, *arguments, size=size, nodes=nodes, comm=comm)
         values = self.collect(range(self.size if size is None else size))
         for rank, value in enumerate(values):
             assert not isinstance(value, Failed), f"rank {rank}:\n{value.trace}"

@@ -60,6 +60,8 @@ class Part:
     """of which DistributedDataParallel makes steps instead"""
     interfaces: int = 1
     """of each node; of several all are measured beside the first alone"""
+    dtype: str = "float32"
+    """of bfloat16 parts of nodes that are not rounded are measured beside those that are"""
     nodes: int = 2
     against: Sequence[str] = ()
     """contenders of `fivefold bench`, which then measures; operations have its names"""
@@ -72,6 +74,13 @@ PARTS = {
     "pairs": Part(1.0, 2, operations=("all_reduce", "all_gather")),
     "steps": Part(1.0, 2, nets=("resnet18", "resnet50")),
     "interfaces": Part(1.0, sizes=(16 * KIB, 1 * MIB, 16 * MIB), interfaces=2),
+    "halves": Part(
+        1.0,
+        2,
+        operations=("all_reduce", "reduce_scatter"),
+        sizes=(16 * KIB, 1 * MIB, 16 * MIB),
+        dtype="bfloat16",
+    ),
     "mpi": Part(1.0, operations=COMPARED, sizes=(4, 4 * MIB), against=("openmpi", "mpich")),
     "four": Part(
         1.0, operations=COMPARED, sizes=(4, 4 * MIB), nodes=4, against=("gloo", "openmpi", "mpich")
@@ -93,6 +102,7 @@ BATCH, EDGE = 4, 64
 """images of a rank, and pixels of their edge"""
 ALONE = "no exchange"
 ONE = "one interface"
+OWN = "parts rounded"
 
 
 # ---- on the nodes
@@ -160,13 +170,13 @@ def _named(name: str, older: str) -> Callable[..., object]:
 
 
 def calls(
-    operation: str, size_bytes: int, groups: Mapping[str, Any], bare: Sockets
+    operation: str, size_bytes: int, groups: Mapping[str, Any], bare: Sockets, dtype: torch.dtype
 ) -> dict[str, Callable[[], object]]:
     """What each contender does once."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    count = max(size_bytes // 4 // size * size, size if operation != "all_reduce" else 1)
-    whole, part = torch.ones(count), torch.ones(max(count // size, 1))
-    other = torch.ones(count)
+    least = size if operation != "all_reduce" else 1
+    count = max(size_bytes // dtype.itemsize // size * size, least)
+    whole, part, other = (torch.ones(n, dtype=dtype) for n in (count, max(count // size, 1), count))
     found: dict[str, Callable[[], object]] = {}
     for name, group in groups.items():
         by_operation: dict[str, Callable[[], object]] = {
@@ -184,7 +194,7 @@ def calls(
             "all_to_all": functools.partial(dist.all_to_all_single, other, whole, group=group),
         }
         found[name] = by_operation[operation]
-    sent, received = crossing(operation, 4 * count, rank, size // 2)
+    sent, received = crossing(operation, dtype.itemsize * count, rank, size // 2)
     room = memoryview(bytearray(max(sent, received, 4)))
     into = memoryview(bytearray(max(sent, received, 4)))
     found["sockets"] = functools.partial(bare.move, room[: max(sent, 4)], into[: max(received, 4)])
@@ -236,6 +246,10 @@ def worker(part: Part, rounds: int, out: Path) -> None:
         configure(Comm(interfaces=named[0]))
         groups[ONE] = dist.new_group(backend=fivefold.comm.BACKEND)
         configure(several)
+    dtype = getattr(torch, part.dtype)
+    if dtype.itemsize == 2:
+        configure(Comm(partials="own"))
+        groups[OWN] = dist.new_group(backend=fivefold.comm.BACKEND)
     bare = Sockets(rank, address, part.ranks_per_node)
     found: dict[str, list[float]] = {}
 
@@ -252,7 +266,7 @@ def worker(part: Part, rounds: int, out: Path) -> None:
     for operation, size_bytes in (
         () if part.nets else itertools.product(part.operations, part.sizes)
     ):
-        measure(f"{operation} {size_bytes}", calls(operation, size_bytes, groups, bare))
+        measure(f"{operation} {size_bytes}", calls(operation, size_bytes, groups, bare, dtype))
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -350,6 +364,9 @@ def section(result: dict[str, Any]) -> str:
         return f"{title}\n\n{compared_table(part, found)}\n\n{conditions(result)}"
     title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     rows: list[tuple[str, ...]] = []
+    if part.dtype != "float32":
+        title += f", {part.dtype}"
+        return f"### {title}\n\n{halves_table(part, found)}\n\n{conditions(result)}"
     if part.interfaces > 1:
         title = f"2 nodes x 1, {part.interfaces} interfaces of {part.gbit_per_s:g} Gbit/s"
         return f"### {title}\n\n{interfaces_table(part, found)}\n\n{conditions(result)}"
@@ -411,6 +428,21 @@ def interfaces_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
         ]
     ]
     header = ("operation", "bytes", "all", ONE, f"sockets, {ONE}", f"{ONE} / all")
+    return table(header, rows)
+
+
+def halves_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of sums of 16-bit floats, whose parts travel in 32 bits or are rounded on each node."""
+    rows = [
+        (
+            operation, _size(size), *map(_time, (ours, own, gloo)), str(ratio(own, ours)),
+            str(ratio(gloo, ours)),
+        )
+        for operation in part.operations
+        for size in part.sizes
+        for ours, own, gloo in [[found[f"{operation} {size} {name}"] for name in ("fivefold", OWN, "gloo")]]
+    ]  # fmt: skip
+    header = ("operation", "bytes", "fivefold", OWN, "gloo", f"{OWN} / fivefold", "gloo / fivefold")
     return table(header, rows)
 
 

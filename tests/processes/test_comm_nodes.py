@@ -64,14 +64,37 @@ def test_each_node_may_round_its_part(pool: Pool, nodes: Sequence[int]) -> None:
     size = len(nodes)
     pool.run(
         "fivefold", comm_checks.random_operations, 7, 40, 1 << 20, nodes, True, size=size, nodes=nodes,
-        partials="own",
+        comm={"partials": "own"},
     )  # fmt: skip
     exact = pool.run("fivefold", comm_checks.sums_of_halves, 5000, size=size, nodes=nodes)
     rounded = pool.run(
-        "fivefold", comm_checks.sums_of_halves, 5000, size=size, nodes=nodes, partials="own"
+        "fivefold",
+        comm_checks.sums_of_halves,
+        5000,
+        size=size,
+        nodes=nodes,
+        comm={"partials": "own"},
     )
     alone = len({*nodes}) == size
     assert (rounded == exact) == alone, "with a rank per node there is nothing to round"
+
+
+@pytest.mark.parametrize("comm", [{}, {"partials": "own"}], ids=["exact", "own"])
+@pytest.mark.parametrize("direct_bytes", [0, 1000, 1 << 20])
+@pytest.mark.parametrize(
+    "nodes",
+    [(0, 1, 2), (0, 1, 2, 3, 4), (0, 1, 1, 2, 3), (0, 1, 0, 2, 3), (0, 0, 1, 1, 2)],
+    ids=name_of,
+)
+def test_small_sums_by_doubling_are_the_same(
+    pool: Pool, nodes: Sequence[int], direct_bytes: int, comm: dict[str, str]
+) -> None:
+    size, told = len(nodes), {**comm, "direct_bytes": direct_bytes}
+    checked = pool.run(
+        "fivefold", comm_checks.random_operations, direct_bytes + size, 40, 1 << 14, nodes, bool(comm),
+        size=size, nodes=nodes, comm=told,
+    )  # fmt: skip
+    assert len(set(checked)) == 1 and checked[0] >= 40
 
 
 @pytest.mark.parametrize("rails", [2, 3, 8])
@@ -82,11 +105,11 @@ def test_large_tensors_by_several_streams_are_the_same(
     size = len(nodes)
     for dtype, count in (("float32", 300_001), ("bfloat16", 65_536), ("float64", 16_385)):
         asked = comm_checks.every_operation, dtype, count, True
-        ours = pool.run("fivefold", *asked, size=size, nodes=nodes, rails=rails)
+        ours = pool.run("fivefold", *asked, size=size, nodes=nodes, comm={"streams": rails})
         assert ours == pool.run("fivefold", *asked, size=size, nodes=nodes)
     pool.run(
         "fivefold", comm_checks.random_operations, rails, 12, 1 << 21, nodes, size=size, nodes=nodes,
-        rails=rails,
+        comm={"streams": rails},
     )  # fmt: skip
 
 
@@ -142,7 +165,7 @@ def test_a_rank_that_is_killed_is_told_to_all(later: bool, nodes: Sequence[int])
 
 def test_a_rank_that_is_killed_is_told_on_several_streams() -> None:
     with Pool(3) as pool:
-        pool.start("fivefold", comm_checks.killed, True, nodes=(0, 1, 2), rails=4)
+        pool.start("fivefold", comm_checks.killed, True, nodes=(0, 1, 2), comm={"streams": 4})
         for waited_s, text in pool.collect([0, 2]):
             assert waited_s < 2.0
             assert "rank 1 has ended" in text
@@ -152,7 +175,9 @@ def test_a_rank_that_is_killed_is_told_on_several_streams() -> None:
 @pytest.mark.parametrize("rails", [1, 2, 8])
 def test_a_rank_that_is_killed_before_it_sends_is_told(rails: int, size: int) -> None:
     with Pool(2) as pool:
-        pool.start("fivefold", comm_checks.killed_before, size, nodes=(0, 1), rails=rails)
+        pool.start(
+            "fivefold", comm_checks.killed_before, size, nodes=(0, 1), comm={"streams": rails}
+        )
         ((waited_s, text),) = pool.collect([0])
     assert waited_s < 2.0
     assert "rank 1 has ended" in text

@@ -44,7 +44,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 8
+ABI = 9
 LIBRARY = "libfivefold_core.so"
 MAX_LOCAL, MAX_RANKS, MISSING = 256, 4096, 7
 MESSAGES = 1
@@ -129,7 +129,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_open": (pointer, pointer, c_int, c_int),
     "ff_group_peer": (None, pointer, c_int, c_int, pointer, c_size_t),
     "ff_group_probe": (c_int, pointer, c_double, POINTER(CallReport)),
-    "ff_group_spread": (c_int, pointer, c_int, c_int, _INT32S, CONNECT, pointer, _INTS, c_int, c_int),
+    "ff_group_spread": (
+        c_int, pointer, c_int, c_int, _INT32S, CONNECT, pointer, _INTS, c_int, c_int, c_uint64,
+    ),
     "ff_group_accept": (c_int, pointer, c_int, c_int, c_int),
     "ff_group_forget": (None, pointer),
     "ff_group_break": (None, pointer),

@@ -32,6 +32,8 @@ PROTOCOL = Protocol("fivefoldbench", "001")
 CONTENDERS: Mapping[str, str] = {
     "fivefold": "Fivefold",
     "fivefold-arena": "Fivefold, tensors in the arena",
+    "fivefold-direct": "Fivefold, small sums straight between nodes",
+    "fivefold-doubling": "Fivefold, small sums by doubling",
     "gloo": "gloo",
     "openmpi": "Open MPI",
     "mpich": "MPICH",

@@ -176,10 +176,17 @@ def _window(size_bytes: int) -> int:
     return max(1, min(_WINDOW, _WINDOW_BYTES // size_bytes))
 
 
-class Torch:
-    """Through torch.distributed; `in_arena`: tensors that all ranks of the node see."""
+_DIRECT_BYTES = {"direct": 1 << 20, "doubling": 0}
 
-    def __init__(self, backend: str, *, in_arena: bool) -> None:
+
+class Torch:
+    """Through torch.distributed.
+
+    `how`: "arena", for tensors that all ranks of the node see, or how small sums of several nodes are made,
+    "direct" or "doubling"; empty: neither is asked for.
+    """
+
+    def __init__(self, backend: str, how: str) -> None:
         import torch
         import torch.distributed as dist
 
@@ -187,9 +194,11 @@ class Torch:
         from fivefold.plan import Plan, Provenance
 
         torch.set_num_threads(1)
-        chosen = {"comm.backend": backend, "comm.timeout_s": 120.0}
+        chosen: dict[str, object] = {"comm.backend": backend, "comm.timeout_s": 120.0}
+        if how in _DIRECT_BYTES:
+            chosen["comm.direct_bytes"] = _DIRECT_BYTES[how]
         self._mesh = start(Plan().replace(chosen, Provenance("user", "bench")), device="cpu")
-        self.rank, self.size, self._in_arena = self._mesh.rank, self._mesh.size, in_arena
+        self.rank, self.size, self._in_arena = self._mesh.rank, self._mesh.size, how == "arena"
         self._torch, self._dist = torch, dist
         self._group: Any = self._mesh.group("data")
 

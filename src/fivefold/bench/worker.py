@@ -25,10 +25,8 @@ _LEAST_S = 0.02
 def main(words: list[str]) -> int:
     """`CONTENDER SOCKET`; whoever started this process tells rank and size in its environment."""
     contender, address = words
-    backend, _, memory = contender.partition("-")
-    work: CommWay = (
-        Mpi() if contender in ("openmpi", "mpich") else Torch(backend, in_arena=memory == "arena")
-    )
+    backend, _, how = contender.partition("-")
+    work: CommWay = Mpi() if contender in ("openmpi", "mpich") else Torch(backend, how)
     with _called(address) as line:
         wire = line.makefile("rw", encoding="utf-8")
         print(json.dumps({"rank": work.rank, "pid": os.getpid()}), file=wire, flush=True)

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -54,7 +54,8 @@ class Bench:
     ] = None
     """how many ranks; default: as many as the hosts have room for, or 2"""
     contender: Annotated[str, _option("NAME")] = "fivefold"
-    """fivefold, fivefold-arena (tensors that all ranks see), gloo, openmpi or mpich"""
+    """fivefold, fivefold-arena (tensors that all ranks see), fivefold-direct and fivefold-doubling (how small
+    sums of three nodes and more are made), gloo, openmpi or mpich"""
     against: Annotated[str, _option("NAME,...", hint="")] = ""
     """contenders to compare it with"""
     sizes: Annotated[str, _option("FROM:TO")] = "4:64M"
@@ -67,6 +68,9 @@ class Bench:
         False
     )
     """the call goes on while the caller computes: reports its pure, compute and total time"""
+    tune: Annotated[Path | None, _option("PLAN", hint="")] = None
+    """allreduce on three nodes or more: measure small sums in both ways, and write from where on to double
+    (comm.direct_bytes) to this plan, with the reason; what else the file has stays"""
     json: Annotated[Path | None, _option("FILE", hint="")] = None
     """write all figures and the environment to this file"""
     plot: Annotated[Path | None, _option("FILE", hint="")] = None
@@ -80,6 +84,25 @@ class Bench:
 
     def run(self) -> int:
         """Measure, and print a table."""
+        sweep = self._swept() if self.tune is None else self._tuned(self.tune)
+        return 0 if all(m.right for found in sweep.results.values() for m in found) else 1
+
+    def _tuned(self, path: Path) -> Sweep:
+        """Measure small sums in both ways, and write to a plan from where on to double."""
+        from fivefold.bench.tuning import CHOICES, SIZES, direct_bytes
+        from fivefold.plan import Plan, Provenance
+
+        if self.operation != "allreduce":
+            raise UsageError(f"--tune is for allreduce, not {self.operation}")
+        plan = Plan.load(path) if path.exists() else Plan()
+        direct, doubling = CHOICES
+        sweep = replace(self, contender=direct, against=doubling, sizes=SIZES, tune=None)._swept()  # noqa: SLF001
+        value, why = direct_bytes(sweep)
+        plan.replace({"comm.direct_bytes": value}, Provenance("tuned", why)).save(path)
+        print(f"comm.direct_bytes = {value} in {path}: {why}")
+        return sweep
+
+    def _swept(self) -> Sweep:
         sizes, names = self._sizes(), self._names()
         self._check()
         hosts = self.nodes.hosts_told()
@@ -96,7 +119,7 @@ class Bench:
             write_whole(self.json, json.dumps(sweep.record(), indent=1) + "\n", "the figures")
         if self.plot is not None:
             plot(sweep, self.plot)
-        return 0 if all(m.right for found in sweep.results.values() for m in found) else 1
+        return sweep
 
     def _names(self) -> list[str]:
         from fivefold.bench import CONTENDERS
@@ -134,7 +157,13 @@ class Bench:
                 "--fork, --stage and --engine are for ranks on several nodes; leave them out, or name nodes "
                 "with -H"
             )
-        if sum(node.ranks > 0 for node in nodes) > 1 and "fivefold-arena" in names:
+        several = sum(node.ranks > 0 for node in nodes)
+        if several < 3 and {"fivefold-direct", "fivefold-doubling"} & {*names}:
+            raise UsageError(
+                f"{several or 1} node{'s' if several > 1 else ''}: small sums can be made in two ways "
+                "from three nodes on; name them with -H"
+            )
+        if several > 1 and "fivefold-arena" in names:
             raise UsageError(
                 "fivefold-arena is for ranks of one node, whose memory they share; leave it out"
             )

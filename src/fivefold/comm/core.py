@@ -56,6 +56,8 @@ class Spread:
     """an eventfd per rank of this node; the group's own from now on"""
     rounds: bool = False
     """whether each node rounds its part of a sum of 16-bit floats"""
+    direct_bytes: int = 0
+    """small sums of fewer go straight from each node to each, others by doubling"""
 
     @property
     def rails(self) -> int:
@@ -114,7 +116,7 @@ class Core:
         wakers = (ctypes.c_int * len(spread.wakers))(*spread.wakers)
         failed = self.library.ff_group_spread(
             self._pointer, self.rank, self.size, numbers, self._connect, None, wakers, spread.rails,
-            int(spread.rounds),
+            int(spread.rounds), spread.direct_bytes,
         )  # fmt: skip
         assert not failed, "there is memory for a group"
         streams.expect(spread.token, self)

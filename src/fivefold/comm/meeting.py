@@ -76,6 +76,8 @@ class _Decision:
     """names the group to those that open streams to it"""
     rounds: bool
     """whether each node rounds its part of a sum of 16-bit floats"""
+    direct_bytes: int
+    """sums of fewer go straight from each node to each"""
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Core | Apart:
@@ -117,7 +119,13 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
     if several:
         doors = _doors(dist.PrefixStore("doors", store), rank, size, timeout, what)
         spread = Spread(
-            local, decision.node_of, doors, decision.token, given.wakers, decision.rounds
+            local,
+            decision.node_of,
+            doors,
+            decision.token,
+            given.wakers,
+            decision.rounds,
+            decision.direct_bytes,
         )
     memory, arenas = Segment.attach(given.fds[0]), [mapped(fd) for fd in given.fds[1:]]
     watches = [watch(pid) for pid in given.pids]
@@ -161,6 +169,7 @@ def _decided(members: Sequence[_Member], gate: Gate) -> _Decision:
         cores,
         streams.new_token(),
         streams.rounds(),
+        streams.direct_bytes(len(names)),
     )
 
 

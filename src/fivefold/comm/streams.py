@@ -41,6 +41,7 @@ __all__ = [
     "Member",
     "StreamError",
     "configure",
+    "direct_bytes",
     "dismiss",
     "door",
     "expect",
@@ -94,6 +95,8 @@ _hosts: list[str] = []
 """of the interfaces that the plan names, by rail"""
 _UNSENT_BYTES = 256 << 10
 """what the system may hold of one of several streams that is not sent: more would wait for a slow one"""
+_LATENCY_S, _MESSAGE_S, _BYTES_PER_S = 30e-6, 6e-6, 1.25e9
+"""of Ethernet of 10 Gbit/s: until a message is there, and what the processor does for one"""
 _IP_BIND_ADDRESS_NO_PORT = 24
 """see ip(7)"""
 
@@ -117,6 +120,24 @@ def configure(plan: Comm) -> None:
 def rounds() -> bool:
     """Whether each node rounds its part of a sum of 16-bit floats, where this process is the first rank."""
     return _plan.partials == "own"
+
+
+def direct_bytes(nodes: int) -> int:
+    """From how many bytes on small sums over so many nodes are made by doubling, if this is the first rank.
+
+    Straight from each node to each they take a message to each other node, one after the other, and one
+    latency; by doubling as many of both as the number of nodes has doublings.
+
+    >>> [direct_bytes(nodes) for nodes in (2, 4, 8, 16, 32)]
+    [1048576, 30000, 11250, 2727, 0]
+    """
+    if _plan.direct_bytes >= 0:
+        return _plan.direct_bytes
+    rounds = (nodes - 1).bit_length()
+    spared = nodes - 1 - rounds
+    if spared <= 0:
+        return 1 << 20
+    return max(0, round(_BYTES_PER_S * ((rounds - 1) * _LATENCY_S / spared - _MESSAGE_S)))
 
 
 def _listening_socket() -> socket.socket:
