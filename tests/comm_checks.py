@@ -327,9 +327,9 @@ def lateness(by_s: float = 1.5) -> tuple[float, str]:
     return time.monotonic() - start, ""
 
 
-def killed(later: bool) -> tuple[float, str]:
+def killed(later: bool, count: int = 1 << 20) -> tuple[float, str]:
     """Rank 1 dies in the middle of a stream of sums; seconds until this rank knew, and what it was told."""
-    tensor = torch.ones(1 << 20)
+    tensor = torch.ones(count)
     until = time.monotonic() + 0.3
     try:
         while True:

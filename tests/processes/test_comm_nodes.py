@@ -163,6 +163,21 @@ def test_a_rank_that_is_killed_is_told_to_all(later: bool, nodes: Sequence[int])
             assert "rank 1 has ended" in text
 
 
+@pytest.mark.parametrize("nodes", [(0, 1, 2, 3, 4), (0, 1, 1, 2, 3)], ids=name_of)
+@pytest.mark.parametrize("dies", [False, True], ids=["late", "dies"])
+def test_who_is_missing_is_named_where_sums_are_made_by_doubling(
+    dies: bool, nodes: Sequence[int]
+) -> None:
+    asked = (comm_checks.killed, False, 100) if dies else (comm_checks.lateness, 5.0)
+    with Pool(5) as pool:
+        pool.start(
+            "fivefold", *asked, timeout_s=60 if dies else 0.5, nodes=nodes, comm={"direct_bytes": 0}
+        )
+        for waited_s, text in pool.collect([0, 2, 3, 4]):
+            assert waited_s < (2.0 if dies else 4.5)
+            assert ("rank 1 has ended" if dies else "Timed out waiting for rank 1") in text
+
+
 def test_a_rank_that_is_killed_is_told_on_several_streams() -> None:
     with Pool(3) as pool:
         pool.start("fivefold", comm_checks.killed, True, nodes=(0, 1, 2), comm={"streams": 4})
