@@ -191,7 +191,7 @@ class Core:
     def run(self, call: Call) -> None:
         """Run a collective and return when it is done. Raises `RuntimeError`."""
         report = CallReport()
-        if core().ff_run(self.pointer, ctypes.byref(call), ctypes.byref(report)):
+        if self.library.ff_run(self.pointer, ctypes.byref(call), ctypes.byref(report)):
             raise explain(self, report, call)
 
     def held_up(self, report: CallReport) -> bool:

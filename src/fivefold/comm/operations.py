@@ -232,8 +232,6 @@ class Operations:
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Receive from rank `peer`, or from anyone (-1). The tensor has the size of what comes."""
-        if tensor.is_contiguous():
-            return self._message(tensor, peer, tag, None, sends=False)
         targets, after = writes([tensor])
         return self._message(targets[0], peer, tag, after, sends=False)
 

@@ -49,14 +49,11 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
 
     @functools.wraps(method)
     def here_or_there(self: SharedGroup, first: Any, *rest: Any, **named: Any) -> Work:
-        if type(first) is list and len(first) == 1 and type(rest[0]) is int and first[0].is_cpu:
-            return method(
-                self, first, *rest, **named
-            )  # a message: it may be small, and one of many
-        device = _one_device(first, rest[0] if rest else None, method.__name__)
-        if device is None or device.type == "cpu":
+        second = rest[0] if rest else None
+        if _on_cpus(first) and _on_cpus(second):
             return method(self, first, *rest, **named)
-        other, name = self.elsewhere(device), method.__name__
+        name = method.__name__
+        other = self.elsewhere(_one_device(first, second, name))
         if name in _NOT_SHARED and other.name() == "gloo":
             raise UsageError(
                 f"{name}: ranks that share a GPU cannot do this with its tensors: move them with .cpu() "
@@ -68,14 +65,24 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
     return here_or_there
 
 
-def _one_device(first: Any, second: Any, what: str) -> torch.device | None:
+def _on_cpus(tensors: Any) -> bool:
+    """Whether nothing of it is elsewhere; it may be a list of lists, or no tensor at all."""
+    if isinstance(tensors, Tensor):
+        return tensors.is_cpu
+    return not isinstance(tensors, list | tuple) or all(
+        map(_on_cpus, cast("Sequence[Any]", tensors))
+    )
+
+
+def _one_device(first: Any, second: Any, what: str) -> torch.device:
     """Where the tensors of a call are, which may be in lists of lists."""
     kinds = {device.type: device for device in (*_devices(first), *_devices(second))}
     if len(kinds) > 1:
         raise UsageError(
             f"{what}: its tensors are on {' and '.join(sorted(kinds))}; move all to one device first"
         )
-    return next(iter(kinds.values()), None)
+    (device,) = kinds.values()
+    return device
 
 
 def _devices(tensors: Any) -> Iterator[torch.device]:

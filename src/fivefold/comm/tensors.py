@@ -39,13 +39,13 @@ def reads(tensor: Tensor) -> Tensor:
 
 def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
     """Where results go: the tensors, or copies in one piece; and what copies those back, if any."""
+    if all(t.is_contiguous() for t in tensors):
+        return [*tensors], None
     targets = [
         t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
         for t in tensors
     ]
     apart = [(own, to) for own, to in zip(targets, tensors, strict=True) if own is not to]
-    if not apart:
-        return targets, None
 
     def copy_back() -> None:
         with torch.no_grad():
