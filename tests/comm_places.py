@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from torch import Tensor
 import comm_checks
 from comm_checks import raw
 from fivefold.arena import ArenaError
-from fivefold.comm.meeting import Apart, meet
+from fivefold.comm.core import Core
+from fivefold.comm.meeting import meet
+from fivefold.comm.operations import Operations
 from fivefold.errors import UsageError
 
 
@@ -218,8 +221,8 @@ def late_with_tag() -> str:
 # --- who cannot take part, and what cannot be sent --------------------------------------------------
 
 
-def as_another_user() -> str:
-    """Rank 1 runs as somebody else while the ranks meet; what keeps them apart."""
+def as_another_user() -> tuple[Sequence[int], float]:
+    """Rank 1 runs as somebody else while the ranks meet; nodes by rank, and the sum of 1 and 2 over them."""
     rank, size, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=20)
     address: list[Any] = [None]
     if rank == 0:  # files of the pool's store are not for others
@@ -236,7 +239,13 @@ def as_another_user() -> str:
     finally:
         os.seteuid(own)
     dist.barrier()
-    return met.reason if isinstance(met, Apart) else "together"
+    assert isinstance(met, Core) and met.spread is not None
+    tensor = torch.tensor([rank + 1.0])
+    operations = Operations(met, 20.0)
+    operations.all_reduce(tensor, 0, later=False)
+    dist.barrier()
+    operations.close()
+    return [*met.spread.node_of], float(tensor)
 
 
 def on_odd_devices() -> list[str]:

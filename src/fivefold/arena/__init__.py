@@ -13,7 +13,7 @@ from __future__ import annotations
 from fivefold.arena.budget import available_bytes, check, limit_bytes
 from fivefold.arena.gate import Connection, Gate, connect
 from fivefold.arena.heap import Heap
-from fivefold.arena.locality import between, node_name, watch
+from fivefold.arena.locality import node_name, watch
 from fivefold.arena.native import ArenaError
 from fivefold.arena.segment import Segment
 from fivefold.arena.slots import Slots
@@ -26,7 +26,6 @@ __all__ = [
     "Segment",
     "Slots",
     "available_bytes",
-    "between",
     "check",
     "connect",
     "limit_bytes",
