@@ -101,6 +101,7 @@ PARTS = {
 BATCH, EDGE = 4, 64
 """images of a rank, and pixels of their edge"""
 ALONE = "no exchange"
+REDUCER = "own reducer"
 ONE = "one interface"
 OWN = "parts rounded"
 
@@ -202,7 +203,9 @@ def calls(
 
 
 def steps(name: str, groups: Mapping[str, Any]) -> dict[str, Callable[[], object]]:
-    """A step of training over each group, and one that exchanges nothing."""
+    """A step of training over each group, one of Fivefold's own reducer, and one that exchanges nothing."""
+    import fivefold
+    from fivefold.plan import Parallel, Plan
     from fivefold.recipes import models
 
     torch.manual_seed(dist.get_rank())
@@ -224,6 +227,17 @@ def steps(name: str, groups: Mapping[str, Any]) -> dict[str, Callable[[], object
         step()
         found[group_name] = step
         found.setdefault(ALONE, alone)
+    plan = Plan(parallel=Parallel(batch_norm="replica"))  # as DistributedDataParallel has it
+    mesh = fivefold.start(plan, device="cpu")
+    model = fivefold.parallelize(models.build(name, 10), mesh, loss=nn.CrossEntropyLoss())
+    model_optim = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def own() -> None:
+        model_optim.zero_grad()
+        model.step(images, labels)
+        model_optim.step()
+
+    found[REDUCER] = own
     return found
 
 
@@ -408,13 +422,18 @@ def compared_table(part: Part, found: Mapping[str, Any]) -> str:
 
 def steps_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
     """Of steps of training."""
+    names = ("fivefold", REDUCER, "gloo", ALONE)
     rows = [
-        (net, *map(_time, (ours, gloo, alone)), str(ratio(ours, gloo)), str(ratio(alone, ours)))
+        (
+            net, *map(_time, times), str(ratio(ours, gloo)), str(ratio(own, gloo)),
+            str(ratio(alone, ours)),
+        )
         for net in part.nets
-        for ours, gloo, alone in [[found[f"{net} {name}"] for name in ("fivefold", "gloo", ALONE)]]
-    ]
-    header = ("net", "fivefold", "gloo", ALONE, "fivefold / gloo", f"{ALONE} / fivefold")
-    return table(header, rows)
+        for times in [[found[f"{net} {name}"] for name in names]]
+        for ours, own, gloo, alone in [times]
+    ]  # fmt: skip
+    ratios = ("fivefold / gloo", f"{REDUCER} / gloo", f"{ALONE} / fivefold")
+    return table(("net", *names, *ratios), rows)
 
 
 def interfaces_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
