@@ -94,6 +94,7 @@ class Bench:
 
         if self.operation != "allreduce":
             raise UsageError(f"--tune is for allreduce, not {self.operation}")
+        self._check()
         plan = Plan.load(path) if path.exists() else Plan()
         direct, doubling = CHOICES
         sweep = replace(self, contender=direct, against=doubling, sizes=SIZES, tune=None)._swept()  # noqa: SLF001
@@ -143,7 +144,7 @@ class Bench:
             raise UsageError(f"--rounds {self.rounds}: at least 1 is needed")
         if self.overlap and self.operation in MESSAGES:
             raise UsageError(f"--overlap is for collectives; {self.operation} measures messages")
-        for path in (self.json, self.plot):
+        for path in (self.json, self.plot, self.tune):
             if path is not None and not path.resolve().parent.is_dir():
                 raise UsageError(f"{path}: there is no folder {path.resolve().parent}")
 
