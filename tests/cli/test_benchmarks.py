@@ -87,13 +87,14 @@ def test_collectives_between_nodes_are_timed_beside_gloo(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_the_script_of_memory_on_gpus_runs(tmp_path: Path) -> None:
-    words = ["--device=cpu", "--minutes=0.5", "--rounds=1", "--left=1"]
+    words = ["--device=cpu", "--minutes=0.5", "--rounds=1", "--left=1", "--nets=edsr", "--times=1"]
     script = str(BENCHMARKS / "memory" / "gpu.py")
     done = subprocess.run(
         [python(), script, *words], check=False, capture_output=True, text=True, timeout=110, cwd=tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a CPU, which tells nothing" in done.stdout
+    assert "### edsr, (4, 3, 64, 64)" in done.stdout
     assert "### ResNet-50, one image, 1 GiB left" in done.stdout
     assert "memory.budget" in done.stdout
 
