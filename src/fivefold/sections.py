@@ -13,6 +13,7 @@ from typing import Literal, cast
 from fivefold.errors import PlanError, UsageError, suggest
 
 __all__ = [
+    "ALWAYS_DIRECT",
     "AXES",
     "TILE_AXES",
     "Checkpoint",
@@ -32,6 +33,8 @@ __all__ = [
 
 MOST_RAILS = 8
 """as FF_MAX_RAILS of the C core"""
+ALWAYS_DIRECT = 1 << 20
+"""as `comm.direct_bytes`: more than any sum that could be made by doubling"""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fivefold.bench.measure import Sweep
+from fivefold.sections import ALWAYS_DIRECT
 
 __all__ = ["CHOICES", "SIZES", "direct_bytes"]
 
 CHOICES = ("fivefold-direct", "fivefold-doubling")
 SIZES = "4:16K"
 """up to where the core makes sums in one of these ways"""
-_NEVER = 1 << 20
 
 
 def direct_bytes(sweep: Sweep) -> tuple[int, str]:
@@ -26,5 +26,5 @@ def direct_bytes(sweep: Sweep) -> tuple[int, str]:
         f"{1e6 * other.median_s:.0f} us by doubling"
     )
     if first == len(pairs):
-        return _NEVER, figures
+        return ALWAYS_DIRECT, figures
     return (0 if first == 0 else one.size_bytes), figures

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fivefold.sections import ALWAYS_DIRECT
+
 __all__ = ["MESSAGES", "OPERATIONS", "CommWay", "Mpi", "Torch", "messages_under_way", "partner_of"]
 
 MESSAGES = ("p2p", "bw", "bibw", "multi-p2p", "multi-bw")
@@ -176,7 +178,7 @@ def _window(size_bytes: int) -> int:
     return max(1, min(_WINDOW, _WINDOW_BYTES // size_bytes))
 
 
-_DIRECT_BYTES = {"direct": 1 << 20, "doubling": 0}
+_DIRECT_BYTES = {"direct": ALWAYS_DIRECT, "doubling": 0}
 
 
 class Torch:

@@ -33,9 +33,9 @@ from fivefold.trace.machine import Machine
 from fivefold.trace.stacks import Watcher
 from fivefold.trace.standstill import Standstill, judge, waiting
 from fivefold.trace.states import (
+    LinkProgress,
     PendingCall,
     RankState,
-    Transfer,
     from_json,
     look,
     pid_namespace,
@@ -314,7 +314,7 @@ def _with_transfer(call: PendingCall) -> PendingCall:
     if found is None or not 0 <= found[0] < len(call.group.ranks):
         return call
     peer, sends, moved, size = found
-    return replace(call, transfer=Transfer(call.group.ranks[peer], sends, moved, size))
+    return replace(call, transfer=LinkProgress(call.group.ranks[peer], sends, moved, size))
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol as Interface
 from fivefold.arena.native import MESSAGES
 from fivefold.cluster.network import address_of
 from fivefold.errors import LaunchError
-from fivefold.sections import Comm
+from fivefold.sections import ALWAYS_DIRECT, Comm
 from fivefold.wire import (
     Listener,
     OtherKey,
@@ -136,7 +136,7 @@ def direct_bytes(nodes: int) -> int:
     rounds = (nodes - 1).bit_length()
     spared = nodes - 1 - rounds
     if spared <= 0:
-        return 1 << 20
+        return ALWAYS_DIRECT
     return max(0, round(_BYTES_PER_S * ((rounds - 1) * _LATENCY_S / spared - _MESSAGE_S)))
 
 

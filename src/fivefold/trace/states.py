@@ -17,10 +17,10 @@ from fivefold.trace.file import TraceFile
 from fivefold.trace.schema import DTYPES, KINDS, NOTHING, PHASES, TAGS, ProcessState
 
 __all__ = [
+    "LinkProgress",
     "PendingCall",
     "RankGroup",
     "RankState",
-    "Transfer",
     "from_json",
     "look",
     "pid_namespace",
@@ -45,7 +45,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LinkProgress:
     """Bytes that a collective moves to or from another node, of which it waits for more."""
 
     peer: int
@@ -71,7 +71,7 @@ class PendingCall:
     since_s: float = 0.0
     event: int = 0
     """number of the event in the trace of the rank"""
-    transfer: Transfer | None = None
+    transfer: LinkProgress | None = None
     """what it waits for by now, where the rank itself has told"""
 
     @property
@@ -279,5 +279,5 @@ def _read_call(told: dict[str, Any]) -> PendingCall:
     return PendingCall(
         **told,
         group=RankGroup(group["name"], group["key"], tuple(group["ranks"])),
-        transfer=None if transfer is None else Transfer(**transfer),
+        transfer=None if transfer is None else LinkProgress(**transfer),
     )

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.trace.standstill import judge, listed, waiting
-from fivefold.trace.states import PendingCall, RankGroup, RankState, Transfer, from_json, to_json
+from fivefold.trace.states import (
+    LinkProgress,
+    PendingCall,
+    RankGroup,
+    RankState,
+    from_json,
+    to_json,
+)
 
 WORLD = RankGroup("all ranks", "0", (0, 1, 2))
 
@@ -79,7 +86,8 @@ def test_links_over_which_ranks_that_have_come_wait_are_told() -> None:
     far = {0: (1, False, 2048), 1: (0, True, 4096), 2: (1, False, 0)}
     states = {
         rank: replace(
-            waits(rank, call(5, transfer=Transfer(peer, sends, moved, 4096))), host=f"node{rank}"
+            waits(rank, call(5, transfer=LinkProgress(peer, sends, moved, 4096))),
+            host=f"node{rank}",
         )
         for rank, (peer, sends, moved) in far.items()
     }
