@@ -236,7 +236,7 @@ def test_streams_are_taken_at_the_ports_of_the_plan() -> None:
     with reserved_port(None) as free, Pool(2) as pool:
         ports = pool.run("fivefold", comm_checks.at_ports, free, free + 40, nodes=(0, 1))
     assert ports[0] != ports[1]
-    assert all(free < port <= free + 40 for port in ports)
+    assert all(free <= port <= free + 40 for port in ports)  # what is held may be bound, as it says
 
 
 def test_ports_that_are_taken_are_told() -> None:
