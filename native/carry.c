@@ -445,7 +445,7 @@ int ff_held_up(ff_group *group, ff_report *report)
 }
 
 /* What a piece waits for on one of its streams: how many descriptors, or an error below 0. */
-static int watch_rail(struct list *list, const struct piece *piece, int rail, int count, uint64_t *most_ns)
+static int watch_rail(struct list *list, const struct piece *piece, int rail, int count, uint64_t *most_ns, int naps)
 {
     struct run *run = list->run;
     struct nodes *nodes = run->group->nodes;
@@ -463,14 +463,16 @@ static int watch_rail(struct list *list, const struct piece *piece, int rail, in
         return -ff_stream_unreachable(run->group, piece->peer, run->report);
     if (!piece->sends && in < 0)    /* the first one is opened at once, others when it has no room */
         *most_ns = least(*most_ns, rail ? 10 * CONNECTING_NS : CONNECTING_NS);
+    else if (waits && (piece->sends ? !!stream->mpi_out : !!stream->mpi_in))
+        *most_ns = least(*most_ns, ff_mpi_nap_ns(naps));
     else if (!piece->sends && waits)
         nodes->polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
     if (out >= 0 && !atomic_load(&stream->ended_out))
-        nodes->polled[count++] = (struct pollfd){.fd = out, .events = TOLD | (piece->sends && waits ? POLLOUT : 0)};
+        nodes->polled[count++] = (struct pollfd){.fd = out, .events = TOLD | (piece->sends && waits && !stream->mpi_out ? POLLOUT : 0)};
     return count;
 }
 
-static int watch_list(struct list *list, int count, uint64_t *most_ns)
+static int watch_list(struct list *list, int count, uint64_t *most_ns, int naps)
 {
     struct nodes *nodes = list->run->group->nodes;
     for (int i = 0; i < list->count; i++) {
@@ -478,15 +480,15 @@ static int watch_list(struct list *list, int count, uint64_t *most_ns)
         if (piece->over || !is_first(nodes, piece))
             continue;
         for (int rail = 0; rail < rails(nodes, piece) && count >= 0; rail++)
-            count = watch_rail(list, piece, rail, count, most_ns);
+            count = watch_rail(list, piece, rail, count, most_ns, naps);
         if (count < 0)
             return count;
     }
     return count;
 }
 
-/* Until something may have changed. */
-static int sleep_for(struct list *first)
+/* Until something may have changed, after so many naps in which nothing has. */
+static int sleep_for(struct list *first, int naps)
 {
     struct run *run = first->run;
     struct nodes *nodes = run->group->nodes;
@@ -494,7 +496,7 @@ static int sleep_for(struct list *first)
     int count = 0;
     nodes->turn++;
     for (struct list *list = first; list; list = list->next)
-        if ((count = watch_list(list, count, &most_ns)) < 0)
+        if ((count = watch_list(list, count, &most_ns, naps)) < 0)
             return -count;
     uint64_t deadline_ns = run->patience.deadline_ns;
     deadline_ns += deadline_ns == UINT64_MAX ? 0 : FF_GRACE_NS;
@@ -516,15 +518,15 @@ int ff_carry(struct list *list)
 {
     struct patience patience = list->run->patience;
     bool left = true;
-    int status = FF_OK;
+    int status = FF_OK, naps = 0;
     while (left && !status) {
         bool moved = false;
         left = false;
         status = move(list, &moved, &left);
         if (moved)
-            patience = list->run->patience;
+            patience = list->run->patience, naps = 0;
         else if (!status && left && !ff_bide(&patience))
-            status = sleep_for(list);
+            status = sleep_for(list, naps++);
     }
     atomic_store_explicit(&list->run->group->nodes->held_up.peer, 0, memory_order_relaxed);
     return status;

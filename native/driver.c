@@ -389,12 +389,12 @@ static void flood(struct rank *own)
 
 /* ---- several nodes */
 
-static int connect_to(void *self, int rank, int lane)
+static int connect_to(void *self, int rank, int lane, int tag)
 {
     int pair[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0, "no sockets");
     pthread_mutex_lock(&opening);
-    int status = groups[rank] ? ff_group_accept(groups[rank], ((struct rank *)self)->rank, lane, pair[1]) : -1;
+    int status = groups[rank] ? ff_group_accept(groups[rank], ((struct rank *)self)->rank, lane, pair[1], tag) : -1;
     pthread_mutex_unlock(&opening);
     if (!status)
         return pair[0];

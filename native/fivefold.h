@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 9          /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 10         /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_LOCAL 256  /* ranks of a node */
 #define FF_MAX_RANKS 4096
 #define FF_MISSING 7      /* so many are named */
@@ -140,19 +140,36 @@ FF_API void ff_group_close(ff_group *group);
 /* Ranks on several nodes: the group that was opened is that of this node's ranks, in their order. `node_of` has the
  * node of each of `ranks` ranks, from 0 in the order of their first ranks; this one is `rank`. From here on ranks are
  * those of all nodes. `connect` opens the stream to a rank that something is to be sent to, a connected socket, or
- * returns 0 or less; it is called in whatever thread sends. `wakers` are descriptors of events (eventfd), one per rank of
+ * returns 0 or less; it is called in whatever thread sends. `tag`: of what MPI carries, or -1. `wakers` are descriptors of events (eventfd), one per rank of
  * this node. Large tensors of collectives go by `rails` streams at a time, the first of which is lane FF_COLLECTIVES and
  * the others FF_LANES and up. `rounds`: each node rounds its part of a sum of 16-bit floats, which then travels as they do
  * and not as floats. Sums of up to 16 KiB and of `direct_bytes` or more are made by doubling, others of so few bytes go
  * straight from each node to each. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
 enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
-typedef int (*ff_connect)(void *self, int rank, int lane);
+typedef int (*ff_connect)(void *self, int rank, int lane, int tag);
 FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,
                            void *self, const int *wakers, int rails, int rounds, uint64_t direct_bytes);
-/* A stream that `rank` has opened to this one. Returns 0, or -1 if there is one already: the caller closes it. */
-FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor);
+/* A stream that `rank` has opened to this one, one call at a time. Returns 0, or -1 if there is one already, or no
+ * memory: the caller closes it. */
+FF_API int ff_group_accept(ff_group *group, int rank, int lane, int descriptor, int tag);
 /* In a forked child, which is no rank: close its copies of the streams, which would outlive the parent. */
 FF_API void ff_group_forget(ff_group *group);
+
+/* What streams carry may go by MPI (see mpi.c), whose functions and handles Python finds. Streams then are sockets as
+ * before, which tell of the end of either side. */
+typedef struct {
+    void *send, *receive, *test, *count, *cancel;  /* MPI_Isend, MPI_Irecv, MPI_Test, MPI_Get_count, MPI_Cancel */
+    uint64_t comm, byte;        /* handles: pointers, or else ints */
+    int32_t pointers;
+    int32_t tags;               /* as many there are, from 0 on */
+} ff_mpi;
+
+FF_API void ff_mpi_use(const ff_mpi *mpi);  /* once, before groups */
+/* Before MPI_Finalize, once all groups are closed: waits for what is under way. Returns how many streams still wait for
+ * their other side. */
+FF_API int ff_mpi_finish(double timeout_s);
+/* After ff_group_spread: `mpi_ranks` has the rank in the communicator of each rank. Returns 0, or -1 without memory. */
+FF_API int ff_group_by_mpi(ff_group *group, const int32_t *mpi_ranks);
 
 /* Collectives: run one now, or post it and wait later. All ranks start them in one order. */
 FF_API int ff_run(ff_group *group, const ff_call *call, ff_report *report);

@@ -9,6 +9,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
+#include <sys/types.h>
+#include <sys/uio.h>
 
 #define LINE 128       /* two cache lines: neighbours are fetched in pairs */
 #define INLINED 80     /* bytes that travel in a post itself */
@@ -164,6 +166,8 @@ struct stream {
     struct way going, coming;               /* of collectives */
     char *ahead;                            /* FF_AHEAD_BYTES, or NULL: what was received before it was asked for */
     size_t ahead_at, ahead_end;
+    struct mpi_out *mpi_out;                /* what carries it instead of `out` and `in`, or NULL */
+    struct mpi_in *mpi_in;
 };
 
 /* What a collective that sleeps waits for; other threads look at it, which may see parts of two. */
@@ -185,6 +189,7 @@ struct nodes {
     bool rounds;                            /* each node rounds its part of a sum of 16-bit floats */
     int rails, lanes;
     struct stream *streams[FF_LANES + FF_MAX_RAILS - 1];    /* by rank */
+    int *mpi_ranks;                         /* by rank; NULL: sockets carry all */
     char *scratch;                          /* of collectives */
     size_t scratch_bytes;
     uint64_t turn, *turns[2], *places[2];   /* by rank, receiving and sending: see carry.c */
@@ -275,6 +280,17 @@ int ff_stream_lost(ff_group *group, int lane, int rank, ff_report *report);
 void ff_streams_hear(ff_group *group);
 void ff_streams_tell_of(ff_group *group);
 void ff_streams_close(ff_group *group);
+
+/* mpi.c: by MPI, as sendmsg and recvmsg do it by sockets */
+int ff_mpi_tag(void);
+struct mpi_out *ff_mpi_out(int to, int tag);
+struct mpi_in *ff_mpi_in(int from, int tag);
+ssize_t ff_mpi_send(struct mpi_out *out, const struct iovec *parts, int count);
+ssize_t ff_mpi_receive(struct mpi_in *in, int socket, const struct iovec *parts, int count);
+void ff_mpi_end(struct mpi_out *out, const struct head *last);
+void ff_mpi_let_go(struct mpi_out *out, int socket);
+void ff_mpi_close(struct mpi_in *in);
+uint64_t ff_mpi_nap_ns(int naps);
 
 /* carry.c, nodes.c: collectives of several nodes */
 bool ff_pieces_open(struct nodes *nodes);

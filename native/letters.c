@@ -57,7 +57,7 @@ bool ff_letter_pull(ff_group *group, int peer)
     if (!coming->active) {
         if (!ff_anyone_listens(all, peer))
             return false;
-        if (!stream->ahead)     /* small ones come many at a time; without memory for that, one by one */
+        if (!stream->ahead && !stream->mpi_in)  /* small ones come many at a time; without memory for that, one by one */
             stream->ahead = malloc(FF_AHEAD_BYTES);
         if (ff_stream_receive(group, stream, &coming->head, &coming->head_at, NULL, 0) < 0)
             return ended(group, stream);
@@ -104,6 +104,7 @@ void ff_letters_sleep(ff_group *group, uint32_t seen)
     struct bell *bell = &group->bells[group->rank];
     struct pollfd polled[2 * ff_size(group) + 1];
     int count = 0, waker = group->peers[group->rank].waker;
+    uint64_t most_ns = LOOK_NS;
     bool told = false;
     reach_senders(group);
     polled[count++] = (struct pollfd){.fd = waker, .events = POLLIN};
@@ -112,14 +113,18 @@ void ff_letters_sleep(ff_group *group, uint32_t seen)
             continue;
         const struct stream *stream = ff_stream(group, FF_MESSAGES, q);
         int in = atomic_load(&stream->in), out = atomic_load(&stream->out);
-        if (in >= 0 && !atomic_load(&stream->ended_in) && (all->coming[q].active || ff_anyone_listens(all, q)))
+        bool comes = in >= 0 && !atomic_load(&stream->ended_in) && (all->coming[q].active || ff_anyone_listens(all, q));
+        bool goes = out >= 0 && all->sends[q];
+        if ((comes && stream->mpi_in) || (goes && stream->mpi_out))
+            most_ns = ff_mpi_nap_ns(all->naps);
+        if (comes && !stream->mpi_in)
             polled[count++] = (struct pollfd){.fd = in, .events = POLLIN};
         if (out >= 0 && !atomic_load(&stream->ended_out))
-            polled[count++] = (struct pollfd){.fd = out, .events = TOLD | (all->sends[q] ? POLLOUT : 0)};
+            polled[count++] = (struct pollfd){.fd = out, .events = TOLD | (goes && !stream->mpi_out ? POLLOUT : 0)};
     }
     pthread_mutex_unlock(&all->lock);
     atomic_fetch_add(&bell->polling, 1);
-    const struct timespec time = {.tv_nsec = (long)LOOK_NS};
+    const struct timespec time = {.tv_nsec = (long)most_ns};
     if (atomic_load(&bell->rung) == seen && ppoll(polled, (nfds_t)count, &time, NULL) > 0)
         for (int i = 0; i < count; i++)
             told |= tells(&polled[i]);

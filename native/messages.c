@@ -160,7 +160,10 @@ static void sleep_on_bell(ff_group *group, uint32_t seen)
         atomic_fetch_sub(&bell->sleepers, 1);
         pthread_mutex_lock(&all->lock);
     }
-    if (!ff_messages_move(group))
+    all->naps++;
+    if (ff_messages_move(group))
+        all->naps = 0;
+    else
         drop_hopeless(group);
 }
 

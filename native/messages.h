@@ -56,6 +56,7 @@ struct messages {
     int pending, waiters;
     bool stopping, has_thread, thread_sleeps;
     uint64_t posted_ns;
+    int naps;                           /* in a row, in which nothing moved */
     pthread_t thread;
 };
 

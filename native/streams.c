@@ -90,14 +90,25 @@ int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of
     return fits && ff_pieces_open(nodes) ? 0 : -1;
 }
 
-int ff_group_accept(ff_group *group, int rank, int lane, int descriptor)
+int ff_group_by_mpi(ff_group *group, const int32_t *mpi_ranks)
 {
-    int none = -1;
-    if (!group->nodes || rank < 0 || rank >= group->nodes->ranks || lane < 0 ||
-        lane >= group->nodes->lanes)
+    struct nodes *nodes = group->nodes;
+    if (!(nodes->mpi_ranks = calloc((size_t)nodes->ranks, sizeof(int))))
         return -1;
-    if (!atomic_compare_exchange_strong(&group->nodes->streams[lane][rank].in, &none, descriptor))
+    for (int q = 0; q < nodes->ranks; q++)
+        nodes->mpi_ranks[q] = mpi_ranks[q];
+    return 0;
+}
+
+int ff_group_accept(ff_group *group, int rank, int lane, int descriptor, int tag)
+{
+    const struct nodes *nodes = group->nodes;
+    if (!nodes || rank < 0 || rank >= nodes->ranks || lane < 0 || lane >= nodes->lanes || (tag < 0) != !nodes->mpi_ranks)
         return -1;
+    struct stream *stream = ff_stream(group, lane, rank);
+    if (atomic_load(&stream->in) >= 0 || (tag >= 0 && !(stream->mpi_in = ff_mpi_in(nodes->mpi_ranks[rank], tag))))
+        return -1;
+    atomic_store(&stream->in, descriptor);
     ff_ring_bell(group, group->rank);
     if (atomic_load(&group->nodes->tells))
         send(descriptor, group->nodes->told, HEAD, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -128,9 +139,15 @@ int ff_stream_to(ff_group *group, int lane, int rank)
     int out = atomic_load(&stream->out);
     if (out >= 0)
         return out;
-    out = group->nodes->connect(group->nodes->self, rank, lane);
+    const struct nodes *nodes = group->nodes;
+    int tag = nodes->mpi_ranks ? ff_mpi_tag() : -1;
+    out = nodes->connect(nodes->self, rank, lane, tag);
     if (out <= 0)
         return -1;              /* Python returns 0 for an exception */
+    if (tag >= 0 && !(stream->mpi_out = ff_mpi_out(nodes->mpi_ranks[rank], tag))) {
+        close(out);
+        return -1;
+    }
     atomic_store(&stream->out, out);
     return out;
 }
@@ -144,8 +161,8 @@ long ff_stream_send(ff_group *group, struct stream *stream, const struct head *h
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
     pthread_mutex_lock(&stream->lock);
     ssize_t sent = atomic_load(&group->shared->broken) ? (errno = EAGAIN, -1)
-                                                       : sendmsg(atomic_load(&stream->out), &message,
-                                                                 MSG_DONTWAIT | MSG_NOSIGNAL);
+                   : stream->mpi_out ? ff_mpi_send(stream->mpi_out, parts, 2)
+                                     : sendmsg(atomic_load(&stream->out), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
         bool later = errno == EAGAIN || errno == EINTR;
         pthread_mutex_unlock(&stream->lock);
@@ -172,7 +189,9 @@ static ssize_t fill(struct stream *stream, struct iovec *parts)
     if (stream->ahead_at < stream->ahead_end)
         return (ssize_t)(take_ahead(stream, &parts[0]) + take_ahead(stream, &parts[1]));
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = stream->ahead ? 3 : 2};
-    ssize_t got = recvmsg(atomic_load(&stream->in), &message, MSG_DONTWAIT);
+    int in = atomic_load(&stream->in);
+    ssize_t got = stream->mpi_in ? ff_mpi_receive(stream->mpi_in, in, parts, (int)message.msg_iovlen)
+                                 : recvmsg(in, &message, MSG_DONTWAIT);
     ssize_t wanted = (ssize_t)(parts[0].iov_len + parts[1].iov_len);
     stream->ahead_at = 0;
     stream->ahead_end = got > wanted ? (size_t)(got - wanted) : 0;
@@ -302,9 +321,13 @@ static void tell(struct stream *stream, const struct head *head)
     if (out < 0)
         return;
     pthread_mutex_lock(&stream->lock);
-    if (!stream->midway)
-        send(out, head, HEAD, MSG_DONTWAIT | MSG_NOSIGNAL);
-    shutdown(out, SHUT_WR);
+    if (stream->mpi_out) {
+        ff_mpi_end(stream->mpi_out, stream->midway ? NULL : head);
+    } else {
+        if (!stream->midway)
+            send(out, head, HEAD, MSG_DONTWAIT | MSG_NOSIGNAL);
+        shutdown(out, SHUT_WR);
+    }
     pthread_mutex_unlock(&stream->lock);
 }
 
@@ -343,6 +366,12 @@ void ff_streams_close(ff_group *group)
             int ends[] = {atomic_load(&stream->out), atomic_load(&stream->in)};
             while (ends[0] >= 0 && recv(ends[0], rest, sizeof rest, MSG_DONTWAIT) > 0)
                 ;               /* what is left unread would have the kernel drop what was sent */
+            if (stream->mpi_out) {
+                ff_mpi_let_go(stream->mpi_out, ends[0]);
+                ends[0] = -1;
+            }
+            if (stream->mpi_in)
+                ff_mpi_close(stream->mpi_in);
             for (int i = 0; i < 2; i++)
                 if (ends[i] >= 0)
                     close(ends[i]);
@@ -353,6 +382,7 @@ void ff_streams_close(ff_group *group)
     }
     for (int q = 0; q < group->ranks; q++)
         close(group->peers[q].waker);
+    free(nodes->mpi_ranks);
     free(nodes->node_of);
     free(nodes->place);
     free(nodes->members);

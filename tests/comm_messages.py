@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import weakref
 
 import torch
@@ -72,6 +73,18 @@ def many_messages(seed: int) -> int:
     assert all((tensor == number).all() for number, tensor in got)
     dist.barrier()
     return len(got)
+
+
+def sent_before_the_end(count: int) -> float | None:
+    """Rank 0 sends and leaves; rank 1 receives later, and adds up."""
+    sent = torch.ones(count)
+    if dist.get_rank() == 0:
+        dist.send(sent, 1)
+        return None
+    time.sleep(2)
+    sent.zero_()
+    dist.recv(sent, 0)
+    return float(sent.sum())
 
 
 def kept_messages() -> list[bool]:

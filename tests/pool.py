@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Failed", "Pool"]
+__all__ = ["Failed", "Pool", "Task", "in_group"]
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -35,7 +35,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """A call of `module.name` within a group."""
 
     backend: str
@@ -57,16 +57,17 @@ def _serve(line: Connection, rank: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task: _Task = line.recv()
+            task: Task = line.recv()
         except EOFError:
             return
         try:
-            line.send(_in_group(rank, task))
+            line.send(in_group(rank, task, task.path))
         except Exception as problem:  # noqa: BLE001 - carried to the test
             line.send(Failed(problem))
 
 
-def _in_group(rank: int, task: _Task) -> Any:
+def in_group(rank: int, task: Task, path: str) -> Any:
+    """Call it in a group that ends with it; the ranks meet in a file."""
     import torch.distributed as dist
 
     import fivefold.comm  # knows the backend
@@ -76,12 +77,12 @@ def _in_group(rank: int, task: _Task) -> Any:
         from fivefold.comm import meeting, streams
         from fivefold.sections import Comm
 
-        streams.configure(Comm(**task.comm))
+        streams.configure(Comm(**task.comm), task.size if task.comm.get("transport") else 1)
         own = f"node {task.nodes[rank]}"
         meeting.node_name = lambda: own
     dist.init_process_group(
         task.backend,
-        store=dist.FileStore(task.path, task.size),
+        store=dist.FileStore(path, task.size),
         rank=rank,
         world_size=task.size,
         timeout=timedelta(seconds=task.timeout_s),
@@ -128,7 +129,7 @@ class Pool:
         self._groups += 1
         path = str(Path(self._folder.name) / f"store-{self._groups}")
         size = self.size if size is None else size
-        task = _Task(
+        task = Task(
             backend,
             size,
             path,

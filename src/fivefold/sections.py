@@ -311,6 +311,9 @@ class Comm:
     """a torch.distributed backend, or auto: fivefold on CPUs, nccl on GPUs (gloo where ranks share one)"""
     timeout_s: float = 600.0
     """how long a collective may wait for a missing rank, in seconds"""
+    transport: Literal["streams", "mpi"] = "streams"
+    """what carries tensors to other nodes, with backend fivefold: connections of TCP, or MPI, for networks
+    that it drives better; MPI then has to start the ranks"""
     silence_s: float = 10.0
     """how long another node may acknowledge nothing before it is lost, in seconds, with backend fivefold"""
     ports: str = ""
@@ -331,6 +334,10 @@ class Comm:
         _at_least("comm", self, timeout_s=1, silence_s=1, streams=1, direct_bytes=-1)
         _ = self.port_range
         names = self.interface_names
+        if self.transport == "mpi" and (names or self.streams > 1):
+            raise PlanError(
+                'comm.transport = "mpi" goes where MPI is told to: leave comm.interfaces and comm.streams out'
+            )
         if len({*names}) < len(names) or not all(names):
             raise PlanError(
                 f'comm.interfaces = {self.interfaces!r}: each one once, such as "ib0,ib1"; `ip address` '

@@ -32,6 +32,18 @@ with ff.start() as mesh:
     Path(f"rank-{mesh.rank}").write_text(f"{total.item():g} {socket.gethostname() == 'other'}")
 """
 
+SUMS = """
+import fivefold as ff
+import torch, torch.distributed as dist
+from fivefold.comm import streams
+from pathlib import Path
+with ff.start() as mesh:
+    total = torch.full((100_000,), mesh.rank + 1.0)
+    dist.all_reduce(total)
+    assert total.eq(3).all()
+    Path(f"rank-{mesh.rank}").write_text(streams.door().world and "by MPI")
+"""
+
 _ENTERED = subprocess.run(
     ["unshare", "--user", "--map-root-user", "--uts", "hostname", "other"],
     capture_output=True,
@@ -121,3 +133,21 @@ def test_the_library_of_mpi_that_does_not_fit_is_named(
     assert done.returncode != 0
     assert told in done.stderr, done.stderr
     assert "set MPI4PY_LIBMPI to the library of that mpirun" in done.stderr
+
+
+@pytest.mark.long
+def test_mpi_carries_what_goes_between_nodes(mpi: str, tmp_path: Path) -> None:
+    env = environment(mpi, tmp_path)
+    mpirun = Path(env["FIVEFOLD_MPIRUN"])
+    (tmp_path / "plan.toml").write_text('[comm]\ntransport = "mpi"\n')
+    told = env | mpis.library(mpirun) | {"FIVEFOLD_PLAN": str(tmp_path / "plan.toml")}
+    told["UCX_TLS"] = "tcp,self"  # MPICH's: it takes both for one host, whose memory one must not open
+    passed = ["-x", "FIVEFOLD_PLAN", "-x", "MPI4PY_LIBMPI"] if mpi == "openmpi" else []
+    (tmp_path / "sums.py").write_text(SUMS)
+    done = run(
+        [str(mpirun), *mpis.options(mpi), *passed, "-n", "2", sys.executable, "sums.py"],
+        tmp_path,
+        told,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["by MPI"] * 2

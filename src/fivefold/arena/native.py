@@ -39,12 +39,13 @@ __all__ = [
     "ArenaError",
     "Call",
     "CallReport",
+    "MpiFunctions",
     "core",
     "library_path",
     "problem",
 ]
 
-ABI = 9
+ABI = 10
 LIBRARY = "libfivefold_core.so"
 MAX_LOCAL, MAX_RANKS, MISSING = 256, 4096, 7
 MESSAGES = 1
@@ -115,8 +116,25 @@ class Call(ctypes.Structure):
     ]
 
 
-CONNECT = ctypes.CFUNCTYPE(c_int, pointer, c_int, c_int)
-"""`ff_connect`: self, rank, lane -> descriptor, or -1"""
+CONNECT = ctypes.CFUNCTYPE(c_int, pointer, c_int, c_int, c_int)
+"""`ff_connect`: self, rank, lane, tag of MPI or -1 -> descriptor, or -1"""
+
+
+class MpiFunctions(ctypes.Structure):
+    """`ff_mpi`: functions of MPI, handles, and how many tags there are."""
+
+    _fields_: ClassVar = [
+        ("send", pointer),
+        ("receive", pointer),
+        ("test", pointer),
+        ("count", pointer),
+        ("cancel", pointer),
+        ("comm", c_uint64),
+        ("byte", c_uint64),
+        ("pointers", c_int32),
+        ("tags", c_int32),
+    ]
+
 
 _INTS, _INT32S = POINTER(c_int), POINTER(c_int32)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
@@ -132,7 +150,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_group_spread": (
         c_int, pointer, c_int, c_int, _INT32S, CONNECT, pointer, _INTS, c_int, c_int, c_uint64,
     ),
-    "ff_group_accept": (c_int, pointer, c_int, c_int, c_int),
+    "ff_group_accept": (c_int, pointer, c_int, c_int, c_int, c_int),
+    "ff_mpi_use": (None, POINTER(MpiFunctions)),
+    "ff_mpi_finish": (c_int, c_double),
+    "ff_group_by_mpi": (c_int, pointer, _INT32S),
     "ff_group_forget": (None, pointer),
     "ff_group_break": (None, pointer),
     "ff_group_close": (None, pointer),

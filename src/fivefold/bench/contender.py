@@ -34,6 +34,8 @@ CONTENDERS: Mapping[str, str] = {
     "fivefold-arena": "Fivefold, tensors in the arena",
     "fivefold-direct": "Fivefold, small sums straight between nodes",
     "fivefold-doubling": "Fivefold, small sums by doubling",
+    "fivefold-openmpi": "Fivefold, carried by Open MPI",
+    "fivefold-mpich": "Fivefold, carried by MPICH",
     "gloo": "gloo",
     "openmpi": "Open MPI",
     "mpich": "MPICH",
@@ -202,9 +204,9 @@ def _commands(
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     own = len(words) == 1
     worker = [sys.executable, "-m", "fivefold.bench.worker", name, *words] if own else words
-    if name in ("openmpi", "mpich"):
-        mpirun, environment = _mpi(name)
-        yield [str(mpirun), *_mpi_options(name), "-n", str(ranks), *worker], environment
+    if mpi := _mpi_name(name):
+        mpirun, environment = _mpi(mpi)
+        yield [str(mpirun), *_mpi_options(mpi), "-n", str(ranks), *worker], environment
         return
     for rank in range(ranks):
         yield worker, {
@@ -219,25 +221,31 @@ def _on_nodes(
     """What starts all ranks: `fivefold run`, or the MPI."""
     count = str(sum(node.ranks for node in nodes))
     worker = ["-m", "fivefold.bench.worker", name, address]
-    if name not in ("openmpi", "mpich"):
+    if not (mpi := _mpi_name(name)):
         logs = ["--log-dir", str(folder / f"{name}-logs")]
         run = [sys.executable, "-m", "fivefold", "run", "-n", count, *options, *logs]
         return [*run, *worker], {}
-    mpirun, environment = _mpi(name)
+    mpirun, environment = _mpi(mpi)
     hosts = ",".join(f"{node.host}:{node.ranks}" for node in nodes if node.ranks)
     told = ["-hosts", hosts]
-    if name == "openmpi":
+    if mpi == "openmpi":
         passed = (KEY, "OMP_NUM_THREADS", "PYTHONPATH", *environment)
         told = ["--host", hosts, *(word for variable in passed for word in ("-x", variable))]
     return [
         str(mpirun),
-        *_mpi_options(name),
+        *_mpi_options(mpi),
         *told,
         "-n",
         count,
         sys.executable,
         *worker,
     ], environment
+
+
+def _mpi_name(contender: str) -> str:
+    """Of the MPI that starts a contender, or nothing."""
+    name = contender.rpartition("-")[2]
+    return name if name in ("openmpi", "mpich") else ""
 
 
 def _mpi(name: str) -> tuple[Path, dict[str, str]]:

@@ -185,7 +185,7 @@ class Torch:
     """Through torch.distributed.
 
     `how`: "arena", for tensors that all ranks of the node see, or how small sums of several nodes are made,
-    "direct" or "doubling"; empty: neither is asked for.
+    "direct" or "doubling", or an MPI, which carries what goes between nodes; empty: nothing is asked for.
     """
 
     def __init__(self, backend: str, how: str) -> None:
@@ -199,6 +199,8 @@ class Torch:
         chosen: dict[str, object] = {"comm.backend": backend, "comm.timeout_s": 120.0}
         if how in _DIRECT_BYTES:
             chosen["comm.direct_bytes"] = _DIRECT_BYTES[how]
+        if how in ("openmpi", "mpich"):
+            chosen["comm.transport"] = "mpi"
         self._mesh = start(Plan().replace(chosen, Provenance("user", "bench")), device="cpu")
         self.rank, self.size, self._in_arena = self._mesh.rank, self._mesh.size, how == "arena"
         self._torch, self._dist = torch, dist

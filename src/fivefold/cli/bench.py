@@ -55,7 +55,8 @@ class Bench:
     """how many ranks; default: as many as the hosts have room for, or 2"""
     contender: Annotated[str, _option("NAME")] = "fivefold"
     """fivefold, fivefold-arena (tensors that all ranks see), fivefold-direct and fivefold-doubling (how small
-    sums of three nodes and more are made), gloo, openmpi or mpich"""
+    sums of three nodes and more are made), fivefold-openmpi and fivefold-mpich (which carry what goes between
+    nodes), gloo, openmpi or mpich"""
     against: Annotated[str, _option("NAME,...", hint="")] = ""
     """contenders to compare it with"""
     sizes: Annotated[str, _option("FROM:TO")] = "4:64M"

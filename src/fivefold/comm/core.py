@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import os
 import threading
 import weakref
@@ -107,9 +109,9 @@ class Core:
     def _open_to_nodes(self, spread: Spread) -> None:
         known = weakref.ref(self)
 
-        def connect(_self: object, rank: int, lane: int) -> int:
+        def connect(_self: object, rank: int, lane: int, tag: int) -> int:
             group = known()
-            return -1 if group is None else group.connect(rank, lane)
+            return -1 if group is None else group.connect(rank, lane, tag)
 
         self._connect = CONNECT(connect)  # the core calls it as long as the group is open
         numbers = (ctypes.c_int32 * self.size)(*spread.node_of)
@@ -118,26 +120,30 @@ class Core:
             self._pointer, self.rank, self.size, numbers, self._connect, None, wakers, spread.rails,
             int(spread.rounds), spread.direct_bytes,
         )  # fmt: skip
+        if spread.doors[0].world:
+            _close_at_exit()
+            mpi_ranks = (ctypes.c_int32 * self.size)(*(door.mpi_rank for door in spread.doors))
+            failed = failed or self.library.ff_group_by_mpi(self._pointer, mpi_ranks)
         assert not failed, "there is memory for a group"
         streams.expect(spread.token, self)
 
-    def connect(self, rank: int, lane: int) -> int:
+    def connect(self, rank: int, lane: int, tag: int) -> int:
         """Open a stream to a rank of another node: its descriptor, or -1."""
         assert self.spread is not None
         try:
             return streams.open_stream(
-                self.spread.doors[rank], self.spread.token, self.rank, lane, _OPEN_S
+                self.spread.doors[rank], self.spread.token, self.rank, lane, tag, timeout_s=_OPEN_S
             )
         except streams.StreamError as problem:
             self.unreachable = str(problem)
             return -1
 
-    def accept(self, rank: int, lane: int, descriptor: int) -> bool:
+    def accept(self, rank: int, lane: int, descriptor: int, tag: int) -> bool:
         """Take a stream that a rank of another node has opened."""
         with self._closing:
             if not self._pointer:
                 return False
-            return self.library.ff_group_accept(self._pointer, rank, lane, descriptor) == 0
+            return self.library.ff_group_accept(self._pointer, rank, lane, descriptor, tag) == 0
 
     @property
     def pointer(self) -> int:
@@ -240,6 +246,19 @@ def held_up(name: str) -> tuple[int, bool, int, int] | None:
 
 _opened: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 """by number of the object"""
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Once per process, which then waits for the others in MPI."""
+    atexit.register(_close_all, os.getpid())
+
+
+def _close_all(process: int) -> None:
+    if process == os.getpid():
+        for group in [*_opened.values()]:
+            group.close()
+        streams.hang_up()
 
 
 def _leave_to_parent() -> None:

@@ -37,6 +37,7 @@ from fivefold.comm import streams
 from fivefold.comm.core import Core, Spread
 from fivefold.comm.own_arena import mapped, own_arena
 from fivefold.comm.store import agree
+from fivefold.errors import LaunchError
 
 __all__ = ["Apart", "meet"]
 
@@ -138,10 +139,17 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str)
 def _doors(
     store: dist.Store, rank: int, size: int, timeout: timedelta, what: str
 ) -> list[streams.Door]:
-    """Where the ranks take calls. Collective."""
+    """Where the ranks take calls. Collective. Raises `LaunchError` if MPI is to carry only some streams."""
     own = json.dumps(astuple(streams.door()))
     text = agree(store, rank, size, own, json.dumps, timeout=timeout, what=what)
-    return [streams.Door(*json.loads(told)) for told in json.loads(text)]
+    doors = [streams.Door(*json.loads(told)) for told in json.loads(text)]
+    for other, door in enumerate(doors):
+        if door.world != doors[0].world:
+            raise LaunchError(
+                f"{what}: ranks 0 and {other} do not know each other by MPI: comm.transport has to be the "
+                "same in all ranks, and one mpirun has to start them"
+            )
+    return doors
 
 
 def _try_reading(group: Core, timeout_s: float) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol as Interface
 
 from fivefold.arena.native import MESSAGES
 from fivefold.cluster.network import address_of
+from fivefold.comm import mpi
 from fivefold.errors import LaunchError
 from fivefold.sections import ALWAYS_DIRECT, Comm
 from fivefold.wire import (
@@ -45,15 +46,16 @@ __all__ = [
     "dismiss",
     "door",
     "expect",
+    "hang_up",
     "new_token",
     "open_stream",
     "rounds",
 ]
 
-_PROTOCOL = Protocol("fivefold-comm", "2")
+_PROTOCOL = Protocol("fivefold-comm", "3")
 _TOKEN_BYTES = 16
-_CALL = struct.Struct(f"<{_TOKEN_BYTES}sii")
-"""group, rank of the sender in it, lane"""
+_CALL = struct.Struct(f"<{_TOKEN_BYTES}siii")
+"""group, rank of the sender in it, lane, tag of what MPI carries (-1: nothing)"""
 _LEFT = struct.pack("<IiQQQQ", 0xFFFFFF02, 0, 0, 0, 0, 0)
 """`struct head` of the core: this rank has left the group"""
 _MOST_CALLERS = 256
@@ -75,12 +77,15 @@ class Door:
     port: int
     key: str
     """in hexadecimal digits; whoever is told it through the store may call"""
+    world: str = ""
+    """of the processes that MPI carries streams between; empty: none"""
+    mpi_rank: int = -1
 
 
 class Member(Interface):
     """A group that streams are opened to."""
 
-    def accept(self, rank: int, lane: int, descriptor: int) -> bool:
+    def accept(self, rank: int, lane: int, descriptor: int, tag: int) -> bool:
         """Take a stream of a rank; False if it is not wanted, and still the caller's."""
         ...
 
@@ -91,6 +96,7 @@ def new_token() -> str:
 
 
 _plan = Comm()
+_mpi = ("", -1)
 _hosts: list[str] = []
 """of the interfaces that the plan names, by rail"""
 _UNSENT_BYTES = 256 << 10
@@ -101,12 +107,13 @@ _IP_BIND_ADDRESS_NO_PORT = 24
 """see ip(7)"""
 
 
-def configure(plan: Comm) -> None:
+def configure(plan: Comm, ranks: int = 1) -> None:
     """Open streams, and take calls, as a plan says, from now on; where this process takes calls stays.
 
-    Raises `LaunchError` for an interface that has no address.
+    Collective over the job's `ranks` where MPI is to carry them. Raises `LaunchError` for an interface that
+    has no address, and what `comm.mpi.begin` raises.
     """
-    global _plan, _hosts
+    global _plan, _hosts, _mpi
     found = {name: address_of(name) for name in plan.interface_names}
     for name in (name for name, address in found.items() if not address):
         there = sorted(one for _, one in socket.if_nameindex() if address_of(one))
@@ -114,7 +121,9 @@ def configure(plan: Comm) -> None:
             f"{socket.gethostname()} has no interface {name} with an address (comm.interfaces); those that "
             f"have one: {', '.join(there)}"
         )
-    _plan, _hosts = plan, [*found.values()] * plan.streams
+    by_mpi = plan.transport == "mpi" and ranks > 1
+    met = mpi.begin(ranks, plan.timeout_s) if by_mpi else ("", -1)
+    _mpi, _plan, _hosts = met, plan, [*found.values()] * plan.streams
 
 
 def rounds() -> bool:
@@ -174,7 +183,7 @@ class _Calls:
     @property
     def door(self) -> Door:
         """Where."""
-        return Door(_hosts or [own_address()] * _plan.streams, self._port, self._key)
+        return Door(_hosts or [own_address()] * _plan.streams, self._port, self._key, *_mpi)
 
     @property
     def usable(self) -> bool:
@@ -196,7 +205,7 @@ class _Calls:
         with line:
             try:
                 told = received(line, _CALL.size, time.monotonic() + _GROUP_S)
-                token, rank, lane = _CALL.unpack(told)
+                token, rank, lane, tag = _CALL.unpack(told)
                 group = self._group(token)
                 if group is None:
                     line.sendall(_LEFT)
@@ -205,13 +214,17 @@ class _Calls:
                 descriptor = line.detach()
             except OSError:
                 return
-        if not group.accept(rank, lane, descriptor):
+        if not group.accept(rank, lane, descriptor, tag):
             os.close(descriptor)
 
     def _group(self, token: bytes) -> Member | None:
         with self._changed:
             self._changed.wait_for(lambda: token in self._groups or token in self._left, _GROUP_S)
             return self._groups.get(token)
+
+    def close(self) -> None:
+        """Take no more."""
+        self._listener.close()
 
     def forget(self) -> None:
         """In a forked child: callers would wait for it once the parent has ended."""
@@ -248,18 +261,24 @@ def expect(token: str, group: Member) -> None:
     _listening().add(token, group)
 
 
+def hang_up() -> None:
+    """At the end of a process that has calls to take no more, but may take long to end."""
+    if _calls is not None and _calls.usable:
+        _calls.close()
+
+
 def dismiss(token: str) -> None:
     """Turn away whoever opens a stream to a group from now on."""
     _listening().remove(token)
 
 
-def open_stream(to: Door, token: str, rank: int, lane: int, timeout_s: float) -> int:
+def open_stream(to: Door, token: str, rank: int, lane: int, tag: int, *, timeout_s: float) -> int:
     """A descriptor of a stream to a group of another process, as its rank `rank`. Raises `StreamError`."""
     end = time.monotonic() + timeout_s
     rail = max(lane - MESSAGES, 0)  # behind messages there are further rails of collectives
     host, own = to.hosts[rail], _hosts[rail] if _hosts else ""
     where = f"{host}:{to.port}" + (f" from {own}, one of comm.interfaces" if own else "")
-    call = _CALL.pack(bytes.fromhex(token), rank, lane)
+    call = _CALL.pack(bytes.fromhex(token), rank, lane, tag)
     while True:
         try:
             with _connected((host, to.port), own) as line:

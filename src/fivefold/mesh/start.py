@@ -19,11 +19,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fivefold.comm import BACKEND, register, streams
+from fivefold.comm import BACKEND, mpi, register, streams
 from fivefold.comm.store import all_differ
 from fivefold.comm.tracing import trace_folder
 from fivefold.comm.tracing_groups import trace_groups
-from fivefold.errors import FivefoldError, LaunchError, PlanError, UsageError
+from fivefold.errors import FivefoldError, LaunchError, PlanError
 from fivefold.launch.environment import RankPlace, locate
 from fivefold.launch.meet import Rendezvous, meeting
 from fivefold.launch.progress import own_progress
@@ -163,7 +163,7 @@ def _backend(
 
 def _join(place: RankPlace, plan: Plan, device: torch.device) -> None:
     register()
-    streams.configure(plan.comm)
+    streams.configure(plan.comm, place.world_size)
     timeout = timedelta(seconds=plan.comm.timeout_s)
     try:
         store = _store(place, timeout)
@@ -210,8 +210,8 @@ def _store(place: RankPlace, timeout: timedelta) -> dist.Store:
 _log = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _NAME_MPI = (
-    "set MPI4PY_LIBMPI to the library of that mpirun (libmpi.so.12 of MPICH, libmpi.so.40 of Open MPI), or "
-    "MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there, in every rank"
+    f"{mpi.NAME_MPI}, or MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there, in every "
+    "rank"
 )
 
 
@@ -271,23 +271,11 @@ def _told_by_mpi(ranks: int) -> tuple[socket.socket | None, str, int]:
 
     Raises `UsageError` if mpi4py finds no MPI library, or another one than that of the launcher.
     """
-    try:
-        from mpi4py import MPI  # starts MPI, so only where MPI started us
-    except (ImportError, RuntimeError) as problem:
-        tried = "; ".join(line.strip() for line in str(problem).splitlines())
-        raise UsageError(
-            f"ranks on several nodes meet through mpi4py, which did not load MPI: {tried}; {_NAME_MPI}"
-        ) from problem
-    if (size := MPI.COMM_WORLD.Get_size()) != ranks:
-        library = MPI.Get_library_version().split("\n")[0].strip().rstrip("\0,")
-        raise UsageError(
-            f"ranks on several nodes meet through mpi4py, which loaded another MPI than that of the mpirun "
-            f"that started them: {library} knows {size} of {ranks} ranks; {_NAME_MPI}"
-        )
+    world = mpi.loaded(ranks, "ranks on several nodes meet", _NAME_MPI).COMM_WORLD
     listener = None
-    if MPI.COMM_WORLD.Get_rank() == 0:
+    if world.Get_rank() == 0:
         listener = socket.create_server((_own_address(), 0), backlog=socket.SOMAXCONN)
-    address, port = MPI.COMM_WORLD.bcast(listener.getsockname() if listener else ("", 0), root=0)
+    address, port = world.bcast(listener.getsockname() if listener else ("", 0), root=0)
     return listener, address, port
 
 
