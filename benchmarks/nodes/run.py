@@ -5,6 +5,8 @@
 Nodes are namespaces of the kernel with an interface each, whose rate `tc tbf` limits. In one job, with groups
 of both backends and a bare connection, the contenders take turns at each operation and size. MPI has jobs of
 its own, as `fivefold bench` starts them; the contenders take turns there too, and the idle ones are blocked.
+Where MPI carries what goes between nodes, two ranks of this machine take each other for nodes: it carries
+through memory, which stands for a network that it drives better than the kernel does.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Part:
     against: Sequence[str] = ()
     """contenders of `fivefold bench`, which then measures; operations have its names"""
     limit_s: float = 900.0
+    mpi: str = ""
+    """which starts two ranks of this machine and carries between them, beside TCP and itself"""
 
 
 PARTS = {
@@ -92,6 +96,11 @@ PARTS = {
     "eight": Part(
         1.0, 2, operations=("allreduce",), sizes=(4, 1 * MIB), nodes=4, against=("gloo", "openmpi")
     ),
+    **{
+        f"by-{mpi}": Part(0, operations=("all_reduce", "all_to_all", "broadcast"), mpi=mpi)
+        for mpi in ("openmpi", "mpich")
+    },
+    "tiny-by-mpi": Part(0, sizes=(4, 64 * KIB), operations=("all_reduce",), mpi="openmpi"),
     "tiny": Part(1.0, sizes=(4, 64 * KIB), operations=("all_reduce", "broadcast")),
     "tiny-steps": Part(1.0, nets=("resnet20",)),
     "tiny-mpi": Part(1.0, operations=COMPARED[:1], sizes=(4, 16), against=("gloo",)),
@@ -103,6 +112,7 @@ ALONE = "no exchange"
 REDUCER = "own reducer"
 ONE = "one interface"
 OWN = "parts rounded"
+BY_MPI, MPI_ALONE = "by MPI", "MPI alone"
 
 
 # ---- on the nodes
@@ -141,6 +151,27 @@ class Sockets:
             sending.join()
 
 
+class MpiAlone:
+    """The bound where MPI carries: its own operations, on the same memory."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._world, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+
+    def call(
+        self, operation: str, whole: torch.Tensor, other: torch.Tensor
+    ) -> Callable[[], object]:
+        """What it does once."""
+        here, there = whole.numpy(), other.numpy()
+        return {
+            "all_reduce": lambda: self._world.Allreduce(self._in_place, here),
+            "all_to_all": lambda: self._world.Alltoall(here, there),
+            "broadcast": lambda: self._world.Bcast(here),
+        }[operation]
+
+
 def _connected(address: str) -> socket.socket:
     until = time.monotonic() + 30
     while True:
@@ -170,7 +201,11 @@ def _named(name: str, older: str) -> Callable[..., object]:
 
 
 def calls(
-    operation: str, size_bytes: int, groups: Mapping[str, Any], bare: Sockets, dtype: torch.dtype
+    operation: str,
+    size_bytes: int,
+    groups: Mapping[str, Any],
+    bare: Sockets | MpiAlone,
+    dtype: torch.dtype,
 ) -> dict[str, Callable[[], object]]:
     """What each contender does once."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -194,6 +229,9 @@ def calls(
             "all_to_all": functools.partial(dist.all_to_all_single, other, whole, group=group),
         }
         found[name] = by_operation[operation]
+    if isinstance(bare, MpiAlone):
+        found[MPI_ALONE] = bare.call(operation, whole, other)
+        return found
     sent, received = crossing(operation, dtype.itemsize * count, rank, size // 2)
     room = memoryview(bytearray(max(sent, received, 4)))
     into = memoryview(bytearray(max(sent, received, 4)))
@@ -240,30 +278,49 @@ def steps(name: str, groups: Mapping[str, Any]) -> dict[str, Callable[[], object
     return found
 
 
-def worker(part: Part, rounds: int, out: Path) -> None:
-    """One rank: seconds of each call, by operation, size, contender and round."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = os.environ["MASTER_ADDR"]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+def joined(part: Part, out: Path) -> tuple[dict[str, Any], Sockets | MpiAlone]:
+    """Meet the other ranks: groups by contender, and the bound."""
     import fivefold.comm
+    from fivefold.comm import meeting
     from fivefold.comm.streams import configure
     from fivefold.sections import Comm
 
     named = [f"eth{n}" for n in range(part.interfaces)] if part.interfaces > 1 else []
     several = Comm(interfaces=",".join(named))
+
+    def group_with(comm: Comm) -> Any:
+        configure(comm, dist.get_world_size())
+        made = dist.new_group(backend=fivefold.comm.BACKEND)
+        configure(several)  # streams are opened as the latest says
+        return made
+
     configure(several)
-    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, rank == 0)
+    if part.mpi:
+        bound: Sockets | MpiAlone = MpiAlone()
+        rank, size = bound.rank, bound.size
+        meeting.node_name = lambda: f"node {rank}"
+        store: dist.Store = dist.FileStore(str(out / "store"), size)
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address = os.environ["MASTER_ADDR"]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+        store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, rank == 0)
     dist.init_process_group(fivefold.comm.BACKEND, store=store, rank=rank, world_size=size)
     groups = {"fivefold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     if named:
-        configure(Comm(interfaces=named[0]))
-        groups[ONE] = dist.new_group(backend=fivefold.comm.BACKEND)
-        configure(several)
+        groups[ONE] = group_with(Comm(interfaces=named[0]))
+    if getattr(torch, part.dtype).itemsize == 2:
+        groups[OWN] = group_with(Comm(partials="own"))
+    if part.mpi:
+        groups[BY_MPI] = group_with(Comm(transport="mpi"))
+        return groups, bound
+    return groups, Sockets(rank, address, part.ranks_per_node)
+
+
+def worker(part: Part, rounds: int, out: Path) -> None:
+    """One rank: seconds of each call, by operation, size, contender and round."""
+    groups, bound = joined(part, out)
     dtype = getattr(torch, part.dtype)
-    if dtype.itemsize == 2:
-        configure(Comm(partials="own"))
-        groups[OWN] = dist.new_group(backend=fivefold.comm.BACKEND)
-    bare = Sockets(rank, address, part.ranks_per_node)
     found: dict[str, list[float]] = {}
 
     def measure(what: str, contenders: Mapping[str, Callable[[], object]], times: int = 0) -> None:
@@ -279,8 +336,8 @@ def worker(part: Part, rounds: int, out: Path) -> None:
     for operation, size_bytes in (
         () if part.nets else itertools.product(part.operations, part.sizes)
     ):
-        measure(f"{operation} {size_bytes}", calls(operation, size_bytes, groups, bare, dtype))
-    if rank == 0:
+        measure(f"{operation} {size_bytes}", calls(operation, size_bytes, groups, bound, dtype))
+    if dist.get_rank() == 0:
         (out / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -315,6 +372,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     part = PARTS[name]
     if part.against:
         return compared(name, rounds)
+    if part.mpi:
+        return carried(name, rounds)
     burst = max(128 * KIB, int(part.gbit_per_s * 1e9 / 8 / 1000 * 1.5))
     there = environment()
     with Nodes(2, interfaces=part.interfaces) as nodes:
@@ -368,6 +427,27 @@ def compared(name: str, rounds: int) -> dict[str, Any]:
             "environment": {**there, **more}}  # fmt: skip
 
 
+def carried(name: str, rounds: int) -> dict[str, Any]:
+    """What the first of two ranks of this machine found, which an MPI has started."""
+    import mpis
+
+    part, there = PARTS[name], environment()
+    mpirun = mpis.find(part.mpi)
+    words = [sys.executable, str(HERE / "run.py"), "--worker", name, "--rounds", str(rounds)]
+    with tempfile.TemporaryDirectory() as told:
+        done = subprocess.run(
+            [mpirun, *mpis.options(part.mpi), "-n", "2", *words, "--out", told],
+            env=os.environ | mpis.library(mpirun) | {"OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=part.limit_s, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise BenchmarkError(f"{name}: {(done.stdout + done.stderr)[-1500:]}")
+        found = json.loads((Path(told) / "found.json").read_text())
+    more = {"torch": torch.__version__, "disturbed_rounds": 0}
+    return {"benchmark": "nodes", "part": name, "rounds": rounds, "found": found,
+            "environment": {**there, **more}}  # fmt: skip
+
+
 def section(result: dict[str, Any]) -> str:
     """A table of one part."""
     part, found = PARTS[result["part"]], result["found"]
@@ -375,6 +455,9 @@ def section(result: dict[str, Any]) -> str:
         title = f"{part.nodes} nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
         title = f"### {title}, {', '.join(part.against)}"
         return f"{title}\n\n{compared_table(part, found)}\n\n{conditions(result)}"
+    if part.mpi:
+        title = f"### Carried by {part.mpi}, through memory"
+        return f"{title}\n\n{carried_table(part, found)}\n\n{conditions(result)}"
     title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
     rows: list[tuple[str, ...]] = []
     if part.dtype != "float32":
@@ -462,6 +545,23 @@ def halves_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
     ]  # fmt: skip
     header = ("operation", "bytes", "fivefold", OWN, "gloo", f"{OWN} / fivefold", "gloo / fivefold")
     return table(header, rows)
+
+
+def carried_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of streams of TCP beside those that MPI carries, and MPI itself."""
+    rows = [
+        (
+            operation, _size(size), *map(_time, (ours, carried, alone)), str(ratio(ours, carried)),
+            str(ratio(alone, carried)),
+        )
+        for operation in part.operations
+        for size in part.sizes
+        for ours, carried, alone in [
+            [found[f"{operation} {size} {name}"] for name in ("fivefold", BY_MPI, MPI_ALONE)]
+        ]
+    ]  # fmt: skip
+    header = ("operation", "bytes", "by TCP", BY_MPI, MPI_ALONE)
+    return table((*header, f"by TCP / {BY_MPI}", f"{MPI_ALONE} / {BY_MPI}"), rows)
 
 
 def _size(size_bytes: int) -> str:

@@ -141,7 +141,9 @@ def test_mpi_carries_what_goes_between_nodes(mpi: str, tmp_path: Path) -> None:
     mpirun = Path(env["FIVEFOLD_MPIRUN"])
     (tmp_path / "plan.toml").write_text('[comm]\ntransport = "mpi"\n')
     told = env | mpis.library(mpirun) | {"FIVEFOLD_PLAN": str(tmp_path / "plan.toml")}
-    told["UCX_TLS"] = "tcp,self"  # MPICH's: it takes both for one host, whose memory one must not open
+    told["UCX_TLS"] = (
+        "tcp,self"  # MPICH's: it takes both for one host, whose memory one must not open
+    )
     passed = ["-x", "FIVEFOLD_PLAN", "-x", "MPI4PY_LIBMPI"] if mpi == "openmpi" else []
     (tmp_path / "sums.py").write_text(SUMS)
     done = run(
