@@ -36,7 +36,7 @@ def raw(tensor: Tensor) -> bytes:
     """The bits of a tensor."""
     # One number alone is contiguous whatever its stride, which a view of bytes is not indifferent to.
     own = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return own.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return own.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def suits(name: str, dtype: torch.dtype) -> bool:
@@ -159,6 +159,29 @@ def every_operation(dtype_name: str, count: int, later: bool) -> dict[str, list[
         except (RuntimeError, ValueError, TypeError) as problem:
             found[name] = f"{type(problem).__name__}: {problem}"
     return found
+
+
+def through_copies(dtype_name: str, count: int, later: bool) -> dict[str, list[bytes] | str]:
+    """`every_operation`, and messages, as on GPUs that ranks share: no tensor is reached where it is."""
+    from fivefold.comm import operations, tensors
+
+    def reached(_: Tensor) -> bool:
+        return False
+
+    known = tensors.is_reached
+    tensors.is_reached = operations.is_reached = reached
+    try:
+        found = every_operation(dtype_name, count, later)
+        sent, come = mine(dist.get_rank(), (count,), torch.float32), torch.zeros(count)
+        other, size = dist.get_rank() ^ 1, dist.get_world_size()
+        if other < size:
+            works = [dist.irecv(come, other), dist.isend(sent, other)]
+            for work in works:
+                work.wait()
+            assert torch.equal(come, mine(other, (count,), torch.float32))
+        return found
+    finally:
+        tensors.is_reached = operations.is_reached = known
 
 
 def every_object() -> list[Any]:

@@ -113,6 +113,21 @@ def under_budgets(mesh: Mesh) -> dict[str, Any]:
     return {"passed": not wrong, "said": wrong}
 
 
+def operations(mesh: Mesh) -> dict[str, Any]:
+    """Every operation of a group gives the bits on tensors of a GPU that it gives on the host's."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    import comm_checks
+
+    wrong: list[str] = []
+    for count, later in ((5, False), (30_001, True)):
+        here = comm_checks.every_operation("float32", count, later)
+        torch.set_default_device(mesh.device)
+        there = comm_checks.every_operation("float32", count, later)
+        torch.set_default_device("cpu")
+        wrong += [f"{name}: {there[name]!s:.200}" for name in here if here[name] != there[name]]
+    return {"passed": not wrong, "said": "; ".join(wrong)}
+
+
 CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "conv_net": lambda mesh: compared(mesh, conv_net(), 7),
     "no_affine": lambda mesh: compared(
@@ -130,6 +145,7 @@ CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "empty_share": lambda mesh: compared(mesh, conv_net(), 1),
     "mixed_precision": mixed_precision,
     "under_budgets": under_budgets,
+    "operations": operations,
 }
 
 

@@ -113,6 +113,22 @@ def test_large_tensors_by_several_streams_are_the_same(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 0, 1)], ids=name_of)
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+def test_tensors_that_the_core_does_not_reach_are_copied(
+    pool: Pool, later: bool, nodes: Sequence[int]
+) -> None:
+    """As those of GPUs that ranks share are."""
+    for count in (5, 30_001):
+        asked = "float32", count, later
+        ours = pool.run(
+            "fivefold", comm_checks.through_copies, *asked, size=len(nodes), nodes=nodes
+        )
+        assert ours == pool.run(
+            "fivefold", comm_checks.every_operation, *asked, size=len(nodes), nodes=nodes
+        )
+
+
 def test_sums_do_not_depend_on_where_ranks_are(pool: Pool) -> None:
     """Where each node has a branch of the tree over all ranks."""
     for nodes in ((0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)):

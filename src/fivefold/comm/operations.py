@@ -21,7 +21,16 @@ from fivefold.arena.native import DTYPES, KINDS, Call, CallReport, core
 from fivefold.comm.core import Core, explain
 from fivefold.comm.events import event
 from fivefold.comm.group_log import KIND_NUMBERS, GroupLog
-from fivefold.comm.tensors import CODES, MARKS, addresses, code_of, counts, reads, writes
+from fivefold.comm.tensors import (
+    CODES,
+    MARKS,
+    addresses,
+    code_of,
+    counts,
+    is_reached,
+    reads,
+    writes,
+)
 from fivefold.comm.works import Completer, Finished, MessageWork, OpWork
 from fivefold.errors import UsageError
 from fivefold.trace.current import current
@@ -104,7 +113,7 @@ class Operations:
 
     def all_reduce(self, tensor: Tensor, reduction: int, *, later: bool) -> dist.Work:
         """Reduce `tensor` over the ranks, in place."""
-        if not later and tensor.is_contiguous():
+        if not later and is_reached(tensor):
             code = CODES.get(tensor.dtype)
             if code is not None:
                 return self._all_reduce_at_once(tensor, code, reduction)

@@ -63,20 +63,22 @@ def _note_gloo(reason: str, name: str, size: int) -> None:
 
 def _torchs_own(
     device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> Any:
-    """NCCL where every rank has a GPU of its own, else gloo. Collective."""
+) -> Any | None:
+    """NCCL where every rank has a GPU of its own; None where they share some. gloo for CPUs. Collective."""
     if device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"the backend fivefold sends tensors of CPUs and GPUs (cuda), this one is on {device.type!r}: "
             "move it with .cpu() first"
         )
     inner = dist.PrefixStore(device.type, store)
-    if device.type == "cuda" and dist.is_nccl_available():
+    if device.type == "cuda":
         own = str(torch.cuda.get_device_properties(device).uuid)
-        if all_differ(inner, rank, size, own, timeout=timeout, what="naming their GPUs"):
-            return dist.ProcessGroupNCCL(
-                dist.PrefixStore("nccl", inner), rank, size, nccl_options(timeout)
-            )
+        alone = all_differ(inner, rank, size, own, timeout=timeout, what="naming their GPUs")
+        if not alone or not dist.is_nccl_available():
+            return None
+        return dist.ProcessGroupNCCL(
+            dist.PrefixStore("nccl", inner), rank, size, nccl_options(timeout)
+        )
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", inner), rank, size, timeout)
 
 

@@ -1,7 +1,7 @@
 """The process group of ranks that share a node, as torch.distributed calls it.
 
 torch 2.13 renamed some methods: both spellings are here. Each takes what the methods of torch's own groups
-take; tensors on GPUs are passed on to one of those.
+take. Tensors on GPUs are passed on to NCCL, or pass through memory of the host where ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ __all__ = ["SharedGroup"]
 
 Work = dist.Work
 _ANYONE = -1
-_NOT_SHARED = (
-    "send", "recv", "recv_anysource", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-)  # fmt: skip
-"""what gloo would do with the address on a GPU as if it were one of the host's"""
 _OLDER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -45,7 +40,7 @@ _NO_TAGS = ("undefined", "default_pg")
 
 
 def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
-    """Pass the call on to a group of torch's own if its tensors are elsewhere."""
+    """Pass the call on to a group of torch's own if its tensors are on GPUs that each rank has for itself."""
 
     @functools.wraps(method)
     def here_or_there(self: SharedGroup, first: Any, *rest: Any, **named: Any) -> Work:
@@ -54,11 +49,8 @@ def _of_cpus(method: Callable[..., Work]) -> Callable[..., Work]:
             return method(self, first, *rest, **named)
         name = method.__name__
         other = self.elsewhere(_one_device(first, second, name))
-        if name in _NOT_SHARED and other.name() == "gloo":
-            raise UsageError(
-                f"{name}: ranks that share a GPU cannot do this with its tensors: move them with .cpu() "
-                "first, or give every rank a GPU of its own"
-            )
+        if other is self:
+            return method(self, first, *rest, **named)
         known = name if hasattr(other, name) else _OLDER[name]
         return getattr(other, known)(first, *rest, **named)
 
@@ -106,7 +98,7 @@ class SharedGroup(dist.ProcessGroup):
     """Ranks that share memory: what `init_process_group("fivefold")` gives on one node."""
 
     def __init__(
-        self, operations: Operations, elsewhere: Callable[[torch.device], Any], name: str
+        self, operations: Operations, elsewhere: Callable[[torch.device], Any | None], name: str
     ) -> None:
         size = operations.group.size
         super().__init__(operations.group.rank, size)  # pyright: ignore[reportCallIssue]
@@ -178,9 +170,9 @@ class SharedGroup(dist.ProcessGroup):
         return False
 
     def elsewhere(self, device: torch.device) -> Any:
-        """The group of torch's own for devices of a kind. Collective when it is asked for first."""
+        """The group for devices of a kind, torch's own or this one. Collective when it is asked for first."""
         if device.type not in self._elsewhere:
-            self._elsewhere[device.type] = self._make_elsewhere(device)
+            self._elsewhere[device.type] = self._make_elsewhere(device) or self
         return self._elsewhere[device.type]
 
     # --- memory that peers see, and the end -----------------------------------------------------
@@ -235,7 +227,14 @@ class SharedGroup(dist.ProcessGroup):
         """Reduce over the ranks, in place."""
         tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         if not tensor.is_cpu or tensor.is_sparse:
-            return self.elsewhere(tensor.device).allreduce(tensors, opts)
+            other = self.elsewhere(tensor.device)
+            if other is not self:
+                return other.allreduce(tensors, opts)
+            if tensor.is_sparse:
+                raise UsageError(
+                    "all_reduce: ranks that share a GPU cannot add its sparse tensors: move them with .cpu() "
+                    "first"
+                )
         if (
             type(opts) is not dist.AllreduceOptions
         ):  # dist.all_reduce gives these: the way of small sums
@@ -368,7 +367,9 @@ class SharedGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":
-            return self.elsewhere(device).barrier(opts)
+            other = self.elsewhere(device)
+            if other is not self:
+                return other.barrier(opts)
         limit = timeout or getattr(opts, "timeout", timedelta(milliseconds=-1))
         limit_s = limit.total_seconds() if limit > timedelta(0) else None
         return self._noted(self._operations.barrier(later=_later(opts), timeout_s=limit_s))

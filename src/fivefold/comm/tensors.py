@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fivefold.arena.native import DTYPES
 
-__all__ = ["CODES", "MARKS", "addresses", "counts", "reads", "writes"]
+__all__ = ["CODES", "MARKS", "addresses", "counts", "is_reached", "reads", "writes"]
 
 CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
@@ -32,27 +33,44 @@ def code_of(tensor: Tensor) -> tuple[int, int]:
     return (_BYTES, tensor.element_size()) if code is None else (code, 1)
 
 
+def is_reached(tensor: Tensor) -> bool:
+    """Whether the core can read it, and write to it, where it is."""
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
 def reads(tensor: Tensor) -> Tensor:
-    """What is read from: the tensor, or a copy in one piece."""
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    """What is read from: the tensor, or a copy in one piece, in memory of the host.
+
+    From a GPU it is copied once what its stream had to do before is done.
+    """
+    if is_reached(tensor):
+        return tensor
+    with torch.no_grad():
+        return _beside(tensor).copy_(tensor)
 
 
 def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
-    """Where results go: the tensors, or copies in one piece; and what copies those back, if any."""
-    if all(t.is_contiguous() for t in tensors):
+    """Where results go: the tensors, or copies as of `reads`; and what copies those back, if any.
+
+    To a GPU they are copied in the stream that is current now, and are there when that returns.
+    """
+    if all(map(is_reached, tensors)):
         return [*tensors], None
-    targets = [
-        t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in tensors
-    ]
+    targets = [t if is_reached(t) else _beside(t) for t in tensors]
     apart = [(own, to) for own, to in zip(targets, tensors, strict=True) if own is not to]
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    stream = None if device is None else torch.cuda.current_stream(device)
 
     def copy_back() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
             for own, to in apart:
                 to.copy_(own)
 
     return targets, copy_back
+
+
+def _beside(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
