@@ -81,6 +81,7 @@ struct doubled {
 };
 
 int ff_double_up(struct run *run, const struct doubled *of);
+int ff_gather_doubling(struct run *run, char *all, const size_t *begins);
 int ff_meet_leaders(struct run *run);
 /* In each round those who wait for the culprit itself say so before the others. */
 #define FF_ROUND_GRACE_NS (FF_GRACE_NS / 4)

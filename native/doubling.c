@@ -1,4 +1,4 @@
-/* Small sums and barriers of many nodes, in as many rounds as their number has doublings.
+/* Small sums, gathers and barriers of many nodes, in as many rounds as their number has doublings.
  *
  *     node 0 ─┐ 0+1 ─┐ (0+1)+(2+3) ─┐              each exchanges what it has with one of the block beside its own, and
  *     node 1 ─┘ 0+1  │              │              then both blocks are one, all of which have the same: the branches of
@@ -51,6 +51,23 @@ int ff_double_up(struct run *run, const struct doubled *of)
         (over ? of->last : of->pair)(over ? of->out : of->own, sources, 2, nodes->ranks, of->count);
     }
     return FF_OK;
+}
+
+/* `all` has this node's block, and becomes those of all nodes: of this one, the one after it, and so on; each begins at
+ * `begins`. Each node takes from others as many as it has, of those that come after its own. */
+int ff_gather_doubling(struct run *run, char *all, const size_t *begins)
+{
+    const struct nodes *nodes = run->group->nodes;
+    int node = nodes->node, count = nodes->count, status = FF_OK;
+    for (int width = 1; width < count && !status; width *= 2, wait_for_earlier(run)) {
+        int taken = (int)least((size_t)width, (size_t)(count - width));
+        struct list list = ff_pieces(run);
+        ff_send_piece(&list, leader(nodes, (node - width + count) % count), all, begins[taken]);
+        ff_receive_piece(&list, leader(nodes, (node + width) % count), all + begins[width],
+                         begins[width + taken] - begins[width]);
+        status = ff_carry(&list);
+    }
+    return status;
 }
 
 /* All have heard of all when each has heard of the nodes 1, 2, 4 ... before it, which had heard of others. */

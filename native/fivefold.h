@@ -143,8 +143,8 @@ FF_API void ff_group_close(ff_group *group);
  * returns 0 or less; it is called in whatever thread sends. `tag`: of what MPI carries, or -1. `wakers` are descriptors of events (eventfd), one per rank of
  * this node. Large tensors of collectives go by `rails` streams at a time, the first of which is lane FF_COLLECTIVES and
  * the others FF_LANES and up. `rounds`: each node rounds its part of a sum of 16-bit floats, which then travels as they do
- * and not as floats. Sums of up to 16 KiB and of `direct_bytes` or more are made by doubling, others of so few bytes go
- * straight from each node to each. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
+ * and not as floats. Sums of up to 16 KiB, and gathers of up to 64 KiB in all, of `direct_bytes` of each rank or more are
+ * made by doubling, others of so few bytes go straight from each node to each. All descriptors are the group's from now on. Returns 0, or -1 without memory. */
 enum ff_lane { FF_COLLECTIVES, FF_MESSAGES, FF_LANES };
 typedef int (*ff_connect)(void *self, int rank, int lane, int tag);
 FF_API int ff_group_spread(ff_group *group, int rank, int ranks, const int32_t *node_of, ff_connect connect,

@@ -17,6 +17,8 @@
 
 /* Up to here one rank of each node exchanges all of it: a stream's latency is that of many bytes. */
 static const size_t SMALL_BYTES = 16 * 1024;
+/* What all gather of no more may go by doubling. */
+static const size_t GATHERED_BYTES = 64 * 1024;
 /* From here on nodes pass a broadcast on in a chain. */
 static const size_t CHAIN_BYTES = 64 * 1024;
 /* So much of a slice is exchanged while the next of it is added. */
@@ -397,6 +399,38 @@ static int broadcast(struct run *run)
     return status ? status : ff_show(run, data, shown, to);
 }
 
+/* The first rank of each node takes what the others have, in fewer messages than there are nodes. */
+static int gather_small(struct run *run, size_t bytes)
+{
+    ff_group *group = run->group;
+    const struct nodes *nodes = group->nodes;
+    size_t *begins = calloc((size_t)nodes->count + 1, sizeof *begins);
+    char *all = ff_scratch(run, bytes * (size_t)nodes->ranks + 1), *to[FF_MAX_LOCAL] = {all};
+    size_t shown[FF_MAX_LOCAL] = {bytes * (size_t)nodes->ranks};
+    int status = FF_OK;
+    if (!begins || !all) {
+        free(begins);
+        return ff_give_up(group, run->report, FF_NO_MEMORY);
+    }
+    /* Of this node first, then of the one after it, and so on. */
+    for (int i = 0; i < nodes->count; i++)
+        begins[i + 1] = begins[i] + bytes * (size_t)members(nodes, (nodes->node + i) % nodes->count);
+    if (!group->rank) {
+        for (int q = 0; q < group->ranks; q++)
+            copy(all + (size_t)q * bytes, block_out(run, ff_world(group, q)), bytes);
+        status = ff_gather_doubling(run, all, begins);
+    }
+    wait_longer(run);
+    status = status ? status : ff_show(run, all, shown, to);
+    for (int i = 1; i < nodes->count && !status; i++) {
+        int m = (nodes->node + i) % nodes->count;
+        for (int q = 0; q < members(nodes, m); q++)
+            copy(block_out(run, member(nodes, m, q)), all + begins[i] + (size_t)q * bytes, bytes);
+    }
+    free(begins);
+    return status;
+}
+
 static int all_gather(struct run *run)
 {
     ff_group *group = run->group;
@@ -410,6 +444,8 @@ static int all_gather(struct run *run)
         to[q] = block_out(run, ff_world(group, q));
     }
     int status = ff_show(run, run->call->in, shown, to);
+    if (!status && nodes->count > 2 && bytes >= nodes->direct_bytes && bytes * (size_t)nodes->ranks <= GATHERED_BYTES)
+        return gather_small(run, bytes);
     for (int i = 1; i < nodes->count && !status; i++) {
         int m = (nodes->node + i) % nodes->count;
         ff_send_piece(&list, member(nodes, m, group->rank), run->call->in, bytes);

@@ -327,8 +327,9 @@ class Comm:
     """how a node's part of a sum of 16-bit floats travels to others, with backend fivefold: not rounded, or
     in their own type, which sends a third less (of two nodes: half) and rounds once more for each node"""
     direct_bytes: int = -1
-    """below how many bytes sums go straight from each node to each, with backend fivefold; from there to
-    16 KiB they are made by doubling; -1: by the number of nodes. Results are the same bits"""
+    """below how many bytes a rank's part of a sum or all-gather goes straight from each node to each, with
+    backend fivefold; from there on small ones are made by doubling; -1: by the number of nodes. Results are
+    the same bits"""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_s=1, silence_s=1, streams=1, direct_bytes=-1)

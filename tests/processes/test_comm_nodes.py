@@ -97,6 +97,18 @@ def test_small_sums_by_doubling_are_the_same(
     assert len(set(checked)) == 1 and checked[0] >= 40
 
 
+@pytest.mark.parametrize(
+    "nodes",
+    [(0, 1, 2), (0, 1, 2, 3, 4), (0, 1, 1, 2, 3), (0, 1, 0, 2, 3), (0, 0, 1, 1, 2)],
+    ids=name_of,
+)
+def test_small_gathers_by_doubling_are_the_same(pool: Pool, nodes: Sequence[int]) -> None:
+    for dtype, count in (("float32", 0), ("uint8", 1), ("float64", 300), ("float32", 3000)):
+        asked = comm_checks.every_operation, dtype, count, count > 1
+        ours = pool.run("fivefold", *asked, size=len(nodes), nodes=nodes, comm={"direct_bytes": 0})
+        assert ours == pool.run("fivefold", *asked, size=len(nodes), nodes=nodes)
+
+
 @pytest.mark.parametrize("rails", [2, 3, 8])
 @pytest.mark.parametrize("nodes", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 1, 2)], ids=name_of)
 def test_large_tensors_by_several_streams_are_the_same(
