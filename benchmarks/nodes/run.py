@@ -97,6 +97,16 @@ PARTS = {
         1.0, 2, operations=("allreduce",), sizes=(4, 1 * MIB), nodes=4, against=("gloo", "openmpi")
     ),
     **{
+        f"choices-{count}": Part(
+            1.0,
+            operations=("allreduce", "allgather"),
+            sizes=(4, 16 * KIB),
+            nodes=count,
+            against=("fivefold-direct", "fivefold-doubling"),
+        )
+        for count in (3, 4, 8)
+    },
+    **{
         f"by-{mpi}": Part(0, operations=("all_reduce", "all_to_all", "broadcast"), mpi=mpi)
         for mpi in ("openmpi", "mpich")
     },

@@ -32,6 +32,7 @@ from fivefold.sections import (
     TILE_AXES,
     Checkpoint,
     Comm,
+    Instances,
     Layout,
     Loader,
     Memory,
@@ -50,6 +51,7 @@ __all__ = [
     "TILE_AXES",
     "Checkpoint",
     "Comm",
+    "Instances",
     "Layout",
     "Loader",
     "Memory",
@@ -62,6 +64,7 @@ __all__ = [
     "Tiles",
     "Trace",
     "Train",
+    "check_instances",
     "parse_setting",
 ]
 
@@ -94,6 +97,7 @@ class Plan:
     """Every decision of a run. `provenance` maps dotted keys such as `train.epochs` to their origin."""
 
     layout: Layout = field(default_factory=Layout)
+    instances: Instances = field(default_factory=Instances)
     parallel: Parallel = field(default_factory=Parallel)
     tiles: Tiles = field(default_factory=Tiles)
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -190,6 +194,15 @@ class Plan:
         Raises `UsageError` if it cannot be written.
         """
         write_whole(path, self.to_toml(), "the plan")
+
+
+def check_instances(plan: Plan, processes: int) -> None:
+    """Raise `PlanError` if devices would have different numbers of ranks."""
+    if processes % (each := plan.instances.per_device):
+        raise PlanError(
+            f"instances.per_device = {each} ({plan.origin('instances.per_device')}) does not divide "
+            f"{processes} processes: take a multiple, such as {processes // each * each + each}"
+        )
 
 
 def parse_setting(text: str) -> tuple[str, object]:

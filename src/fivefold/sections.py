@@ -18,6 +18,7 @@ __all__ = [
     "TILE_AXES",
     "Checkpoint",
     "Comm",
+    "Instances",
     "Layout",
     "Loader",
     "Memory",
@@ -301,6 +302,17 @@ class Offload:
 
     def __post_init__(self) -> None:
         _at_least("offload", self, prefetch_bytes=0)
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Ranks that share a device where one alone cannot fill it."""
+
+    per_device: int = 1
+    """how many neighbouring ranks a GPU has, or a node without any; they are among those of the layout"""
+
+    def __post_init__(self) -> None:
+        _at_least("instances", self, per_device=1)
 
 
 @dataclass(frozen=True)

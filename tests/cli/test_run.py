@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import CLEAN, fivefold
+from fivefold.cluster.cores import physical, quota
 from full_disk import on_full_disk, refusal
 
 HELLO = """
@@ -189,9 +190,27 @@ def test_layout_and_settings_reach_the_ranks_over_those_of_the_plan(folder: Path
     assert sorted(done.stdout.splitlines()) == [f"[0] {said}", f"[1] {said}"]
 
 
+def test_instances_share_a_device_with_cores_of_their_own(folder: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    (folder / "show.py").write_text(
+        "import os, torch, fivefold as ff\nwith ff.start() as mesh:\n"
+        "    print(mesh.layout, mesh.plan.instances.per_device, *sorted(os.sched_getaffinity(0)))"
+    )
+    for words, said in (("", "data=2"), ("--layout data=1", "data=2"), ("-n 2", "data=2")):
+        done = fivefold("run", "--instances", 2, *words.split(), "show.py", cwd=folder)
+        lines = sorted(done.stdout.splitlines())
+        assert [line[4:].rsplit()[:2] for line in lines] == [[said, "2"]] * 2, done.stderr
+        masks = [{*map(int, line.split()[3:])} for line in lines]
+        if len(physical(cores)) >= 2 and quota() is None:
+            assert masks[0] and masks[1] and not masks[0] & masks[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--instances 0", "--instances 0: at least 1 process per device is needed"),
+        ("--instances 4096", "physical cores, one for each process, so "),
+        ("--instances 2 -n 3", "does not divide 3 processes: take a multiple, such as 4"),
         ("-n 3 --layout height=2", "the layout height=2 of --layout needs 2 processes, not 3"),
         ("-n 2 --layout data=1", "the layout data=1 of --layout needs 1 processes, not 2"),
         ("-n 3 --set layout.data=2", "the layout data=2 of --set needs 2 processes, not 3"),

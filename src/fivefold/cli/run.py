@@ -15,6 +15,7 @@ import tyro
 
 from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
+from fivefold.cli.instances import environment_of, nodes_for, with_instances
 from fivefold.cli.nodes import IN_LINE, RestartOptions
 from fivefold.errors import PlanError, UsageError, suggest
 from fivefold.launch.ending import Ending
@@ -63,6 +64,9 @@ class Run:
         tyro.conf.arg(name="set", metavar="KEY=VALUE", help_behavior_hint="(repeatable)"),
     ] = ()
     """any value of the plan, such as tiles.fuse=never"""
+    instances: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
+    """processes on each GPU, or on each node without any, with cores of their own; they multiply the data
+    axis of the layout, not the batch"""
     port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
     """TCP port where the processes meet; default: a free one"""
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
@@ -102,14 +106,10 @@ class Run:
         environment = dict(_setting(text) for text in self.environment)
         plan = self._told_plan(environment)
         self._check_surroundings()
-        if self.explain and self.nodes.fork:
-            raise UsageError("--explain tells of ranks that start one by one; leave --fork out")
-        if self.explain and self.nodes.stage:
-            raise UsageError(
-                "--explain tells of ranks that import from where it is; leave --stage out"
-            )
-        hosts = self.nodes.hosts_told()
-        processes = self._processes(plan, self.nodes.room(hosts))
+        self._check_explain()
+        hosts, nodes = self.nodes.hosts_told(), nodes_for(self.nodes, plan, self.processes)
+        processes = self._processes(plan, nodes.room(hosts))
+        environment |= environment_of(plan, processes)
         log_dir = self.log_dir or default_log_dir()
         ending = self.nodes.ending(log_dir)
         if self.nodes.requeue and any(log_dir.glob("rank-*.log")):  # of the start before
@@ -124,7 +124,7 @@ class Run:
             from fivefold.launch.explain import wrapped
 
             command = wrapped(command, log_dir)
-        job, engine = self.nodes.job(
+        job, engine = nodes.job(
             hosts, command, processes, log_dir, environment,
             output="prefix", port=self.port, helpers=helpers,
         )  # fmt: skip
@@ -139,6 +139,14 @@ class Run:
                 changed_plan.save(log_dir / "plan.toml")
             return self._start(engine, job, ending)
         return 0
+
+    def _check_explain(self) -> None:
+        if self.explain and self.nodes.fork:
+            raise UsageError("--explain tells of ranks that start one by one; leave --fork out")
+        if self.explain and self.nodes.stage:
+            raise UsageError(
+                "--explain tells of ranks that import from where it is; leave --stage out"
+            )
 
     def _start(self, engine: Engine, job: Job, ending: Ending) -> int:
         code = self.nodes.carry_out(engine, job, ending)
@@ -157,10 +165,10 @@ class Run:
         if path:
             environment["FIVEFOLD_PLAN"] = str(Path(path).resolve())
         plan = Plan.load(path) if path else Plan()
-        return changed(plan, self.layout, self.settings)
+        return with_instances(changed(plan, self.layout, self.settings), self.instances)
 
     def _changes_plan(self) -> bool:
-        return self.layout is not None or bool(self.settings)
+        return self.layout is not None or self.instances is not None or bool(self.settings)
 
     def _shrinking(self, plan: Plan | None, job: Job) -> Shrinking | None:
         if self.min_nodes is None:

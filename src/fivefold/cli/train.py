@@ -16,6 +16,7 @@ import tyro
 from fivefold import recipes
 from fivefold.cli import parse_options
 from fivefold.cli.helpers import chosen_helpers
+from fivefold.cli.instances import environment_of, layout_values, nodes_for, with_instances
 from fivefold.cli.nodes import IN_LINE, RestartOptions
 from fivefold.cli.settings import changed
 from fivefold.errors import FivefoldError, PlanError, UsageError
@@ -68,6 +69,8 @@ class Train:
         _option("KEY=VALUE", name="set", hint="(repeatable)"),
     ] = ()
     """any value of the plan, such as train.learning_rate=0.05"""
+    instances: Annotated[int | None, _option("K")] = None
+    """processes on each GPU, or on each node without any; they multiply the data axis, not the batch"""
     helpers: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
         _option("HOST:N", hint="(repeatable)"),
@@ -114,18 +117,20 @@ class Train:
     def _launch(self, plan: Plan, recipe: recipes.Recipe) -> int:
         """Start this command in ranks; their logs end up in the directory of the run, if it is here."""
         hosts, processes = self.nodes.hosts_told(), plan.layout.size
+        nodes = nodes_for(self.nodes, plan, self.processes)
         if self.processes is None and plan.layout == Layout():
             if not hosts.trainers:
                 locate()  # one process in an allocation of many tasks: was srun forgotten?
-            processes = self.nodes.room(hosts) or 1
+            processes = nodes.room(hosts) or 1
             if processes > 1:
                 why = Provenance("user", "room on the hosts")
-                plan = plan.replace({f"layout.{recipe.axis}": processes}, why)
+                plan = plan.replace(layout_values(plan, recipe.axis, processes), why)
         logs = default_log_dir()
         ending = self.nodes.ending(logs)
         command = [sys.executable, "-m", "fivefold", "train", *self.words]
-        job, engine = self.nodes.job(
-            hosts, command, processes, logs, {"FIVEFOLD_LOG_DIR": str(logs.resolve())},
+        told = environment_of(plan, processes) | {"FIVEFOLD_LOG_DIR": str(logs.resolve())}
+        job, engine = nodes.job(
+            hosts, command, processes, logs, told,
             helpers=chosen_helpers(self.helpers, hosts, plan, command),
         )  # fmt: skip
         try:
@@ -176,7 +181,7 @@ def resolve(options: Train, recipe: recipes.Recipe, environ: Mapping[str, str]) 
     if environ.get("FIVEFOLD_TIMEOUT_S"):
         seconds = read_seconds("FIVEFOLD_TIMEOUT_S", plan.comm.timeout_s, environ)
         plan = plan.replace({"comm.timeout_s": seconds}, Provenance("user", "FIVEFOLD_TIMEOUT_S"))
-    plan = changed(plan, None, options.settings)
+    plan = with_instances(changed(plan, None, options.settings), options.instances)
     flags = {"--model": "model", "--epochs": "epochs", "--batch-size": "batch_size"}
     for flag, name in flags.items():
         value = getattr(options, name)
@@ -209,7 +214,7 @@ def _fitted(plan: Plan, asked: int | None, axis: str, environ: Mapping[str, str]
             f"the layout {plan.layout} ({_reason(plan)}) needs {plan.layout.size} processes, not "
             f"{processes}; leave -n out, or change the layout"
         )
-    return plan.replace({f"layout.{axis}": processes}, why)
+    return plan.replace(layout_values(plan, axis, processes), why)
 
 
 def _reason(plan: Plan) -> str:

@@ -34,7 +34,7 @@ from fivefold.cluster import granted_cores
 from fivefold.cluster.processes import handles, process_stat
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.agent_call import call, told
-from fivefold.launch.binding import bound
+from fivefold.launch.binding import bound, instances
 from fivefold.launch.checkpoint_agents import SUPERVISOR, CheckpointAgents
 from fivefold.launch.ending import limit_within
 from fivefold.launch.guard import dies_with_parent, why_not_started
@@ -319,7 +319,9 @@ class Agent(Supervisor):
             ranks, order.directory, order.traces, explains=order.explains
         )
         start = self._fork_rank if order.fork else self._start_rank
-        for local, share in enumerate(bound(cores, order.count)):
+        for local, share in enumerate(
+            bound(cores, order.count, per_device=instances(order.environment))
+        ):
             rank = order.first + local
             own = meeting | {"RANK": str(rank), "LOCAL_RANK": str(local)}
             start(replace(order, cores=[*share] or order.cores), rank, shared, own)

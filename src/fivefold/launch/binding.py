@@ -1,13 +1,13 @@
 """Which cores each rank of a node runs on: its own, near its GPU.
 
-Where memory is nearer to some cores than to others, a rank, its loader's workers and its threads stay on
-their share of the granted cores, and no core belongs to two ranks. Where there are fewer physical cores than
-ranks, or a quota instead of cores, nobody is bound.
+Where memory is nearer to some cores than to others, and where ranks share a device, a rank, its loader's
+workers and its threads stay on their share of the granted cores, and no core belongs to two ranks. Where
+there are fewer physical cores than ranks, or a quota instead of cores, nobody is bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,26 +15,36 @@ from fivefold.cluster.cores import physical, quota
 from fivefold.cluster.gpus import gpus, visible
 from fivefold.cluster.processors import processors
 
-__all__ = ["bound", "shares"]
+__all__ = ["INSTANCES", "bound", "instances", "shares"]
 
 Core = tuple[int, ...]
 """the logical cores of a physical one"""
 
 
-def bound(cores: Sequence[int], ranks: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
+INSTANCES = "FIVEFOLD_INSTANCES"
+
+
+def instances(environ: Mapping[str, str]) -> int:
+    """How many neighbouring ranks of a node share a device."""
+    return int(environ.get(INSTANCES, "1"))
+
+
+def bound(
+    cores: Sequence[int], ranks: int, root: Path = Path("/"), *, per_device: int = 1
+) -> list[tuple[int, ...]]:
     """The logical cores of each rank of this node; empty where nobody is bound.
 
-    Ranks take GPUs in turn. One whose GPU is near to a NUMA node gets cores of it, unless others need them
-    more.
+    GPUs are dealt out in turn, each to `per_device` neighbours. One whose GPU is near to a NUMA node gets
+    cores of it, unless others need them more. Ranks that share a device are always bound.
     """
     numa = {cpu: node.number for node in processors(root).numa for cpu in node.cpus}
     groups: dict[int, list[Core]] = {}
     for core in physical(cores, root):
         groups.setdefault(numa.get(core[0], 0), []).append(core)
-    if len(groups) < 2 or quota(root) is not None:
+    if (len(groups) < 2 and per_device == 1) or quota(root) is not None:
         return [()] * ranks
     usable = [gpu.numa for gpu in visible(gpus(root)) if gpu.granted and not gpu.integrated]
-    wanted = [usable[rank % len(usable)] if usable else None for rank in range(ranks)]
+    wanted = [usable[rank // per_device % len(usable)] if usable else None for rank in range(ranks)]
     return shares(groups, wanted)
 
 

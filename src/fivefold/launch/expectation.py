@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.cluster.node import this_node
-from fivefold.launch.binding import bound
+from fivefold.launch.binding import bound, instances
 from fivefold.launch.environment import allocated_nodes, locate
 from fivefold.launch.explain import told_by_plan, where_they_meet
 from fivefold.launch.rank_facts import expected, look
@@ -27,7 +27,9 @@ def expectation(
     backend, workers = told_by_plan(environ)
     return Situation(
         node=node,
-        ranks=expected(processes, node, environ, bound(node.mask, processes)),
+        ranks=expected(
+            processes, node, environ, bound(node.mask, processes, per_device=instances(environ))
+        ),
         world_size=processes,
         nodes=1,
         engine=engine,

@@ -14,7 +14,7 @@ from functools import partial
 
 from fivefold.errors import UsageError
 from fivefold.launch.attend import attend
-from fivefold.launch.binding import bound
+from fivefold.launch.binding import bound, instances
 from fivefold.launch.checkpoint_agents import SUPERVISOR, CheckpointAgents
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
@@ -46,7 +46,9 @@ class LocalEngine:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        shares = bound(sorted(os.sched_getaffinity(0)), job.processes)
+        shares = bound(
+            sorted(os.sched_getaffinity(0)), job.processes, per_device=instances(job.environment)
+        )
         return [
             ProcessStart(
                 job.command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, shares[rank]

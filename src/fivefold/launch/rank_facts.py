@@ -16,6 +16,7 @@ from fivefold.cluster.gpus import Gpu, gpus, visible
 from fivefold.cluster.network import resolve
 from fivefold.cluster.node import NodeFacts
 from fivefold.cluster.processors import processors
+from fivefold.launch.binding import instances
 from fivefold.launch.environment import RankPlace
 from fivefold.writing import write_whole
 
@@ -42,11 +43,13 @@ class RankFacts:
     """that OMP_NUM_THREADS gives it; None: not set, and PyTorch takes a thread per core"""
     gpus: tuple[Gpu, ...]
     """that it may use, in the order in which it counts them"""
+    instances: int = 1
+    """how many neighbours share a device"""
 
     @property
     def gpu(self) -> Gpu | None:
         """The one that `fivefold.start()` gives it: they are dealt out by local rank."""
-        return self.gpus[self.local_rank % len(self.gpus)] if self.gpus else None
+        return self.gpus[self.local_rank // self.instances % len(self.gpus)] if self.gpus else None
 
 
 def look(
@@ -65,6 +68,7 @@ def look(
         numa=processors(root).numa_of(mask),
         threads=threads_of(environ),
         gpus=visible(gpus(root), environ),
+        instances=instances(environ),
     )
 
 
@@ -87,6 +91,7 @@ def expected(
         numa=node.processors.numa_of(node.mask),
         threads=threads_of(environ) if environ.get("OMP_NUM_THREADS") else share,
         gpus=visible(node.gpus, environ),
+        instances=instances(environ),
     )
     masks = [share or node.mask for share in shares or [()] * processes]
     return tuple(

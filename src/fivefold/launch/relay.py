@@ -22,7 +22,7 @@ from pathlib import Path
 from fivefold.cluster.reading import spans
 from fivefold.errors import LaunchError, UsageError
 from fivefold.launch.attend import attend
-from fivefold.launch.binding import bound
+from fivefold.launch.binding import bound, instances
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
 from fivefold.launch.job import Job, ProcessStart, ended, opened_log, tail
@@ -48,7 +48,11 @@ def send(fifo: int, rank: int, kind: bytes, payload: bytes) -> None:
 def shim_command(job: Job, fifo: Path | None = None) -> list[str]:
     """The command that a foreign launcher starts in every process instead of the job's own."""
     report = ["--fifo", str(fifo)] if fifo is not None else []
-    shares = [spans(cores) for cores in bound(sorted(os.sched_getaffinity(0)), job.processes)]
+    granted = sorted(os.sched_getaffinity(0))
+    shares = [
+        spans(cores)
+        for cores in bound(granted, job.processes, per_device=instances(job.environment))
+    ]
     cores = [word for share in shares if share for word in ("--cores", share)]
     shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), *report, *cores, "--"]
     return [sys.executable, *shim, *job.command]

@@ -133,6 +133,11 @@ GIVEN = (
         "FIVEFOLD_AGENT_ADDRESSES",
         "addresses of `fivefold run`, for the agent that an engine starts on a node; in agents only",
     ),
+    Variable(
+        "FIVEFOLD_INSTANCES",
+        "how many neighbouring ranks share a GPU, or a node without any; with --instances",
+        form=r"[1-9]\d*",
+    ),
     Variable("FIVEFOLD_AGENT_KEY", "by which the two know each other; in agents only"),
     Variable(
         "FIVEFOLD_PLACEMENT",

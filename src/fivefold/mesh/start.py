@@ -33,7 +33,7 @@ from fivefold.mesh.groups import named_mesh
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.recording import record
-from fivefold.plan import AXES, Layout, Plan, Provenance
+from fivefold.plan import AXES, Layout, Plan, Provenance, check_instances
 from fivefold.torch_private import note_version, without_warnings_of_sockets
 
 __all__ = ["start"]
@@ -64,7 +64,7 @@ def start(
     adopted = dist.is_initialized()
     place = _adopted_place() if adopted else locate()
     plan = _timed(_fitted(plan or _told_plan(), place.world_size))
-    where = _device(place, device)
+    where = _device(place, device, plan.instances.per_device)
     if place.rank == 0:
         note_version()
     if where.type == "cpu":
@@ -111,6 +111,7 @@ def _timed(plan: Plan) -> Plan:
 
 
 def _fitted(plan: Plan, processes: int) -> Plan:
+    check_instances(plan, processes)
     if plan.layout.size == processes:
         return plan
     if plan.layout == Layout() and plan.origin("layout.data").kind == "default":
@@ -134,13 +135,14 @@ def _adopted_place() -> RankPlace:
     return RankPlace(rank, size, local_rank, local_size, "running")
 
 
-def _device(place: RankPlace, asked: str | torch.device | None) -> torch.device:
+def _device(place: RankPlace, asked: str | torch.device | None, per_device: int) -> torch.device:
     if asked is not None:
         return torch.device(asked)
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # More ranks than GPUs share them in turn; they then talk over gloo, since NCCL refuses that.
-    own = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    # More ranks than GPUs share them in turn, or as neighbours where the plan says so; they then talk over
+    # gloo, since NCCL refuses that.
+    own = torch.device("cuda", place.local_rank // per_device % torch.cuda.device_count())
     torch.cuda.set_device(own)
     return own
 

@@ -87,6 +87,12 @@ def test_a_narrower_mask_is_respected_and_threads_of_a_core_stay_together(tmp_pa
     assert bound([1, 2], 3, root) == [(), (), ()]
 
 
+def test_ranks_that_share_a_device_have_cores_of_their_own(tmp_path: Path) -> None:
+    root = machine(tmp_path, 4, nodes=1)
+    assert bound(range(8), 2, root, per_device=2) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert bound(range(8), 5, root, per_device=5) == [()] * 5
+
+
 def test_under_a_quota_or_where_all_memory_is_as_near_nobody_is_bound(tmp_path: Path) -> None:
     assert bound(range(8), 2, machine(tmp_path / "a", 4, "150000 100000")) == [(), ()]
     assert bound(range(8), 2, machine(tmp_path / "b", 4, nodes=1)) == [(), ()]
