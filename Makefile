@@ -78,13 +78,14 @@ native:  ## test the C core alone, with threads as ranks
 	cmake -S native -B build/native -DFIVEFOLD_DRIVER=ON >/dev/null
 	cmake --build build/native
 	for ranks in 2 3 5; do build/native/driver $$ranks 300 || exit 1; done
-	for nodes in "2 100 1 2" "5 100 1 2" "5 100 2 3" "4 100 3 2 3" "16 20 1 16"; do build/native/driver $$nodes || exit 1; done
+	for nodes in "2 100 1 2" "5 100 1 2" "5 100 2 3" "4 100 3 2 3" "16 20 1 16" "5 100 1 3 1 0 mpi"; do build/native/driver $$nodes || exit 1; done
 
 sanitize:  ## the same under the thread and the address sanitizer of the C compiler
 	for kind in thread address; do \
 	  cmake -S native -B build/$$kind -DFIVEFOLD_DRIVER=ON -DFIVEFOLD_SANITIZE=$$kind >/dev/null && \
 	  cmake --build build/$$kind && build/$$kind/driver 2 100 && build/$$kind/driver 4 100 && \
-	  build/$$kind/driver 4 50 1 2 && build/$$kind/driver 5 50 2 3 && build/$$kind/driver 4 50 3 2 3 && build/$$kind/driver 64 3 1 64 || exit 1; \
+	  build/$$kind/driver 4 50 1 2 && build/$$kind/driver 5 50 2 3 && build/$$kind/driver 4 50 3 2 3 && build/$$kind/driver 64 3 1 64 && \
+	  build/$$kind/driver 5 50 1 3 1 0 mpi || exit 1; \
 	done
 
 torch-distributed: $(VENV)/.develop  ## PyTorch's own tests of torch.distributed, over our backend

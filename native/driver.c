@@ -1,12 +1,13 @@
 /* Every operation of the core, with threads as ranks, against a serial reference. Built with the thread or
  * the address sanitizer by `make sanitize`; without, it runs in a second.
  *
- *     driver [ranks [rounds [seed [nodes [rails [direct bytes]]]]]]
+ *     driver [ranks [rounds [seed [nodes [rails [direct bytes [mpi]]]]]]]
  *
- * Nodes are groups of threads with a memory of their own, and socket pairs between them.
+ * Nodes are groups of threads with a memory of their own, and socket pairs between them, or an MPI.
  */
 #define _GNU_SOURCE
 #include "fivefold.h"
+#include "mpi_of_threads.h"
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -24,6 +25,7 @@ enum { STAGING = 16 * 1024, RING = 8 * 1024, MOST = 40000, SLOTS = 8 };
 enum { MOST_RANKS = 64 };
 static int ranks = 4, rounds = 150, nodes = 1, rails = 1;
 static uint64_t direct_bytes = 100;
+static bool by_mpi;
 static unsigned seed = 1;
 static void *memory, *narrow, *flooded, *arenas[MOST_RANKS];
 static size_t arena_bytes;
@@ -427,6 +429,12 @@ static void open_on_nodes(struct rank *own)
     for (int q = 0; q < count; q++)
         ff_group_peer(own->group, q, -1, NULL, 0);
     CHECK(ff_group_spread(own->group, own->rank, ranks, node_of, connect_to, own, mine, rails, 0, direct_bytes) == 0, "no memory");
+    if (by_mpi) {
+        int32_t numbers[MOST_RANKS];
+        for (int q = 0; q < ranks; q++)
+            numbers[q] = q;
+        CHECK(ff_group_by_mpi(own->group, numbers) == 0, "no memory");
+    }
     groups[own->rank] = own->group;
     pthread_barrier_wait(&meeting);
 }
@@ -556,6 +564,9 @@ int main(int count, char **words)
     nodes = count > 4 ? atoi(words[4]) : nodes;
     rails = count > 5 ? atoi(words[5]) : rails;
     direct_bytes = count > 6 ? strtoull(words[6], NULL, 10) : direct_bytes;
+    by_mpi = count > 7 && !strcmp(words[7], "mpi");
+    if (by_mpi)
+        use_mpi_of_threads();
     CHECK(ranks >= 2 && ranks <= (nodes > 1 ? MOST_RANKS : 16) && nodes <= ranks, "2 to 16 ranks, 64 on several nodes");
     arena_bytes = MOST * sizeof(float) * (size_t)ranks;
     void **shared[] = {&memory, &narrow, &flooded};
@@ -571,6 +582,7 @@ int main(int count, char **words)
         CHECK(pthread_create(&threads[q], NULL, nodes > 1 ? rank_on_nodes : rank_main, (void *)(intptr_t)q) == 0, "thread");
     for (int q = 0; q < ranks; q++)
         pthread_join(threads[q], NULL);
+    CHECK(!by_mpi || ff_mpi_finish(20) == 0, "something is still under way");
     printf("%d ranks, %d nodes, %d collectives, %s: all as expected\n", ranks, nodes, rounds, ff_instructions());
     return 0;
 }

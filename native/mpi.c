@@ -65,7 +65,8 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t work;
     struct mpi_out *first;
-    bool has_thread, over;
+    bool has_thread;
+    bool over;                  /* read with either lock held */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 static pthread_rwlock_t ending = PTHREAD_RWLOCK_INITIALIZER;   /* nobody is in MPI when it is finalized */
 
@@ -414,10 +415,10 @@ int ff_mpi_finish(double timeout_s)
     }
     for (const struct mpi_out *out = all.first; out; out = out->following)
         left++;
-    pthread_mutex_unlock(&all.lock);
     pthread_rwlock_wrlock(&ending);
     all.over = true;
     pthread_rwlock_unlock(&ending);
     pthread_cond_broadcast(&all.work);
+    pthread_mutex_unlock(&all.lock);
     return left;
 }

@@ -81,11 +81,13 @@ def test_a_rank_that_is_late_is_named(mpi: str) -> None:
         assert "Timed out waiting for rank 1" in text
 
 
+@pytest.mark.long
 def test_a_rank_that_asks_for_something_else_is_told(mpi: str) -> None:
     texts = by_mpi.run(mpi, [by_mpi.task(comm_checks.mismatch_on_nodes, nodes=(0, 1, 2))])[0]
     assert any("this rank asks for all_reduce sum of 3 float" in text for text in texts), texts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 def test_a_rank_that_is_killed_ends_the_job(mpi: str, later: bool, tmp_path: Path) -> None:
     """As MPI does with jobs of which a process has died; were it to go on, the others are told."""
@@ -138,7 +140,7 @@ except FivefoldError as problem:
     ("case", "told"),
     [
         ("threads", "needs an MPI that any thread may call (MPI_THREAD_MULTIPLE)"),
-        ("one", "has to be in the plan of each"),
+        pytest.param("one", "has to be in the plan of each", marks=pytest.mark.long),
     ],
 )
 def test_what_mpi_cannot_do_is_told(mpi: str, case: str, told: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fivefold.cluster.cores import physical
 from fivefold.cluster.gpus import gpus, visible
 from fivefold.errors import UsageError
 from fivefold.launch.binding import INSTANCES
+from fivefold.launch.hosts import Hosts
 from fivefold.plan import AXES, Plan, Provenance, check_instances
 
 __all__ = ["environment_of", "layout_values", "nodes_for", "with_instances"]
@@ -36,16 +37,17 @@ def with_instances(plan: Plan, asked: int | None) -> Plan:
     return plan.replace(values, Provenance("user", "--instances"))
 
 
-def nodes_for(nodes: N, plan: Plan | None, processes: int | None) -> N:
+def nodes_for(nodes: N, plan: Plan | None, processes: int | None, hosts: Hosts) -> N:
     """The options with as many ranks per node as the plan's instances make, where `-n` tells nothing else.
 
-    Raises `UsageError` if they are more than a node like this one has physical cores.
+    Other nodes are taken to have as many GPUs as this one. Raises `UsageError` if this one is to have more
+    ranks than physical cores.
     """
     if plan is None or (each := plan.instances.per_device) == 1:
         return nodes
     usable = len([gpu for gpu in visible(gpus()) if gpu.granted and not gpu.integrated])
     cores, devices = len(physical(os.sched_getaffinity(0))), max(usable, 1)
-    if each * devices > cores:
+    if each * devices > cores and not hosts.trainers:
         raise UsageError(
             f"instances.per_device = {each}: this node has {f'{usable} GPUs' if usable else 'no GPU'} and "
             f"{cores} physical cores, one for each process, so {max(cores // devices, 1)} fit"

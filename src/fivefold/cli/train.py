@@ -117,7 +117,7 @@ class Train:
     def _launch(self, plan: Plan, recipe: recipes.Recipe) -> int:
         """Start this command in ranks; their logs end up in the directory of the run, if it is here."""
         hosts, processes = self.nodes.hosts_told(), plan.layout.size
-        nodes = nodes_for(self.nodes, plan, self.processes)
+        nodes = nodes_for(self.nodes, plan, self.processes, hosts)
         if self.processes is None and plan.layout == Layout():
             if not hosts.trainers:
                 locate()  # one process in an allocation of many tasks: was srun forgotten?

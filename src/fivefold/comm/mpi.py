@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import logging
 import os
 import secrets
@@ -43,14 +42,18 @@ def loaded(ranks: int, what: str, remedy: str) -> ModuleType:
     return MPI
 
 
-@functools.cache
+_begun: list[tuple[str, int]] = []
+
+
 def begin(ranks: int, timeout_s: float) -> tuple[str, int]:
     """Let MPI carry streams of this process: a name of all that do so together, and its rank there.
 
-    Collective over the processes that MPI started, which are the job's `ranks`. Raises `UsageError` without
-    mpi4py, with an MPI that takes calls of one thread only, or where the ranks were not started by MPI;
-    `LaunchError` if some of them do not come within `timeout_s`.
+    Collective, the first time, over the processes that MPI started, which are the job's `ranks`. Raises
+    `UsageError` without mpi4py, with an MPI that takes calls of one thread only, or where the ranks were not
+    started by MPI; `LaunchError` if some of them do not come within `timeout_s`.
     """
+    if _begun:
+        return _begun[0]
     found = loaded(
         ranks,
         'with comm.transport = "mpi" ranks talk',
@@ -88,7 +91,8 @@ def begin(ranks: int, timeout_s: float) -> tuple[str, int]:
         )
     )
     atexit.register(_finish, os.getpid())
-    return name, int(world.Get_rank())
+    _begun.append((name, int(world.Get_rank())))
+    return _begun[0]
 
 
 def _finish(process: int) -> None:
