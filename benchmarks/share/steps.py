@@ -1,0 +1,80 @@
+"""Training steps of small nets at one global batch, by as many instances per device as there are ranks.
+
+    fivefold run --instances 4 benchmarks/share/steps.py
+
+Rungs: eager in float32; bfloat16, channels last and a fused optimiser; that, compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import fivefold as ff
+from fivefold.plan import Provenance
+from fivefold.recipes.models import build
+
+TINY = bool(os.environ.get("CAMPAIGN_TINY"))
+CASES = (("resnet20", 32, 16),) if TINY else (
+    ("resnet18", 32, 256), ("shufflenet_v2_x1_0", 32, 256), ("mobilenet_v2", 32, 256),
+    ("resnet18", 224, 64), ("resnet50", 224, 64),
+)  # fmt: skip
+"""net, pixels of an edge, images of the global batch"""
+RUNGS = ("eager", "half") if TINY else ("eager", "half", "compiled")
+ROUNDS, STEPS = (2, 1) if TINY else (7, 10)
+
+
+def step_of(mesh: ff.Mesh, name: str, pixels: int, images: int, rung: str) -> Callable[[], object]:
+    """What a rank does in a step."""
+    plan = mesh.plan.replace(
+        {"parallel.batch_norm": "replica", "parallel.compile": rung == "compiled"},
+        Provenance("user", "benchmark"),
+    )
+    torch.manual_seed(0)
+    form = torch.contiguous_format if rung == "eager" else torch.channels_last
+    net = build(name, 10).to(mesh.device, memory_format=form)
+    model = ff.parallelize(net, ff.start(plan), loss=nn.CrossEntropyLoss())
+    optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=rung != "eager")
+    x = torch.randn(images, 3, pixels, pixels, device=mesh.device).contiguous(memory_format=form)
+    x, y = model.shard(x, torch.randint(10, (images,), device=mesh.device))
+
+    def step() -> object:
+        with torch.autocast(mesh.device.type, torch.bfloat16, enabled=rung != "eager"):
+            loss = model.step(x, y)
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    return step
+
+
+def main() -> None:
+    """A line for each net and rung, from the first rank."""
+    with ff.start() as mesh:
+        for name, pixels, images in CASES:
+            for rung in RUNGS:
+                step = step_of(mesh, name, pixels, images, rung)
+                taken: list[float] = []
+                for _ in range(ROUNDS + 1):
+                    begun = time.perf_counter()
+                    for _ in range(STEPS):
+                        step()
+                    if mesh.device.type == "cuda":
+                        torch.cuda.synchronize()
+                    taken.append((time.perf_counter() - begun) / STEPS)
+                if mesh.rank == 0:
+                    rate = images / statistics.median(taken[1:])
+                    print(
+                        f"{name:18} {pixels:3} pixels, batch {images:3}, {rung:8} {mesh.size} ranks: "
+                        f"{rate:9,.0f} images/s",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
