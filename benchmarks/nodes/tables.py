@@ -1,0 +1,163 @@
+"""Figures of collectives between nodes as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from figures import Median, ratio, table
+from parts import (
+    ALONE,
+    BY_MPI,
+    CONTENDERS,
+    KIB,
+    MIB,
+    MPI_ALONE,
+    ONE,
+    OWN,
+    PARTS,
+    REDUCER,
+    Part,
+)  # fmt: skip
+from publishing import conditions
+
+__all__ = ["crossing", "section"]
+
+
+def crossing(operation: str, size_bytes: int, rank: int, per_node: int) -> tuple[int, int]:
+    """Bytes that one node of two has to send and receive, by operation; `size_bytes` is the larger tensor."""
+    half = size_bytes // 2
+    if operation == "broadcast":
+        return (size_bytes, 4) if rank == 0 else (4, size_bytes)
+    if operation == "all_reduce":
+        return size_bytes, size_bytes
+    if operation == "all_to_all":
+        return half * per_node, half * per_node
+    return half, half
+
+
+def section(result: dict[str, Any]) -> str:
+    """A table of one part."""
+    part, found = PARTS[result["part"]], result["found"]
+    if part.against:
+        title = f"{part.nodes} nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
+        title = f"### {title}, {', '.join(part.against)}"
+        return f"{title}\n\n{compared_table(part, found)}\n\n{conditions(result)}"
+    if part.mpi:
+        title = f"### Carried by {part.mpi}, through memory"
+        return f"{title}\n\n{carried_table(part, found)}\n\n{conditions(result)}"
+    title = f"2 nodes x {part.ranks_per_node}, {part.gbit_per_s:g} Gbit/s"
+    rows: list[tuple[str, ...]] = []
+    if part.dtype != "float32":
+        title += f", {part.dtype}"
+        return f"### {title}\n\n{halves_table(part, found)}\n\n{conditions(result)}"
+    if part.interfaces > 1:
+        title = f"2 nodes x 1, {part.interfaces} interfaces of {part.gbit_per_s:g} Gbit/s"
+        return f"### {title}\n\n{interfaces_table(part, found)}\n\n{conditions(result)}"
+    if part.nets:
+        return f"### Steps, {title}\n\n{steps_table(part, found)}\n\n{conditions(result)}"
+    for operation in part.operations:
+        for size_bytes in part.sizes:
+            ours, gloo, bare = (found[f"{operation} {size_bytes} {name}"] for name in CONTENDERS)
+            line_s = (
+                8
+                * max(crossing(operation, size_bytes, 0, part.ranks_per_node))
+                / part.gbit_per_s
+                / 1e9
+            )
+            rows.append((
+                operation, _size(size_bytes), _time(ours), _time(gloo), _time(bare),
+                str(ratio(gloo, ours)), str(ratio(bare, ours)), f"{line_s / Median.of(ours).value:.2f}",
+            ))  # fmt: skip
+    header = (
+        "operation", "bytes", "fivefold", "gloo", "sockets", "gloo / fivefold", "sockets / fivefold",
+        "of the line",
+    )  # fmt: skip
+    return f"### {title}\n\n{table(header, rows)}\n\n{conditions(result)}"
+
+
+def compared_table(part: Part, found: Mapping[str, Any]) -> str:
+    """Of what `fivefold bench` found; sizes are those of one rank's contribution."""
+    rows: list[tuple[str, ...]] = []
+    for operation, results in found.items():
+        for at, ours in enumerate(results["fivefold"]):
+            times = {name: results[name][at]["rounds_s"] for name in ("fivefold", *part.against)}
+            rows.append((
+                operation, _size(ours["size_bytes"]), *map(_time, times.values()),
+                *(str(ratio(times[name], times["fivefold"])) for name in part.against),
+            ))  # fmt: skip
+    ratios = (f"{name} / fivefold" for name in part.against)
+    return table(("operation", "bytes", "fivefold", *part.against, *ratios), rows)
+
+
+def steps_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of steps of training."""
+    names = ("fivefold", REDUCER, "gloo", ALONE)
+    rows = [
+        (
+            net, *map(_time, times), str(ratio(ours, gloo)), str(ratio(own, gloo)),
+            str(ratio(alone, ours)),
+        )
+        for net in part.nets
+        for times in [[found[f"{net} {name}"] for name in names]]
+        for ours, own, gloo, alone in [times]
+    ]  # fmt: skip
+    ratios = ("fivefold / gloo", f"{REDUCER} / gloo", f"{ALONE} / fivefold")
+    return table(("net", *names, *ratios), rows)
+
+
+def interfaces_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of all interfaces beside one."""
+    rows = [
+        (operation, _size(size), _time(both), _time(one), _time(bare), str(ratio(one, both)))
+        for operation in part.operations
+        for size in part.sizes
+        for both, one, bare in [
+            [found[f"{operation} {size} {name}"] for name in ("fivefold", ONE, "sockets")]
+        ]
+    ]
+    header = ("operation", "bytes", "all", ONE, f"sockets, {ONE}", f"{ONE} / all")
+    return table(header, rows)
+
+
+def halves_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of sums of 16-bit floats, whose parts travel in 32 bits or are rounded on each node."""
+    rows = [
+        (
+            operation, _size(size), *map(_time, (ours, own, gloo)), str(ratio(own, ours)),
+            str(ratio(gloo, ours)),
+        )
+        for operation in part.operations
+        for size in part.sizes
+        for ours, own, gloo in [[found[f"{operation} {size} {name}"] for name in ("fivefold", OWN, "gloo")]]
+    ]  # fmt: skip
+    header = ("operation", "bytes", "fivefold", OWN, "gloo", f"{OWN} / fivefold", "gloo / fivefold")
+    return table(header, rows)
+
+
+def carried_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
+    """Of streams of TCP beside those that MPI carries, and MPI itself."""
+    rows = [
+        (
+            operation, _size(size), *map(_time, (ours, carried, alone)), str(ratio(ours, carried)),
+            str(ratio(alone, carried)),
+        )
+        for operation in part.operations
+        for size in part.sizes
+        for ours, carried, alone in [
+            [found[f"{operation} {size} {name}"] for name in ("fivefold", BY_MPI, MPI_ALONE)]
+        ]
+    ]  # fmt: skip
+    header = ("operation", "bytes", "by TCP", BY_MPI, MPI_ALONE)
+    return table((*header, f"by TCP / {BY_MPI}", f"{MPI_ALONE} / {BY_MPI}"), rows)
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes >= MIB:
+        return f"{size_bytes // MIB} MiB"
+    return f"{size_bytes // KIB} KiB" if size_bytes >= KIB else f"{size_bytes} B"
+
+
+def _time(seconds: Sequence[float]) -> str:
+    middle = Median.of(seconds).value
+    return f"{1e3 * middle:.1f} ms" if middle > 1e-3 else f"{1e6 * middle:.0f} us"
