@@ -108,48 +108,36 @@ def steps_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
 
 def interfaces_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
     """Of all interfaces beside one."""
-    rows = [
-        (operation, _size(size), _time(both), _time(one), _time(bare), str(ratio(one, both)))
-        for operation in part.operations
-        for size in part.sizes
-        for both, one, bare in [
-            [found[f"{operation} {size} {name}"] for name in ("fivefold", ONE, "sockets")]
-        ]
-    ]
-    header = ("operation", "bytes", "all", ONE, f"sockets, {ONE}", f"{ONE} / all")
-    return table(header, rows)
+    names = {"all": "fivefold", ONE: ONE, f"sockets, {ONE}": "sockets"}
+    return _table_of(part, found, names, [(ONE, "all")])
 
 
 def halves_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
     """Of sums of 16-bit floats, whose parts travel in 32 bits or are rounded on each node."""
-    rows = [
-        (
-            operation, _size(size), *map(_time, (ours, own, gloo)), str(ratio(own, ours)),
-            str(ratio(gloo, ours)),
-        )
-        for operation in part.operations
-        for size in part.sizes
-        for ours, own, gloo in [[found[f"{operation} {size} {name}"] for name in ("fivefold", OWN, "gloo")]]
-    ]  # fmt: skip
-    header = ("operation", "bytes", "fivefold", OWN, "gloo", f"{OWN} / fivefold", "gloo / fivefold")
-    return table(header, rows)
+    names = {name: name for name in ("fivefold", OWN, "gloo")}
+    return _table_of(part, found, names, [(OWN, "fivefold"), ("gloo", "fivefold")])
 
 
 def carried_table(part: Part, found: Mapping[str, Sequence[float]]) -> str:
     """Of streams of TCP beside those that MPI carries, and MPI itself."""
-    rows = [
-        (
-            operation, _size(size), *map(_time, (ours, carried, alone)), str(ratio(ours, carried)),
-            str(ratio(alone, carried)),
-        )
-        for operation in part.operations
-        for size in part.sizes
-        for ours, carried, alone in [
-            [found[f"{operation} {size} {name}"] for name in ("fivefold", BY_MPI, MPI_ALONE)]
-        ]
-    ]  # fmt: skip
-    header = ("operation", "bytes", "by TCP", BY_MPI, MPI_ALONE)
-    return table((*header, f"by TCP / {BY_MPI}", f"{MPI_ALONE} / {BY_MPI}"), rows)
+    names = {"by TCP": "fivefold", BY_MPI: BY_MPI, MPI_ALONE: MPI_ALONE}
+    return _table_of(part, found, names, [("by TCP", BY_MPI), (MPI_ALONE, BY_MPI)])
+
+
+def _table_of(
+    part: Part,
+    found: Mapping[str, Sequence[float]],
+    names: Mapping[str, str],
+    compared: Sequence[tuple[str, str]],
+) -> str:
+    """A row for each operation and size: times of contenders, by their titles, and ratios of some."""
+    rows: list[tuple[str, ...]] = []
+    for operation in part.operations:
+        for size in part.sizes:
+            times = {title: found[f"{operation} {size} {name}"] for title, name in names.items()}
+            ratios = [str(ratio(times[a], times[b])) for a, b in compared]
+            rows.append((operation, _size(size), *map(_time, times.values()), *ratios))
+    return table(("operation", "bytes", *names, *(f"{a} / {b}" for a, b in compared)), rows)
 
 
 def _size(size_bytes: int) -> str:
