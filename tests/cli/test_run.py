@@ -190,6 +190,17 @@ def test_layout_and_settings_reach_the_ranks_over_those_of_the_plan(folder: Path
     assert sorted(done.stdout.splitlines()) == [f"[0] {said}", f"[1] {said}"]
 
 
+def test_what_was_tuned_on_other_nodes_is_told(folder: Path) -> None:
+    (folder / "plan.toml").write_text(
+        '[comm]\ndirect_bytes = 100\n[provenance]\n"comm.direct_bytes" = "tuned: all-reduce of 100 bytes, '
+        '8 ranks on 8 nodes: 5 us straight, 4 us by doubling"\n'
+    )
+    (folder / "start.py").write_text("import fivefold as ff\nwith ff.start():\n    pass\n")
+    done = fivefold("run", "-n", 2, "--plan", "plan.toml", "start.py", cwd=folder)
+    told = "comm.direct_bytes = 100 was measured on 8 nodes, and this job has 1: measure again with"
+    assert (done.stdout + done.stderr).count(told) == 1
+
+
 def test_instances_share_a_device_with_cores_of_their_own(folder: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     (folder / "show.py").write_text(

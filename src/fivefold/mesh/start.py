@@ -12,6 +12,7 @@ import ipaddress
 import itertools
 import logging
 import os
+import re
 import socket
 from dataclasses import replace
 from datetime import timedelta
@@ -163,8 +164,21 @@ def _backend(
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
+def _note_other_nodes(place: RankPlace, plan: Plan) -> None:
+    """One line where `comm.direct_bytes` was measured on another number of nodes than the job has."""
+    why, nodes = plan.origin("comm.direct_bytes"), place.world_size // place.local_size
+    measured = re.search(r"on (\d+) nodes", why.reason) if why.kind == "tuned" else None
+    if measured and int(measured[1]) != nodes and place.rank == 0:
+        _log.warning(
+            "comm.direct_bytes = %d was measured %s, and this job has %d: measure again with fivefold bench "
+            "allreduce --tune, or leave it out",
+            plan.comm.direct_bytes, measured[0], nodes,
+        )  # fmt: skip
+
+
 def _join(place: RankPlace, plan: Plan, device: torch.device) -> None:
     register()
+    _note_other_nodes(place, plan)
     streams.configure(plan.comm, place.world_size)
     timeout = timedelta(seconds=plan.comm.timeout_s)
     try:
