@@ -112,6 +112,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--again", choices=("nothing", "failed"), default="nothing")
+    parser.add_argument("--only", default="", help="cases whose names begin so, such as exact")
     parser.add_argument(
         "--list", action="store_true", help="only say what has run, and how it ended"
     )
@@ -120,7 +121,9 @@ def main() -> int:
     ends = time.monotonic() + (0 if asked.list else 60 * asked.minutes)
     failed: list[str] = []
     left: list[Case] = []
-    for case in [one for one in cases() if one.tiny or not asked.tiny]:
+    for case in cases():
+        if not case.name.startswith(asked.only) or (asked.tiny and not case.tiny):
+            continue
         path = asked.out / f"{case.name}.json"
         found = json.loads(path.read_text()) if path.exists() else None
         if found is not None and found["code"] and asked.again == "failed":
@@ -135,9 +138,9 @@ def main() -> int:
         failed += [case.name] * (found["code"] != 0)
         print(told(found), flush=True)
     print(f"failed: {', '.join(failed) or 'nothing'}")
-    wanted = sum(case.minutes for case in left)
+    minutes = sum(case.minutes for case in left)
     names = ", ".join(case.name for case in left) or "nothing"
-    print(f"not run: {names}" + (f" (about {wanted:.0f} minutes)" if left else ""))
+    print(f"not run: {names}" + (f" (about {minutes:.0f} minutes)" if left else ""))
     return 1 if failed else 0
 
 
