@@ -32,13 +32,13 @@ class Taken:
     """A group that keeps the streams that it is given."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int, int]] = []
         self.sockets: list[socket.socket] = []
         self.came = threading.Condition()
 
-    def accept(self, rank: int, lane: int, descriptor: int) -> bool:
+    def accept(self, rank: int, lane: int, descriptor: int, tag: int) -> bool:
         with self.came:
-            self.calls.append((rank, lane))
+            self.calls.append((rank, lane, tag))
             self.sockets.append(socket.socket(fileno=descriptor))
             self.came.notify_all()
         return True
@@ -64,9 +64,11 @@ def taken() -> Iterator[tuple[str, Taken]]:
 
 def test_a_stream_is_given_to_its_group(taken: tuple[str, Taken]) -> None:
     token, group = taken
-    with socket.socket(fileno=streams.open_stream(streams.door(), token, 7, 1, 10)) as line:
+    with socket.socket(
+        fileno=streams.open_stream(streams.door(), token, 7, 1, -1, timeout_s=10)
+    ) as line:
         group.wait(1)
-        assert group.calls == [(7, 1)]
+        assert group.calls == [(7, 1, -1)]
         line.setblocking(True)
         line.sendall(b"word")
         group.sockets[0].setblocking(True)
@@ -77,9 +79,9 @@ def test_a_stream_is_given_to_its_group(taken: tuple[str, Taken]) -> None:
 def test_a_stream_may_go_to_an_address_of_ipv6(taken: tuple[str, Taken]) -> None:
     token, group = taken
     six = replace(streams.door(), hosts=["127.0.0.1", "::1"])
-    with socket.socket(fileno=streams.open_stream(six, token, 7, 2, 10)):
+    with socket.socket(fileno=streams.open_stream(six, token, 7, 2, -1, timeout_s=10)):
         group.wait(1)
-        assert group.calls == [(7, 2)]
+        assert group.calls == [(7, 2, -1)]
 
 
 def test_an_interface_that_is_not_there_is_told_with_those_that_are() -> None:
@@ -93,14 +95,16 @@ def test_who_knows_another_key_opens_nothing(taken: tuple[str, Taken]) -> None:
     token, group = taken
     other = replace(streams.door(), key="00" * 32)
     with pytest.raises(streams.StreamError, match="knows another key"):
-        streams.open_stream(other, token, 0, 0, 10)
+        streams.open_stream(other, token, 0, 0, -1, timeout_s=10)
     assert not group.calls
 
 
 def test_a_stream_to_a_group_that_is_left_ends() -> None:
     token = streams.new_token()
     streams.dismiss(token)
-    with socket.socket(fileno=streams.open_stream(streams.door(), token, 0, 0, 10)) as line:
+    with socket.socket(
+        fileno=streams.open_stream(streams.door(), token, 0, 0, -1, timeout_s=10)
+    ) as line:
         line.setblocking(True)
         line.settimeout(10)
         assert HEAD.unpack(line.recv(HEAD.size))[0] == 0xFFFFFF02
@@ -112,7 +116,7 @@ def test_nobody_there_is_told_at_once() -> None:
         nobody = streams.Door(["127.0.0.1"], int(free.getsockname()[1]), "00" * 32)
     begun = time.monotonic()
     with pytest.raises(streams.StreamError, match="refused"):
-        streams.open_stream(nobody, streams.new_token(), 0, 0, 10)
+        streams.open_stream(nobody, streams.new_token(), 0, 0, -1, timeout_s=10)
     assert time.monotonic() - begun < 5
 
 
@@ -128,7 +132,7 @@ def test_another_program_is_told() -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         with pytest.raises(streams.StreamError, match="no process of Fivefold"):
-            streams.open_stream(where, streams.new_token(), 0, 0, 10)
+            streams.open_stream(where, streams.new_token(), 0, 0, -1, timeout_s=10)
         answering.join()
 
 
@@ -143,7 +147,7 @@ def group_with_a_stranger(token: str, rails: int) -> tuple[Core, list[socket.soc
     for lane in range(1 + rails):
         here, there = socket.socketpair()
         here.setblocking(False)
-        assert group.accept(1, lane, here.detach())
+        assert group.accept(1, lane, here.detach(), -1)
         ends.append(there)
     return group, ends
 
