@@ -258,11 +258,11 @@ static bool post(struct mpi_out *out, struct slot *slot, size_t bytes)
 ssize_t ff_mpi_send(struct mpi_out *out, const struct iovec *parts, int count)
 {
     ssize_t sent = -1;
-    errno = EAGAIN;
+    int why = EAGAIN;
     pthread_mutex_lock(&out->lock);
     struct slot *slot = &out->slots[out->next];
     if (out->ended || !test(slot, NULL)) {
-        errno = EPIPE;
+        why = EPIPE;
     } else if (!slot->busy) {
         size_t bytes = 0;
         for (int i = 0; i < count; i++) {
@@ -274,9 +274,10 @@ ssize_t ff_mpi_send(struct mpi_out *out, const struct iovec *parts, int count)
         if (post(out, slot, bytes))
             sent = (ssize_t)bytes;
         else
-            errno = EPIPE;
+            why = EPIPE;
     }
     pthread_mutex_unlock(&out->lock);
+    errno = why;                /* last: MPI leaves anything there */
     return sent;
 }
 
