@@ -143,6 +143,7 @@ def without_places(environ: Environ) -> dict[str, str]:
     named = [f"{f.rank} {f.world_size} {f.local_rank} {f.local_size}" for f in FAMILIES]
     drop = {"MASTER_ADDR", "MASTER_PORT", "FIVEFOLD_ENGINE"}
     drop |= {
+        "FIVEFOLD_INSTANCES",
         "FIVEFOLD_PROGRESS",
         "FIVEFOLD_LAUNCH",
         "FIVEFOLD_RESTART",

@@ -133,12 +133,12 @@ GIVEN = (
         "FIVEFOLD_AGENT_ADDRESSES",
         "addresses of `fivefold run`, for the agent that an engine starts on a node; in agents only",
     ),
+    Variable("FIVEFOLD_AGENT_KEY", "by which the two know each other; in agents only"),
     Variable(
         "FIVEFOLD_INSTANCES",
         "how many neighbouring ranks share a GPU, or a node without any; with --instances",
         form=r"[1-9]\d*",
     ),
-    Variable("FIVEFOLD_AGENT_KEY", "by which the two know each other; in agents only"),
     Variable(
         "FIVEFOLD_PLACEMENT",
         "folder of a node in which its ranks tell what they were given, before they become the script; with "
