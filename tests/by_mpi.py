@@ -5,8 +5,6 @@ values = by_mpi.run("openmpi", [by_mpi.task(check, 17, nodes=(0, 1))])     # by 
 
 from __future__ import annotations
 
-import importlib
-import os
 import pickle
 import subprocess
 import sys
@@ -76,7 +74,6 @@ def _serve(folder: Path) -> None:
     torch.set_num_threads(1)
     rank, found = locate().rank, list[Any]()
     for number, one in enumerate(pickle.loads((folder / "tasks").read_bytes())):
-        importlib.import_module(one.module)
         try:
             found.append(in_group(rank, one, str(folder / f"store-{number}")))
         except Exception as problem:  # noqa: BLE001 - carried to the test
@@ -86,5 +83,4 @@ def _serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     _serve(Path(sys.argv[1]))
