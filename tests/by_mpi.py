@@ -42,7 +42,7 @@ def start(name: str, tasks: Sequence[Task], folder: Path) -> subprocess.Popen[st
     mpirun = mpis.find(name)
     return subprocess.Popen(
         [mpirun, *mpis.options(name), "-n", str(tasks[0].size), sys.executable, __file__, folder],
-        env=CLEAN | mpis.library(mpirun) | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        env=CLEAN | mpis.library(name) | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

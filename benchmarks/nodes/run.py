@@ -359,7 +359,7 @@ def carried(name: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as told:
         done = subprocess.run(
             [mpirun, *mpis.options(part.mpi), "-n", "2", *words, "--out", told],
-            env=os.environ | mpis.library(mpirun) | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | mpis.library(part.mpi) | {"OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=part.limit_s, check=False,
         )  # fmt: skip
         if done.returncode:

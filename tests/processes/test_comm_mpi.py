@@ -148,7 +148,7 @@ def test_what_mpi_cannot_do_is_told(mpi: str, case: str, told: str, tmp_path: Pa
     mpirun = mpis.find(mpi)
     done = subprocess.run(
         [mpirun, *mpis.options(mpi), "-n", "2", sys.executable, "script.py", case],
-        cwd=tmp_path, env=CLEAN | mpis.library(mpirun), stdin=subprocess.DEVNULL, capture_output=True,
+        cwd=tmp_path, env=CLEAN | mpis.library(mpi), stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode != 0

@@ -140,14 +140,23 @@ def test_mpi_carries_what_goes_between_nodes(mpi: str, tmp_path: Path) -> None:
     env = environment(mpi, tmp_path)
     mpirun = Path(env["FIVEFOLD_MPIRUN"])
     (tmp_path / "plan.toml").write_text('[comm]\ntransport = "mpi"\n')
-    told = env | mpis.library(mpirun) | {"FIVEFOLD_PLAN": str(tmp_path / "plan.toml")}
+    library = mpis.library(mpi)
+    told = env | library | {"FIVEFOLD_PLAN": str(tmp_path / "plan.toml")}
     told["UCX_TLS"] = (
         "tcp,self"  # MPICH's: it takes both for one host, whose memory one must not open
     )
-    passed = ["-x", "FIVEFOLD_PLAN", "-x", "MPI4PY_LIBMPI"] if mpi == "openmpi" else []
+    passed = [word for variable in ("FIVEFOLD_PLAN", *library) for word in ("-x", variable)]
     (tmp_path / "sums.py").write_text(SUMS)
     done = run(
-        [str(mpirun), *mpis.options(mpi), *passed, "-n", "2", sys.executable, "sums.py"],
+        [
+            str(mpirun),
+            *mpis.options(mpi),
+            *(passed if mpi == "openmpi" else []),
+            "-n",
+            "2",
+            sys.executable,
+            "sums.py",
+        ],
         tmp_path,
         told,
     )

@@ -24,7 +24,17 @@ from fivefold.launch.node_engines import own_addresses
 from fivefold.launch.port import reserved_port
 from fivefold.wire import Listener, Protocol, new_key
 
-__all__ = ["CONTENDERS", "KEY", "PROTOCOL", "BenchError", "Contender", "mpirun_of", "start"]
+__all__ = [
+    "CONTENDERS",
+    "KEY",
+    "PROTOCOL",
+    "BenchError",
+    "Contender",
+    "mpi_of",
+    "mpi_options",
+    "mpirun_of",
+    "start",
+]
 
 KEY = "FIVEFOLD_BENCH_KEY"
 PROTOCOL = Protocol("fivefoldbench", "001")
@@ -205,8 +215,8 @@ def _commands(
     own = len(words) == 1
     worker = [sys.executable, "-m", "fivefold.bench.worker", name, *words] if own else words
     if mpi := _mpi_name(name):
-        mpirun, environment = _mpi(mpi)
-        yield [str(mpirun), *_mpi_options(mpi), "-n", str(ranks), *worker], environment
+        mpirun, environment = mpi_of(mpi)
+        yield [str(mpirun), *mpi_options(mpi), "-n", str(ranks), *worker], environment
         return
     for rank in range(ranks):
         yield worker, {
@@ -225,7 +235,7 @@ def _on_nodes(
         logs = ["--log-dir", str(folder / f"{name}-logs")]
         run = [sys.executable, "-m", "fivefold", "run", "-n", count, *options, *logs]
         return [*run, *worker], {}
-    mpirun, environment = _mpi(mpi)
+    mpirun, environment = mpi_of(mpi)
     hosts = ",".join(f"{node.host}:{node.ranks}" for node in nodes if node.ranks)
     told = ["-hosts", hosts]
     if mpi == "openmpi":
@@ -233,7 +243,7 @@ def _on_nodes(
         told = ["--host", hosts, *(word for variable in passed for word in ("-x", variable))]
     return [
         str(mpirun),
-        *_mpi_options(mpi),
+        *mpi_options(mpi),
         *told,
         "-n",
         count,
@@ -248,7 +258,7 @@ def _mpi_name(contender: str) -> str:
     return name if name in ("openmpi", "mpich") else ""
 
 
-def _mpi(name: str) -> tuple[Path, dict[str, str]]:
+def mpi_of(name: str) -> tuple[Path, dict[str, str]]:
     """The mpirun of an MPI, and what mpi4py needs to find the same one."""
     mpirun = mpirun_of(name)
     library = str(mpirun.parent.parent / "lib")
@@ -258,7 +268,8 @@ def _mpi(name: str) -> tuple[Path, dict[str, str]]:
     return mpirun, environment
 
 
-def _mpi_options(name: str) -> list[str]:
+def mpi_options(name: str) -> list[str]:
+    """What a user types to run more ranks than cores here, as root if need be."""
     if name == "mpich":
         return []
     return ["--oversubscribe", "--bind-to", "none", *["--allow-run-as-root"] * (os.geteuid() == 0)]
