@@ -197,7 +197,12 @@ class Plan:
 
 
 def check_instances(plan: Plan, processes: int) -> None:
-    """Raise `PlanError` if devices would have different numbers of ranks."""
+    """Raise `PlanError` if devices would have different numbers of ranks, or cannot share what they are to."""
+    if plan.instances.weights == "shared" and plan.memory.shard != "none":
+        raise PlanError(
+            f'instances.weights = "shared" ({plan.origin("instances.weights")}): memory.shard = '
+            f'"{plan.memory.shard}" divides the weights; leave out one of the two'
+        )
     if processes % (each := plan.instances.per_device):
         raise PlanError(
             f"instances.per_device = {each} ({plan.origin('instances.per_device')}) does not divide "

@@ -310,6 +310,9 @@ class Instances:
 
     per_device: int = 1
     """how many neighbouring ranks a GPU has, or a node without any; they are among those of the layout"""
+    weights: Literal["auto", "shared", "own"] = "auto"
+    """whether the instances of a device hold weights and the state of optimisers once, or each its own; auto:
+    once on CPUs, unless `memory.shard` divides them or `comm.backend` shares no memory"""
 
     def __post_init__(self) -> None:
         _at_least("instances", self, per_device=1)

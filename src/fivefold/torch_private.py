@@ -83,6 +83,7 @@ __all__ = [
     "gradient_hooks",
     "has_python_backward",
     "in_backward",
+    "is_aliased",
     "is_dtensor",
     "is_functorch_wrapped_tensor",
     "is_known",
@@ -108,6 +109,7 @@ __all__ = [
     "saved_tensor_hooks",
     "schema_of",
     "sequence_number",
+    "step_hooks",
     "values_of",
     "version_of",
     "watch_total_norm",
@@ -189,6 +191,15 @@ def values_of(sparse: Tensor) -> Tensor:
 def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, by one call."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def is_aliased(parameter: nn.Parameter) -> bool:
+    """Whether anything else lies in the memory of a parameter, or is computed from it just now."""
+    return _holders(parameter) > _holders(nn.Parameter(parameter.detach().new_empty(1)))
+
+
+def _holders(tensor: Tensor) -> int:
+    return cast(Any, torch._C)._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -328,6 +339,17 @@ def early_stops(asked: bool) -> bool:
     """Whether a checkpoint that asks for it, or not, runs its part again only as far as needed."""
     told = vars(torch_checkpoint)["_enable_checkpoint_early_stop"]
     return asked if told is None else told
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What is called before and after its steps, and those of all."""
+    from torch.optim import optimizer as of_all
+
+    every = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks,
+    )  # fmt: skip
+    return [hook for hooks in every for hook in hooks.values()]
 
 
 def saved_tensor_hooks() -> Any:

@@ -3,6 +3,8 @@
     Segment     memory without a name, its size sealed, passed from process to process
     Heap        pieces of a segment, for the process that owns it
     Slots       pieces of equal size, with holders that may die at any moment
+    CopyOnWrite a segment where a process sees its own changes alone until it shares them
+                (in arena.copy_on_write, which needs numpy)
     Gate        where other processes of the same user ask for segments
 
 Imports no torch. docs/explanation/arena.md tells what each of its users makes of it.

@@ -17,13 +17,14 @@ from fivefold.comm.collectives import (
 from fivefold.comm.messages import Messages, start_messages
 from fivefold.comm.registration import BACKEND, register
 from fivefold.comm.replay import Log
-from fivefold.comm.shared_tensor import shared_zeros
+from fivefold.comm.shared_tensor import SharedCopies, shared_zeros, shares_memory
 
 __all__ = [
     "BACKEND",
     "CommError",
     "Log",
     "Messages",
+    "SharedCopies",
     "Pending",
     "all_gather",
     "all_reduce",
@@ -32,6 +33,7 @@ __all__ = [
     "reduce_scatter",
     "register",
     "shared_zeros",
+    "shares_memory",
     "start_all_reduce",
     "start_messages",
 ]

@@ -134,16 +134,18 @@ def by_the_host(device: torch.device, group: dist.ProcessGroup) -> bool:
     return isinstance(group, SharedGroup) or backend_of_device(group, device).name() == "gloo"
 
 
-def broadcast_text(text: str | None, group: dist.ProcessGroup, device: torch.device) -> str:
-    """What the first rank of `group` says; the others' `text` is ignored. Plain bytes, no pickle."""
+def broadcast_text(
+    text: str | None, group: dist.ProcessGroup, device: torch.device, *, source: int = 0
+) -> str:
+    """What one rank of `group` says; the others' `text` is ignored. Plain bytes, no pickle."""
     if group.size() == 1:
         return text or ""
     data = torch.tensor(list((text or "").encode()), dtype=torch.uint8, device=device)
     length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     with named("broadcast", group, Tag.CONTROL):
-        dist.broadcast(length, group=group, group_src=0)
-        buffer = data if group.rank() == 0 else data.new_empty(int(length.item()))
-        dist.broadcast(buffer, group=group, group_src=0)
+        dist.broadcast(length, group=group, group_src=source)
+        buffer = data if group.rank() == source else data.new_empty(int(length.item()))
+        dist.broadcast(buffer, group=group, group_src=source)
     return bytes(buffer.tolist()).decode()
 
 

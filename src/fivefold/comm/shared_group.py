@@ -191,6 +191,11 @@ class SharedGroup(dist.ProcessGroup):
         piece = own_arena().allocate(size * dtype.itemsize)
         return torch.frombuffer(piece, dtype=dtype, count=size)
 
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all ranks share memory."""
+        return self._operations.group.spread is None
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations wait for missing ranks from now on."""
         self._operations.timeout_s = timeout.total_seconds()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fivefold import comm
 from fivefold.errors import PlanError, suggest
 from fivefold.launch.progress import own_progress
 from fivefold.launch.role import Role
@@ -21,6 +22,7 @@ from fivefold.mesh.agreement import Agreement
 from fivefold.mesh.groups import lines, subgroup
 from fivefold.mesh.ownership import TILE_DIMS, owned
 from fivefold.plan import AXES, Layout, Plan
+from fivefold.trace import Tag
 
 __all__ = ["Mesh"]
 
@@ -113,6 +115,18 @@ class Mesh:
                 for line in range(stages.shape[1])
             ]
         )
+
+    def neighbours(self, holds: int) -> dist.ProcessGroup:
+        """A new group of the instances on this rank's device that say the same number as this one.
+
+        Collective: all ranks of the mesh call it, in the same order.
+        """
+        told = comm.all_gather(torch.tensor(holds, device=self.device), self.group(*AXES), Tag.CONTROL).tolist()
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, number in enumerate(told):
+            device = rank // self.plan.instances.per_device
+            found.setdefault((device, number), []).append(rank)
+        return self._new_group([*found.values()])
 
     def own_replicas(self) -> DeviceMesh:
         """The ranks that hold the same parameters as this one, over groups of their own, for FSDP2.

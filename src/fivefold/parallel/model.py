@@ -34,6 +34,7 @@ from fivefold.parallel.loss_parameters import loss_parameters
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.memory.model import StepMemory
 from fivefold.parallel.modes import evaluating, sums_of
+from fivefold.parallel.one_copy import one_copy
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
@@ -168,6 +169,8 @@ class ParallelModel(Wrapped):
         self._reducer = (self._own_reducer(net),)
         if staged or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):
             refuse_joint(net, before, staged=staged)
+        self._one_copy = one_copy(self, mesh)
+        """the weights of this rank, if instances of its device share them"""
 
     def _own_reducer(self, net: nn.Module) -> Reducer:
         """Who completes the gradients. Collective."""
@@ -218,6 +221,8 @@ class ParallelModel(Wrapped):
             )
         check_scaler(scaler)
         own_progress().stepped()
+        if self._one_copy is not None:
+            self._one_copy.rest()
         if self._mesh.size > 1:
             check_given(inputs, targets)
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)

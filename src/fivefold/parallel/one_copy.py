@@ -1,0 +1,424 @@
+"""One copy of the weights and of the optimiser's state for all ranks that share a device.
+
+Between steps every rank sees the same memory. What it writes there itself, outside of an optimiser's step, it
+alone sees (`comm.SharedCopies`), as if the weights were its own; the first one's is shared when they meet next.
+
+    meet      share what scripts have changed meanwhile: all have to have written the same
+    step      every tensor is updated once, by its owner, in the memory of all: the optimiser finds
+              nothing but the tensors of its rank, and is called as ever
+    settle    what the optimiser has come to keep is put where all see it
+
+So an optimiser that is not one of `_BY_TENSOR`, which treat tensors one by one, and any other way to train
+compute what they would without: each rank then writes to copies of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fivefold import comm
+from fivefold.errors import UsageError
+from fivefold.mesh import Mesh
+from fivefold.torch_private import is_aliased, step_hooks
+from fivefold.trace import Tag
+
+__all__ = ["OneCopy", "one_copy"]
+
+_log = logging.getLogger(__name__)
+
+_BY_TENSOR = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD",
+)  # fmt: skip
+"""optimisers of torch whose update of a tensor needs nothing of others; Muon came with torch 2.9"""
+_REMEDY = 'set instances.weights = "own"'
+
+
+def one_copy(model: nn.Module, mesh: Mesh) -> OneCopy | None:
+    """One copy of a parallel model's parameters for the ranks of each device, if the plan has several there.
+
+    Collective. Raises `UsageError` if the plan asks for it where it cannot be.
+    """
+    instances = mesh.plan.instances
+    alone = instances.per_device == 1 or mesh.size == 1 or mesh.predicts
+    if alone or instances.weights == "own" or mesh.plan.memory.shard != "none":
+        return None
+    named = [(name, p) for name, p in model.named_parameters() if p.numel()]
+    movable = [(name, p) for name, p in named if not is_aliased(p) and type(p.data) is Tensor]
+    told = [(name, str(p.dtype), [*p.shape], [*p.stride()]) for name, p in movable]
+    group = mesh.neighbours(zlib.crc32(json.dumps(told).encode()))
+    if group.size() == 1 or not movable:
+        return None
+    if why := _obstacle(named, group):
+        if instances.weights == "shared":
+            raise UsageError(f'instances.weights = "shared": {why}; {_REMEDY}')
+        return None
+    if len(movable) < len(named) and mesh.rank == 0:
+        left = next(name for name, p in named if all(p is not other for _, other in movable))
+        _log.warning(
+            "%d of %d parameters, such as %r, stay each instance's own: other tensors lie in their memory",
+            len(named) - len(movable), len(named), left,
+        )  # fmt: skip
+    return OneCopy(model, movable, group)
+
+
+def _obstacle(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> str:
+    if any(not p.is_cpu for _, p in named):
+        return "only weights in the memory of the host are shared"
+    return "" if comm.shares_memory(group) else "the ranks of a device do not share memory"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that an optimiser keeps, as this rank sees it and as all do."""
+
+    own: Tensor
+    shared: Tensor
+    copies: comm.SharedCopies
+
+
+class OneCopy:
+    """Some parameters that the ranks of a group hold once. Making it is collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._group = group
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._weights = comm.SharedCopies([p.detach() for p in self._parameters], group)
+        for parameter, own in zip(self._parameters, self._weights.own, strict=True):
+            parameter.data = own
+        self._numbers = {id(parameter): n for n, parameter in enumerate(self._parameters)}
+        """of the parameters that still lie in the memory of all"""
+        self._owners: dict[int, int] = {}
+        self._owned_bytes = [0] * group.size()
+        self._kept: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, _Kept]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """by optimiser, number of a parameter and key"""
+        _live.append(weakref.ref(self))
+        _install()
+
+    def numbers(self, optimizer: Optimizer) -> list[int]:
+        """Which of the parameters an optimiser has."""
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return [self._numbers[known] for known in held if known in self._numbers]
+
+    # ---- meet
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Share what scripts have changed since the last step, and decide who updates what. Collective.
+
+        Raises `UsageError` if ranks have changed different things.
+        """
+        changed = [
+            (memory, runs) for memory in self._memories() if (runs := [*memory.changed()])
+        ]
+        left = [*self._moved_away()]
+        told = [int(bool(changed)), zlib.crc32(str(left).encode())]
+        every = comm.all_gather(torch.tensor(told), self._group, Tag.CONTROL)
+        if len({*every[:, 1].tolist()}) > 1:
+            _refuse("gave parameters other memory than others did")
+        for number in left:
+            del self._numbers[id(self._parameters[number])]
+            for kept in self._kept.values():
+                kept.pop(number, None)
+        if every[:, 0].any():
+            self._share(changed)
+        self._divide(self.numbers(optimizer))
+
+    def _memories(self) -> Iterator[Any]:
+        yield self._weights.memory
+        found = {id(one.copies): one.copies for of in self._every_kept() for one in of.values()}
+        for copies in found.values():
+            yield copies.memory
+
+    def _every_kept(self) -> Iterator[dict[str, _Kept]]:
+        for kept in self._kept.values():
+            yield from kept.values()
+
+    def _moved_away(self) -> Iterator[int]:
+        """Parameters that a script has given other memory: they are each rank's own from now on."""
+        for number in self._numbers.values():
+            parameter, own = self._parameters[number], self._weights.own[number]
+            same = parameter.data_ptr() == own.data_ptr() and parameter.stride() == own.stride()
+            if not same or parameter.shape != own.shape or parameter.dtype != own.dtype:
+                yield number
+
+    def _share(self, changed: Sequence[tuple[Any, Sequence[tuple[int, int]]]]) -> None:
+        if self._group.rank() == 0:
+            for memory, runs in changed:
+                for run in runs:
+                    memory.share(*run)
+        self._told(0)  # the first one is through
+        differs = any(memory.differs(*run) for memory, runs in changed for run in runs)
+        if self._told(differs).any():
+            _refuse("wrote to weights, or to what an optimiser keeps, what others did not")
+        for memory, runs in changed:
+            for run in runs:
+                memory.forget(*run)
+
+    def _told(self, number: int) -> Tensor:
+        return comm.all_gather(torch.tensor(int(number)), self._group, Tag.CONTROL)
+
+    def _divide(self, numbers: Sequence[int]) -> None:
+        """Give tensors that have no owner yet to the ranks that have least, the largest first."""
+        new = [n for n in numbers if n not in self._owners and self._parameters[n].requires_grad]
+        for number in sorted(new, key=lambda n: -self._parameters[n].nbytes):
+            owner = self._owned_bytes.index(min(self._owned_bytes))
+            self._owners[number] = owner
+            self._owned_bytes[owner] += self._parameters[number].nbytes
+
+    def is_others(self, parameter: Tensor) -> bool:
+        """Whether another rank updates it."""
+        number = self._numbers.get(id(parameter))
+        return number is not None and self._owners.get(number, 0) != self._group.rank()
+
+    # ---- step
+
+    def open(self, optimizer: Optimizer) -> None:
+        """Let the optimiser write into the memory of all."""
+        for number in self._mine(optimizer):
+            parameter = self._parameters[number]
+            parameter.data = self._weights.shared[number]
+            state = optimizer.state.get(parameter, {})
+            for key, kept in self._kept.get(optimizer, {}).get(number, {}).items():
+                if state.get(key) is kept.own:
+                    state[key] = kept.shared
+
+    def close(self, optimizer: Optimizer) -> None:
+        """Have parameters and state as this rank sees them again."""
+        for number in self._mine(optimizer):
+            parameter = self._parameters[number]
+            parameter.data = self._weights.own[number]
+            state = optimizer.state.get(parameter, {})
+            for key, kept in self._kept.get(optimizer, {}).get(number, {}).items():
+                if state.get(key) is kept.shared:
+                    state[key] = kept.own
+
+    def rest(self) -> None:
+        """Take back what a failed step of an optimiser has left."""
+        for step in [step for step in _steps.values() if self in step.copies]:
+            _end(step.optimizer)
+
+    def _mine(self, optimizer: Optimizer) -> list[int]:
+        return [n for n in self.numbers(optimizer) if not self.is_others(self._parameters[n])]
+
+    # ---- settle
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Put what the optimiser has come to keep where all see it. Collective; all have made their step."""
+        known = self._kept.setdefault(optimizer, {})
+        new = [n for n in self._mine(optimizer) if not self._taken(optimizer, n, known.get(n, {}))]
+        for rank, count in enumerate(self._told(len(new)).tolist()):
+            if count:
+                self._publish(optimizer, known, new if rank == self._group.rank() else [], rank)
+        for number in self.numbers(optimizer):
+            parameter, kept = self._parameters[number], known.get(number, {})
+            state = optimizer.state.get(parameter, {})
+            if any(state.get(key) is not one.own for key, one in kept.items()):
+                optimizer.state[parameter] = {**state, **{key: one.own for key, one in kept.items()}}
+        _sort(optimizer)
+
+    def _taken(self, optimizer: Optimizer, number: int, kept: dict[str, _Kept]) -> bool:
+        """Whether the memory of all holds what is kept for a parameter of this rank; new values go there."""
+        state = optimizer.state.get(self._parameters[number], {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                name, kind = self._names[number], type(value).__name__
+                raise UsageError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name!r} as {kind}, which instances cannot "
+                    f"share: {_REMEDY}"
+                )
+            one = kept.get(key)
+            if one is None or _form(value) != _form(one.own):
+                return False
+        for key, value in state.items():
+            if value is not kept[key].own:
+                kept[key].shared.copy_(value)
+        return state.keys() == kept.keys()
+
+    def _publish(
+        self,
+        optimizer: Optimizer,
+        known: dict[int, dict[str, _Kept]],
+        numbers: Sequence[int],
+        source: int,
+    ) -> None:
+        """What one rank keeps for some parameters goes into new memory of all. Collective."""
+        states = {n: optimizer.state.get(self._parameters[n], {}) for n in numbers}
+        told = json.dumps([(n, list(state)) for n, state in states.items()])
+        text = comm.broadcast_text(told, self._group, torch.device("cpu"), source=source)
+        keys: list[tuple[int, list[str]]] = json.loads(text)
+        for number, _ in keys:
+            known.pop(number, None)
+        places = [(number, key) for number, of in keys for key in of]
+        if not places:
+            return
+        tensors = [value for state in states.values() for value in state.values()]
+        copies = comm.SharedCopies(tensors, self._group, source=source)
+        for (number, key), own, shared in zip(places, copies.own, copies.shared, strict=True):
+            known.setdefault(number, {})[key] = _Kept(own, shared, copies)
+        for number, _ in keys:
+            optimizer.state[self._parameters[number]] = {
+                key: one.own for key, one in known[number].items()
+            }
+
+    # ---- forked children
+
+    def refuse_here(self) -> None:
+        """In a forked child, where weights would go on changing with the parent's training."""
+        model = self._model()
+        for module in () if model is None else model.modules():
+            module.register_forward_pre_hook(_refuse_forked)
+            module.register_state_dict_pre_hook(_refuse_forked)
+
+
+def _sort(optimizer: Optimizer) -> None:
+    """Have the state in the order of the parameters, as in one process."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    sorted_ = [parameter for parameter in every if parameter in optimizer.state]
+    if [*map(id, sorted_)] != [*map(id, optimizer.state)]:
+        for parameter in sorted_:
+            optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _refuse(did: str) -> NoReturn:
+    raise UsageError(
+        f"ranks that share a device share their weights, and one {did}, outside of an optimiser's step: do the "
+        f"same on all of them, or {_REMEDY}"
+    )
+
+
+def _refuse_forked(*_: Any) -> NoReturn:
+    raise UsageError(
+        "this process is a forked copy of a rank that shares its weights with others: here they would change "
+        f"while the parent trains. Compute in the parent, or {_REMEDY}"
+    )
+
+
+# ---- steps of optimisers, as torch tells of them
+
+
+@dataclass
+class _Step:
+    """An optimiser's step under way."""
+
+    optimizer: Optimizer
+    copies: Sequence[OneCopy]
+    hidden: list[tuple[dict[str, Any], list[Tensor]]] = field(
+        default_factory=list[tuple[dict[str, Any], list[Tensor]]]
+    )
+    """parameter groups, and what was in them"""
+
+    def begin(self) -> None:
+        for group in self.optimizer.param_groups:
+            self.hidden.append((group, group["params"]))
+        for copy in self.copies:
+            copy.open(self.optimizer)
+        for group, every in self.hidden:
+            group["params"] = [p for p in every if not any(c.is_others(p) for c in self.copies)]
+
+    def end(self) -> None:
+        for group, every in self.hidden:
+            group["params"] = every
+        for copy in self.copies:
+            copy.close(self.optimizer)
+
+
+_live: list[weakref.ref[OneCopy]] = []
+"""in the order in which they were made, as on all ranks"""
+_steps: dict[int, _Step] = {}
+"""under way, by number of the optimiser"""
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    for known in _live:
+        if (copy := known()) is not None:
+            copy.refuse_here()
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _end(optimizer)
+    _live[:] = [known for known in _live if known() is not None]
+    copies = [copy for known in _live if (copy := known()) and copy.numbers(optimizer)]
+    if not copies:
+        return
+    if why := _joint(optimizer, args, kwargs):
+        _note_own(type(optimizer).__name__, why)
+        return
+    for copy in copies:
+        copy.meet(optimizer)
+    if optimizer not in _known:
+        _known.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_end)
+    step = _steps[id(optimizer)] = _Step(optimizer, copies)
+    step.begin()
+
+
+def _end(optimizer: Optimizer) -> None:
+    """Take back what a failed step has left."""
+    if step := _steps.pop(id(optimizer), None):
+        step.end()
+
+
+def _after(optimizer: Optimizer, *_: Any) -> None:
+    if step := _steps.pop(id(optimizer), None):
+        step.end()
+        for copy in step.copies:
+            copy.settle(optimizer)
+
+
+def _joint(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a step of an optimiser cannot be divided by tensors, or nothing."""
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _BY_TENSOR:
+        return "may look at several tensors at a time"
+    if kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
+        return "is given a closure"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "is differentiable"
+    if any(not (hook.__module__ or "").startswith("fivefold.") for hook in step_hooks(optimizer)):
+        return "has hooks, which see its parameters"
+    return ""
+
+
+@functools.cache
+def _note_own(kind: str, why: str) -> None:
+    _log.warning(
+        "%s %s: instances of a device each update weights and state of their own with it", kind, why
+    )
