@@ -12,9 +12,9 @@ static size_t share(size_t bytes, size_t parts, size_t unit)
     return (bytes + parts * unit - 1) / (parts * unit) * unit;
 }
 
-static ff_reduce reduction(const struct run *run)
+static bool exists(const struct run *run)
 {
-    return ff_reduction_of(run->call->dtype, run->call->reduction);
+    return ff_reduction_of(run->call->dtype, run->call->reduction) != NULL;
 }
 
 /* If the ranks disagree, that is what they are told. */
@@ -35,7 +35,7 @@ static int reduce_inlined(struct run *run, size_t bytes)
         return status;
     for (int q = 0; q < group->ranks; q++)
         sources[q] = ff_posted(group, q, round)->inlined;
-    reduction(run)(run->call->out, sources, group->ranks, group->ranks, run->call->count);
+    ff_add(run, run->call->out, sources, run->call->count);
     return FF_OK;
 }
 
@@ -50,7 +50,7 @@ static int reduce_whole(struct run *run, size_t bytes)
         return status;
     for (int q = 0; q < group->ranks; q++)
         sources[q] = q == group->rank ? run->call->in : ff_staging(group, q, round);
-    reduction(run)(run->call->out, sources, group->ranks, group->ranks, run->call->count);
+    ff_add(run, run->call->out, sources, run->call->count);
     return FF_OK;
 }
 
@@ -118,7 +118,7 @@ static void add_slice(struct run *run, const struct slices *of, size_t chunk, ui
     for (int q = 0; q < group->ranks; q++)
         sources[q] = part_of(run, of, round, q);
     sources[group->rank] = slice_in(run, of, chunk, group->rank);
-    reduction(run)(out, sources, group->ranks, group->ranks, slice_bytes(of, group, chunk, group->rank) / run->size);
+    ff_add(run, out, sources, slice_bytes(of, group, chunk, group->rank) / run->size);
 }
 
 /* What is claimed ahead, and stays in the first-level cache from there on. */
@@ -145,7 +145,7 @@ static void replace_piece(struct run *run, char *const *parts, size_t at, size_t
     const void *sources[FF_MAX_LOCAL];
     for (int q = 0; q < group->ranks; q++)
         sources[q] = parts[q] + at;
-    reduction(run)(sum, sources, group->ranks, group->ranks, bytes / run->size);
+    ff_add(run, sum, sources, bytes / run->size);
     for (int q = 0; all && q < group->ranks; q++)
         if (q != group->rank)
             memcpy(parts[q] + at, sum, bytes);
@@ -250,7 +250,7 @@ static int reduce_large(struct run *run, size_t bytes)
 int ff_run_all_reduce(struct run *run)
 {
     size_t bytes = run->call->count * run->size;
-    if (!reduction(run))
+    if (!exists(run))
         return cannot_reduce(run);
     if (bytes <= INLINED)
         return reduce_inlined(run, bytes);
@@ -265,7 +265,7 @@ int ff_run_reduce_scatter(struct run *run)
     ff_group *group = run->group;
     const struct slices of = slices_of(group, run->call->count * run->size, true);
     struct view views[FF_MAX_LOCAL];
-    if (!reduction(run))
+    if (!exists(run))
         return cannot_reduce(run);
     if (!of.chunks)
         return ff_turn(run);

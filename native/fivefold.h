@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define FF_API __attribute__((visibility("default")))
-#define FF_ABI 10         /* raised when anything in this file changes; Python compares it */
+#define FF_ABI 11         /* raised when anything in this file changes; Python compares it */
 #define FF_MAX_LOCAL 256  /* ranks of a node */
 #define FF_MAX_RANKS 4096
 #define FF_MISSING 7      /* so many are named */
@@ -134,6 +134,9 @@ FF_API void ff_group_peer(ff_group *group, int rank, int pidfd, void *arena, siz
  * tensors then need not be staged. Collective. FF_OK either way: if rank `other` may not read that of rank
  * `other_root`, `other_count` is the errno that it got. */
 FF_API int ff_group_probe(ff_group *group, double timeout_s, ff_report *report);
+/* Sums over the ranks of one node are made one rank after the other from here on, and rounded after each, as one process
+ * adds what comes one after the other; else in the order of a tree. All ranks call it between the same operations. */
+FF_API void ff_group_in_order(ff_group *group);
 FF_API void ff_group_break(ff_group *group);  /* every rank that waits gives up */
 FF_API void ff_group_close(ff_group *group);
 

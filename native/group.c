@@ -88,6 +88,11 @@ void ff_group_peer(ff_group *group, int rank, int pidfd, void *arena, size_t are
     group->peers[rank] = (struct peer){.pidfd = pidfd, .waker = -1, .arena = arena, .arena_bytes = arena_bytes};
 }
 
+void ff_group_in_order(ff_group *group)
+{
+    group->in_order = true;
+}
+
 void ff_group_close(ff_group *group)
 {
     ff_queue_close(group);

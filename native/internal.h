@@ -85,6 +85,7 @@ struct ff_group {
     int rank, ranks;
     size_t staging_bytes, ring_bytes;
     bool crowded;
+    bool in_order;                          /* see ff_group_in_order */
     bool reaches;                           /* every rank may read the memory of every rank */
     uint64_t token;                         /* what the others read to find that out */
     struct peer peers[FF_MAX_LOCAL];
@@ -333,6 +334,8 @@ int ff_fetch(struct run *run, const struct view *view, size_t at, const void *st
 int ff_part(struct run *run);
 
 /* sums.c */
+/* Reduce `count` elements of every rank of the node into `out`, which may be one of them. */
+void ff_add(const struct run *run, void *out, const void *const *sources, size_t count);
 int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views);
 int ff_sum_blocks(struct run *run, size_t bytes, const struct view *views);
 

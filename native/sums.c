@@ -6,9 +6,36 @@
 /* What is added at a time, so that it is still cached when it is copied. */
 static const size_t PIECE_BYTES = 16 * 1024;
 
-static ff_reduce reduction(const struct run *run)
+/* What fits into a core's first cache beside what is added to it. */
+enum { PARTIAL_BYTES = 4096 };
+
+/* ((0 + 1) + 2) + 3, rounded after each, as one process adds what comes one after the other. */
+static void add_in_order(const struct run *run, char *out, const void *const *sources, size_t count)
 {
-    return ff_reduction_of(run->call->dtype, run->call->reduction);
+    const int n = run->group->ranks;
+    uint32_t dtype = run->call->dtype, what = run->call->reduction;
+    ff_reduce next = ff_reduction_of(dtype, what == FF_AVG ? FF_SUM : what), last = ff_reduction_of(dtype, what);
+    _Alignas(64) char partial[PARTIAL_BYTES];
+    size_t bytes = count * run->size;
+    for (size_t at = 0; at < bytes; at += sizeof partial) {
+        size_t piece = least(sizeof partial, bytes - at) / run->size;
+        const void *pair[2] = {(const char *)sources[0] + at, (const char *)sources[1] + at};
+        for (int q = 2; q < n; q++) {
+            next(partial, pair, 2, n, piece);
+            pair[0] = partial;
+            pair[1] = (const char *)sources[q] + at;
+        }
+        last(out + at, pair, 2, n, piece);
+    }
+}
+
+void ff_add(const struct run *run, void *out, const void *const *sources, size_t count)
+{
+    const int n = run->group->ranks;
+    if (run->group->in_order && n > 2)
+        add_in_order(run, out, sources, count);
+    else
+        ff_reduction_of(run->call->dtype, run->call->reduction)(out, sources, n, n, count);
 }
 
 /* Rank r adds slice r: from begin[r] to begin[r + 1]. */
@@ -43,7 +70,7 @@ int ff_sum_in_place(struct run *run, size_t bytes, const struct view *views)
         char *sum = views[first].mapped + at;
         for (int q = 0; q < group->ranks; q++)
             sources[q] = views[q].mapped + at;
-        reduction(run)(sum, sources, group->ranks, group->ranks, piece / run->size);
+        ff_add(run, sum, sources, piece / run->size);
         for (int q = 0; all && q < group->ranks; q++)
             if (q != group->rank)
                 memcpy(views[q].mapped + at, sum, piece);
@@ -68,7 +95,7 @@ static int add(struct run *run, const struct view *views, size_t at, size_t byte
             if (status)
                 return status;
         }
-        reduction(run)(out + done, sources, group->ranks, group->ranks, piece / run->size);
+        ff_add(run, out + done, sources, piece / run->size);
     }
     return FF_OK;
 }

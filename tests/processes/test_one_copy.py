@@ -52,7 +52,7 @@ def test_every_optimizer_computes_what_it_does_with_weights_of_its_own(
 
 @pytest.mark.parametrize("case", one_copy.CASES)
 def test_scripts_may_write_to_weights_and_state_as_ever(pool: Pool, case: str) -> None:
-    equal(pool, "Adam", case)
+    equal(pool, "Adam", case, once=case != "by vector")  # which gives all of them other memory
 
 
 @pytest.mark.parametrize(

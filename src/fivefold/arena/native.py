@@ -45,7 +45,7 @@ __all__ = [
     "problem",
 ]
 
-ABI = 10
+ABI = 11
 LIBRARY = "libfivefold_core.so"
 MAX_LOCAL, MAX_RANKS, MISSING = 256, 4096, 7
 MESSAGES = 1
@@ -155,6 +155,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "ff_mpi_finish": (c_int, c_double),
     "ff_group_by_mpi": (c_int, pointer, _INT32S),
     "ff_group_forget": (None, pointer),
+    "ff_group_in_order": (None, pointer),
     "ff_group_break": (None, pointer),
     "ff_group_close": (None, pointer),
     "ff_run": (c_int, pointer, POINTER(Call), POINTER(CallReport)),

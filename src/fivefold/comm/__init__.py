@@ -17,7 +17,7 @@ from fivefold.comm.collectives import (
 from fivefold.comm.messages import Messages, start_messages
 from fivefold.comm.registration import BACKEND, register
 from fivefold.comm.replay import Log
-from fivefold.comm.shared_tensor import SharedCopies, shared_zeros, shares_memory
+from fivefold.comm.shared_tensor import SharedCopies, add_in_order, shared_zeros, shares_memory
 
 __all__ = [
     "BACKEND",
@@ -26,6 +26,7 @@ __all__ = [
     "Messages",
     "SharedCopies",
     "Pending",
+    "add_in_order",
     "all_gather",
     "all_reduce",
     "broadcast_all",

@@ -191,6 +191,11 @@ class SharedGroup(dist.ProcessGroup):
         piece = own_arena().allocate(size * dtype.itemsize)
         return torch.frombuffer(piece, dtype=dtype, count=size)
 
+    def add_in_order(self) -> None:
+        """Let sums be made one rank after the other, where all are on this node. Collective."""
+        core = self._operations.group
+        core.library.ff_group_in_order(core.pointer)
+
     @property
     def on_one_node(self) -> bool:
         """Whether all ranks share memory."""

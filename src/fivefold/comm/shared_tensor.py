@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from fivefold.arena.copy_on_write import CopyOnWrite
 from fivefold.comm.collectives import broadcast_text
 from fivefold.comm.shared_group import SharedGroup
 
-__all__ = ["SharedCopies", "shared_zeros", "shares_memory"]
+__all__ = ["SharedCopies", "add_in_order", "shared_zeros", "shares_memory"]
 
 _ALIGNED_BYTES = 64
 """a line of the cache, and the longest vector"""
@@ -36,6 +37,14 @@ def shared_zeros(count: int, like: Tensor, group: dist.ProcessGroup | None) -> T
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether `SharedCopies` can be made in a group: its ranks are on one node, and of backend fivefold."""
     return isinstance(group, SharedGroup) and group.on_one_node
+
+
+def add_in_order(group: dist.ProcessGroup) -> None:
+    """Let sums over the ranks of a node, if they share memory, be those of one process that adds one after the
+    other; else they have the order of a tree. Collective.
+    """
+    if shares_memory(group):
+        cast(SharedGroup, group).add_in_order()
 
 
 class SharedCopies:

@@ -147,7 +147,10 @@ class Mesh:
         return lines(self.device_mesh.mesh, [*map(_known, axes)])
 
     def _new_group(self, enumerated: list[list[int]]) -> dist.ProcessGroup:
-        return subgroup(enumerated, self.plan.comm.timeout_s, self.device, fresh=True)
+        made = subgroup(enumerated, self.plan.comm.timeout_s, self.device, fresh=True)
+        if self.plan.instances.per_device > 1:
+            comm.add_in_order(made)  # as one process accumulates the parts of a batch
+        return made
 
     def share(self, n: int) -> range:
         """Which of the `n` samples of a global batch this rank's replica owns."""
