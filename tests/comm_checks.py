@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from fivefold.comm import streams
+from fivefold.comm import add_in_order, streams
 from fivefold.sections import Comm
 
 REDUCTIONS = {
@@ -213,6 +213,21 @@ def draw(number: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
     )
 
 
+def in_order(name: str, tensors: list[Tensor]) -> Tensor:
+    """One rank after the other, rounded after each, as one process adds up; of sums, means and such."""
+    dtype = tensors[0].dtype
+    half = dtype in (torch.bfloat16, torch.float16)
+    act = {"sum": torch.add, "avg": torch.add}.get(name)
+    if act is None or len(tensors) < 3:
+        return reference(name, tensors)
+    wide = [t.float() for t in tensors] if half else tensors
+    total = wide[0]
+    for tensor in wide[1:-1]:
+        total = act(total, tensor).to(dtype).to(total.dtype)
+    total = act(total, wide[-1])
+    return (total / len(tensors) if name == "avg" else total).to(dtype)
+
+
 def reference(
     name: str, tensors: list[Tensor], nodes: Sequence[int] | None = None, *, rounds: bool = False
 ) -> Tensor:
@@ -258,18 +273,23 @@ def laid_out(tensor: Tensor, how: str) -> Tensor:
     return tensor.clone()
 
 
-def random_operations(
+def random_operations(  # noqa: PLR0917 - a pool passes them by position
     seed: int,
     rounds: int,
     most_bytes: int,
     nodes: Sequence[int] | None = None,
     own_partials: bool = False,
+    one_by_one: bool = False,
 ) -> int:
     """Random reductions in the world and in halves of it, several at once; how many were checked."""
     choose = random.Random(seed)  # alike on all ranks
     rank, size = dist.get_rank(), dist.get_world_size()
     halves = [list(range(0, size, 2)), list(range(1, size, 2))]
     groups = [dist.new_group(half) if half else None for half in halves]
+    if one_by_one:
+        for group in (dist.group.WORLD, groups[rank % 2]):
+            if group is not None:
+                add_in_order(group)
     checked = 0
     for number in range(rounds):
         pending: list[tuple[Any, Tensor, Tensor]] = []
@@ -285,9 +305,10 @@ def random_operations(
             group = None if world else groups[rank % 2]
             key = number * 10 + part
             where = nodes and [nodes[q] for q in members]
-            expected = reference(
-                name, [draw(key, q, count, dtype) for q in members], where, rounds=own_partials
-            )
+            drawn = [draw(key, q, count, dtype) for q in members]
+            expected = reference(name, drawn, where, rounds=own_partials)
+            if one_by_one:
+                expected = in_order(name, drawn)
             tensor = laid_out(draw(key, rank, count, dtype), hows[rank])
             work = dist.all_reduce(tensor, REDUCTIONS[name], group, async_op=choose.random() < 0.6)
             pending.append((work, tensor, expected))

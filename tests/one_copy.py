@@ -53,7 +53,10 @@ def _plan(weights: str, layout: Layout, per_device: int, **sections: Any) -> Pla
 def _batches(steps: int, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(N, 3, 8, 8, generator=made, dtype=dtype), torch.randint(4, (N,), generator=made))
+        (
+            torch.randn(N, 3, 8, 8, generator=made, dtype=dtype),
+            torch.randint(4, (N,), generator=made),
+        )
         for _ in range(steps)
     ]
 
@@ -181,17 +184,7 @@ def trained(
     example = torch.empty(N, 3, 8, 8, dtype=torch.float64)
     model = ff.parallelize(net, mesh, loss=nn.CrossEntropyLoss(), example=example)
     second = ff.parallelize(others, mesh, loss=nn.CrossEntropyLoss(), example=example)
-    inner = made = _optimizer(optimizer, model)
-    if case == "averaged":
-        made = _Averaged(inner)
-    elif case == "LBFGS":
-        inner = made = torch.optim.LBFGS([p for p in model.parameters() if p is not net.unused], max_iter=3)
-    elif case == "two models":
-        inner = made = torch.optim.AdamW([*model.parameters(), *second.parameters()], amsgrad=True)
-    elif case == "groups":
-        inner = made = torch.optim.Adam(net.head.parameters())
-    elif case == "hooked":
-        made.register_step_pre_hook(_clip)
+    inner, made = _optimizers(case, optimizer, net, model, second)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if case == "scaled" else None
     act = CASES.get(case)
     for step, batch in enumerate(_batches(6)):
@@ -200,25 +193,49 @@ def trained(
             made.step(lambda part=part: _again(model, made, part))
         else:
             model.step(*part, scaler)
-            if case == "two models":
-                second.step(*part)
+            second.step(*part)
             if case == "groups" and step == 2:
                 made.add_param_group({"params": [*net.twice.parameters()], "lr": 0.1})
             ff.clip_grad_norm_(model, 1.0)
-            if scaler is None:
-                made.step()
-            else:
-                scaler.step(made)
-                scaler.update()
+            _stepped(made, scaler)
         if act is not None and step % 2:
             act(net, inner)
         model.zero_grad()
         second.zero_grad()
     if case == "aliased":
         assert torch.equal(net.first.copy, net.first.weight)  # pyright: ignore[reportArgumentType]
-    once = any(begin <= p.data_ptr() < end for p in net.parameters() for begin, end, _ in _private())
+    once = any(
+        begin <= p.data_ptr() < end for p in net.parameters() for begin, end, _ in _private()
+    )
     told = {name: value.clone() for name, value in model.state_dict().items()}
     return _plain(told | second.state_dict()), _plain(inner.state_dict()["state"]), once
+
+
+def _optimizers(
+    case: str, name: str, net: Net, model: nn.Module, second: nn.Module
+) -> tuple[torch.optim.Optimizer, Any]:
+    """The one whose state is looked at, and the one that is called."""
+    if case == "LBFGS":
+        inner = torch.optim.LBFGS(
+            [p for p in model.parameters() if p is not net.unused], max_iter=3
+        )
+    elif case == "two models":
+        inner = torch.optim.AdamW([*model.parameters(), *second.parameters()], amsgrad=True)
+    elif case == "groups":
+        inner = torch.optim.Adam(net.head.parameters())
+    else:
+        inner = _optimizer(name, model)
+    if case == "hooked":
+        inner.register_step_pre_hook(_clip)
+    return inner, _Averaged(inner) if case == "averaged" else inner
+
+
+def _stepped(optimizer: Any, scaler: Any) -> None:
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def _again(model: Any, optimizer: Any, part: Any) -> Tensor:
@@ -269,7 +286,7 @@ def accumulated(ranks: int) -> tuple[list[Any], list[Any]]:
 
 
 def mapped() -> tuple[int, int, int]:
-    """Bytes of weights and state of an optimiser, of the memory files they lie in, and of those that are none."""
+    """Bytes of weights and state, of the files they lie in, and of those that lie elsewhere."""
     mesh = ff.start(_plan("shared", Layout(data=4), 4), device="cpu")
     model = ff.parallelize(nn.Linear(1000, 1000), mesh, loss=nn.MSELoss())
     optimizer = torch.optim.Adam(model.parameters())
@@ -280,7 +297,7 @@ def mapped() -> tuple[int, int, int]:
     spans = _private()
     inside = [t for t in held if any(b <= t.data_ptr() < e for b, e, _ in spans)]
     files = {inode: end - begin for begin, end, inode in spans}
-    changed = [run for memory in model._one_copy._memories() for run in memory.changed()]  # noqa: SLF001
+    changed = [run for memory in model._one_copy._memories() for run in memory.changed()]
     assert not changed, changed
     size = sum(t.nbytes for t in held)
     return size, sum(files.values()), size - sum(t.nbytes for t in inside)

@@ -197,7 +197,7 @@ class Plan:
 
 
 def check_instances(plan: Plan, processes: int) -> None:
-    """Raise `PlanError` if devices would have different numbers of ranks, or cannot share what they are to."""
+    """Raise `PlanError` if devices would have different numbers of ranks, or cannot share weights."""
     if plan.instances.weights == "shared" and plan.memory.shard != "none":
         raise PlanError(
             f'instances.weights = "shared" ({plan.origin("instances.weights")}): memory.shard = '

@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import _reduction as _Reduction
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -195,11 +196,11 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def is_aliased(parameter: nn.Parameter) -> bool:
     """Whether anything else lies in the memory of a parameter, or is computed from it just now."""
-    return _holders(parameter) > _holders(nn.Parameter(parameter.detach().new_empty(1)))
-
-
-def _holders(tensor: Tensor) -> int:
-    return cast(Any, torch._C)._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count, alone = (
+        cast(Any, torch._C)._storage_Use_Count,
+        nn.Parameter(parameter.detach().new_empty(1)),
+    )
+    return count(parameter.untyped_storage()._cdata) > count(alone.untyped_storage()._cdata)
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -343,13 +344,8 @@ def early_stops(asked: bool) -> bool:
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """What is called before and after its steps, and those of all."""
-    from torch.optim import optimizer as of_all
-
-    every = (
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
-        of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks,
-    )  # fmt: skip
-    return [hook for hooks in every for hook in hooks.values()]
+    own = optimizer._optimizer_step_pre_hooks | optimizer._optimizer_step_post_hooks
+    return [*(own | _global_optimizer_pre_hooks | _global_optimizer_post_hooks).values()]
 
 
 def saved_tensor_hooks() -> Any:

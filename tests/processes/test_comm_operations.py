@@ -63,6 +63,12 @@ def test_random_sums_are_those_of_one_process_bit_by_bit(pool: Pool, size: int) 
     assert len(set(checked)) == 1 and checked[0] >= 30
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_in_order_are_those_of_one_process_that_adds_up(pool: Pool, size: int) -> None:
+    asked = comm_checks.random_operations, 40 + size, 30, 1 << 20, None, False, True
+    assert pool.run("fivefold", *asked, size=size)[0] >= 30
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_random_sums_of_all_sizes_and_eight_ranks(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that share a device hold weights and the optimiser's state once, and compute what they did without."""
+"""Ranks that share a device hold weights and the state of optimisers once, and compute what they did."""
 
 from __future__ import annotations
 
@@ -85,8 +85,15 @@ def test_weights_and_state_lie_in_memory_once(pool: Pool) -> None:
 
 def test_checkpoints_go_from_any_number_of_instances_to_any(pool: Pool, tmp_path: Path) -> None:
     expected = results(pool, one_copy.resumed, str(tmp_path / "whole"), 4, "own", 6)[0]
-    for steps, ranks, weights in ((2, 4, "shared"), (4, 2, "shared"), (5, 1, "own"), (6, 4, "shared")):
-        told = results(pool, one_copy.resumed, str(tmp_path / "parts"), ranks, weights, steps, size=ranks)
+    for steps, ranks, weights in (
+        (2, 4, "shared"),
+        (4, 2, "shared"),
+        (5, 1, "own"),
+        (6, 4, "shared"),
+    ):
+        told = results(
+            pool, one_copy.resumed, str(tmp_path / "parts"), ranks, weights, steps, size=ranks
+        )
     for weights, state in told:
         for name, value in expected[0].items():
             torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(value))
@@ -98,7 +105,10 @@ def test_checkpoints_go_from_any_number_of_instances_to_any(pool: Pool, tmp_path
     [
         ("one", "one wrote to weights, or to what an optimiser keeps, what others did not"),
         ("moved", "one gave parameters other memory than others did"),
-        ("shard", 'instances.weights = "shared" (user: set in Python): memory.shard = "optimizer" divides the weights'),
+        (
+            "shard",
+            'instances.weights = "shared" (user: set in Python): memory.shard = "optimizer" divides',
+        ),
         ("forked", "this process is a forked copy of a rank that shares its weights with others"),
     ],
 )

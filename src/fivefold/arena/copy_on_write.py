@@ -32,7 +32,10 @@ class CopyOnWrite:
     """
 
     def __init__(self, segment: Segment) -> None:
-        """Takes the segment over. Raises `ArenaError` where the system does not tell which pages a process has changed."""
+        """Takes the segment over.
+
+        Raises `ArenaError` where the system does not tell which pages a process has changed.
+        """
         if why := _problem():
             raise ArenaError(
                 f"this system does not tell which pages a process has changed (/proc/self/pagemap: {why}), "

@@ -40,8 +40,9 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
 
 
 def add_in_order(group: dist.ProcessGroup) -> None:
-    """Let sums over the ranks of a node, if they share memory, be those of one process that adds one after the
-    other; else they have the order of a tree. Collective.
+    """Let sums over ranks that share memory be those of one process that adds one after the other.
+
+    Others have the order of a tree. Collective.
     """
     if shares_memory(group):
         cast(SharedGroup, group).add_in_order()

@@ -121,7 +121,9 @@ class Mesh:
 
         Collective: all ranks of the mesh call it, in the same order.
         """
-        told = comm.all_gather(torch.tensor(holds, device=self.device), self.group(*AXES), Tag.CONTROL).tolist()
+        told = comm.all_gather(
+            torch.tensor(holds, device=self.device), self.group(*AXES), Tag.CONTROL
+        ).tolist()
         found: dict[tuple[int, int], list[int]] = {}
         for rank, number in enumerate(told):
             device = rank // self.plan.instances.per_device

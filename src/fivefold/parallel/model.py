@@ -34,7 +34,7 @@ from fivefold.parallel.loss_parameters import loss_parameters
 from fivefold.parallel.losses import SharedLoss
 from fivefold.parallel.memory.model import StepMemory
 from fivefold.parallel.modes import evaluating, sums_of
-from fivefold.parallel.one_copy import one_copy
+from fivefold.parallel.one_copy import OneCopy, one_copy
 from fivefold.parallel.parameter_hooks import ParameterHooks
 from fivefold.parallel.pipeline.batch import Batch, some_rows
 from fivefold.parallel.pipeline.net import PipelinedNet, pipelined
@@ -117,6 +117,8 @@ def parallelize(
 class ParallelModel(Wrapped):
     """A net on a mesh. Call it for outputs, `step` for a training step; `.module` is the user's net."""
 
+    _one_copy: OneCopy | None = None  # of the weights, if instances of this device share them
+
     def __init__(
         self,
         net: nn.Module,
@@ -128,8 +130,7 @@ class ParallelModel(Wrapped):
         method: str = "",
     ) -> None:
         super().__init__()
-        self.module = net
-        self._call = Method(method)
+        self.module, self._call = net, Method(method)
         self.steps = 0
         """number of `step` calls so far: random masks are a function of it"""
         self.samples = 0
@@ -170,7 +171,6 @@ class ParallelModel(Wrapped):
         if staged or (mesh.plan.memory.shard != "none" and mesh.layout.data > 1):
             refuse_joint(net, before, staged=staged)
         self._one_copy = one_copy(self, mesh)
-        """the weights of this rank, if instances of its device share them"""
 
     def _own_reducer(self, net: nn.Module) -> Reducer:
         """Who completes the gradients. Collective."""
@@ -221,8 +221,7 @@ class ParallelModel(Wrapped):
             )
         check_scaler(scaler)
         own_progress().stepped()
-        if self._one_copy is not None:
-            self._one_copy.rest()
+        self._rest()
         if self._mesh.size > 1:
             check_given(inputs, targets)
         inputs, targets = self._batches.moved(inputs), self._batches.moved(targets)
@@ -570,6 +569,8 @@ class ParallelModel(Wrapped):
     def _rest(self) -> None:
         """Parameters as they are between steps: the optimiser's."""
         self._reducer[0].rest()
+        if self._one_copy is not None:
+            self._one_copy.rest()
 
     @property
     def mesh(self) -> Mesh:

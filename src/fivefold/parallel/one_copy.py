@@ -1,7 +1,7 @@
 """One copy of the weights and of the optimiser's state for all ranks that share a device.
 
-Between steps every rank sees the same memory. What it writes there itself, outside of an optimiser's step, it
-alone sees (`comm.SharedCopies`), as if the weights were its own; the first one's is shared when they meet next.
+Between steps every rank sees the same memory. What it writes there itself, outside of an optimiser's step,
+it alone sees (`comm.SharedCopies`), as if the weights were its own; they share it when they meet next.
 
     meet      share what scripts have changed meanwhile: all have to have written the same
     step      every tensor is updated once, by its owner, in the memory of all: the optimiser finds
@@ -44,8 +44,8 @@ __all__ = ["OneCopy", "one_copy"]
 _log = logging.getLogger(__name__)
 
 _BY_TENSOR = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 """optimisers of torch whose update of a tensor needs nothing of others; Muon came with torch 2.9"""
 _REMEDY = 'set instances.weights = "own"'
@@ -133,9 +133,7 @@ class OneCopy:
 
         Raises `UsageError` if ranks have changed different things.
         """
-        changed = [
-            (memory, runs) for memory in self._memories() if (runs := [*memory.changed()])
-        ]
+        changed = [(memory, runs) for memory in self._memories() if (runs := [*memory.changed()])]
         left = [*self._moved_away()]
         told = [int(bool(changed)), zlib.crc32(str(left).encode())]
         every = comm.all_gather(torch.tensor(told), self._group, Tag.CONTROL)
@@ -239,7 +237,10 @@ class OneCopy:
             parameter, kept = self._parameters[number], known.get(number, {})
             state = optimizer.state.get(parameter, {})
             if any(state.get(key) is not one.own for key, one in kept.items()):
-                optimizer.state[parameter] = {**state, **{key: one.own for key, one in kept.items()}}
+                optimizer.state[parameter] = {
+                    **state,
+                    **{key: one.own for key, one in kept.items()},
+                }
         _sort(optimizer)
 
     def _taken(self, optimizer: Optimizer, number: int, kept: dict[str, _Kept]) -> bool:
@@ -311,8 +312,8 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 def _refuse(did: str) -> NoReturn:
     raise UsageError(
-        f"ranks that share a device share their weights, and one {did}, outside of an optimiser's step: do the "
-        f"same on all of them, or {_REMEDY}"
+        f"ranks that share a device share their weights, and one {did}, outside of an optimiser's step: do "
+        f"the same on all of them, or {_REMEDY}"
     )
 
 
