@@ -196,11 +196,9 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def is_aliased(parameter: nn.Parameter) -> bool:
     """Whether anything else lies in the memory of a parameter, or is computed from it just now."""
-    count, alone = (
-        cast(Any, torch._C)._storage_Use_Count,
-        nn.Parameter(parameter.detach().new_empty(1)),
-    )
-    return count(parameter.untyped_storage()._cdata) > count(alone.untyped_storage()._cdata)
+    both = parameter, nn.Parameter(parameter.detach().new_empty(1))
+    found, alone = (torch._C._storage_Use_Count(p.untyped_storage()._cdata) for p in both)
+    return found > alone
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -404,9 +402,7 @@ def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Generator[None
 
 def loader_iterator(loader: Any, *, take: bool = False) -> Any:
     """What iterates over a DataLoader whose processes persist, or None; `take`: the loader forgets it."""
-    iterator = loader._iterator
-    if take:
-        loader._iterator = None
+    iterator, loader._iterator = loader._iterator, None if take else loader._iterator
     return iterator
 
 
