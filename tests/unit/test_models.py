@@ -13,6 +13,7 @@ from real_torchvision import torchvision_models
 # Ours, torchvision's, and how that is built without a download of weights.
 LIKE_TORCHVISION = [
     ("resnet18", "resnet18", {}),
+    ("resnet34", "resnet34", {}),
     ("resnet50", "resnet50", {}),
     ("shufflenet_v2_x1_0", "shufflenet_v2_x1_0", {}),
     ("mobilenet_v2", "mobilenet_v2", {}),
@@ -46,6 +47,7 @@ def parameters(net: torch.nn.Module) -> int:
         ("resnet20", 10, 269_722),
         ("resnet56", 10, 853_018),
         ("resnet18", 1000, 11_689_512),
+        ("resnet34", 1000, 21_797_672),
         ("resnet50", 1000, 25_557_032),
         ("shufflenet_v2_x1_0", 1000, 2_278_604),
         ("mobilenet_v2", 1000, 3_504_872),

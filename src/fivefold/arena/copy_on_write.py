@@ -22,7 +22,8 @@ from fivefold.arena.segment import Segment
 __all__ = ["CopyOnWrite"]
 
 _ENTRY_BYTES = 8
-_OF_FILE, _IN_MEMORY_OR_SWAP = np.uint64(61), np.uint64(62)  # Documentation/admin-guide/mm/pagemap
+_FIRST_BIT, _OF_FILE = np.uint64(61), np.uint64(1)
+"""From bit 61 on an entry says: of a file, in swap, in memory (Linux, admin-guide/mm/pagemap)"""
 
 
 class CopyOnWrite:
@@ -71,8 +72,10 @@ def _changed(address: int, size_bytes: int) -> list[tuple[int, int]]:
         told = os.pread(fd, pages * _ENTRY_BYTES, address // mmap.PAGESIZE * _ENTRY_BYTES)
     finally:
         os.close(fd)
-    entries = np.frombuffer(told, np.uint64)
-    changed = (entries >> _IN_MEMORY_OR_SWAP != 0) & (entries >> _OF_FILE & np.uint64(1) == 0)
+    kinds = np.frombuffer(told, np.uint64) >> _FIRST_BIT
+    changed = (kinds != 0) & (kinds & _OF_FILE == 0)
+    if not changed.any():
+        return []
     edges = np.flatnonzero(np.diff(changed.astype(np.int8), prepend=0, append=0))
     ends = np.minimum(edges * mmap.PAGESIZE, size_bytes).reshape(-1, 2)
     return [(int(begin), int(end)) for begin, end in ends]

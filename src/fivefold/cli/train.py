@@ -51,8 +51,8 @@ class Train:
     data: Annotated[Path | None, _option("DIR")] = None
     """where the images lie"""
     model: Annotated[str | None, _option("NAME")] = None
-    """resnet20, resnet56, resnet18, resnet50, shufflenet_v2_x1_0,
-    mobilenet_v2, vgg16_bn, densenet121 or amoebanet_d; for photos
+    """resnet20, resnet56, resnet18, resnet34, resnet50,
+    shufflenet_v2_x1_0, mobilenet_v2, vgg16_bn, densenet121 or amoebanet_d; for photos
     edsr or edsr_small; unet, unet_bilinear, unet3d and deeplabv3
     are there to be verified
     """

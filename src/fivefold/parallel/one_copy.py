@@ -48,6 +48,8 @@ _BY_TENSOR = (
     "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 """optimisers of torch whose update of a tensor needs nothing of others; Muon came with torch 2.9"""
+_CALL_BYTES = 64 << 10
+"""of a tensor take as long to be updated as what an optimiser does once for each"""
 _REMEDY = 'set instances.weights = "own"'
 
 
@@ -94,6 +96,16 @@ class _Kept:
     copies: comm.SharedCopies
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Who updates what of an optimiser: numbers of parameters."""
+
+    signs: list[tuple[int, bool]]
+    """which parameters it had when that was decided, and whether they were trained"""
+    mine: list[int]
+    others: list[int]
+
+
 class OneCopy:
     """Some parameters that the ranks of a group hold once. Making it is collective."""
 
@@ -118,13 +130,13 @@ class OneCopy:
             weakref.WeakKeyDictionary()
         )
         """by optimiser, number of a parameter and key"""
+        self._parts: weakref.WeakKeyDictionary[Optimizer, _Part] = weakref.WeakKeyDictionary()
         _live.append(weakref.ref(self))
         _install()
 
-    def numbers(self, optimizer: Optimizer) -> list[int]:
-        """Which of the parameters an optimiser has."""
-        held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        return [self._numbers[known] for known in held if known in self._numbers]
+    def has_some(self, optimizer: Optimizer) -> bool:
+        """Whether an optimiser updates any of the parameters."""
+        return any(id(p) in self._numbers for of in optimizer.param_groups for p in of["params"])
 
     # ---- meet
 
@@ -133,7 +145,7 @@ class OneCopy:
 
         Raises `UsageError` if ranks have changed different things.
         """
-        changed = [(memory, runs) for memory in self._memories() if (runs := [*memory.changed()])]
+        changed = [(memory, runs) for memory in self._memories() if (runs := memory.changed())]
         left = [*self._moved_away()]
         told = [int(bool(changed)), zlib.crc32(str(left).encode())]
         every = comm.all_gather(torch.tensor(told), self._group, Tag.CONTROL)
@@ -145,7 +157,7 @@ class OneCopy:
                 kept.pop(number, None)
         if every[:, 0].any():
             self._share(changed)
-        self._divide(self.numbers(optimizer))
+        self._divide(optimizer)
 
     def _memories(self) -> Iterator[Any]:
         yield self._weights.memory
@@ -181,85 +193,87 @@ class OneCopy:
     def _told(self, number: int) -> Tensor:
         return comm.all_gather(torch.tensor(int(number)), self._group, Tag.CONTROL)
 
-    def _divide(self, numbers: Sequence[int]) -> None:
+    def _divide(self, optimizer: Optimizer) -> None:
         """Give tensors that have no owner yet to the ranks that have least, the largest first."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        signs = [(id(p), p.requires_grad) for p in held if id(p) in self._numbers]
+        part = self._parts.get(optimizer)
+        if part is not None and part.signs == signs:
+            return
+        numbers = [self._numbers[known] for known, _ in signs]
         new = [n for n in numbers if n not in self._owners and self._parameters[n].requires_grad]
         for number in sorted(new, key=lambda n: -self._parameters[n].nbytes):
             owner = self._owned_bytes.index(min(self._owned_bytes))
             self._owners[number] = owner
-            self._owned_bytes[owner] += self._parameters[number].nbytes
+            self._owned_bytes[owner] += self._parameters[number].nbytes + _CALL_BYTES
+        mine = [n for n in numbers if self._owners.get(n, 0) == self._group.rank()]
+        others = [n for n in numbers if self._owners.get(n, 0) != self._group.rank()]
+        self._parts[optimizer] = _Part(signs, mine, others)
 
-    def is_others(self, parameter: Tensor) -> bool:
-        """Whether another rank updates it."""
-        number = self._numbers.get(id(parameter))
-        return number is not None and self._owners.get(number, 0) != self._group.rank()
+    def others(self, optimizer: Optimizer) -> Iterator[int]:
+        """`id` of the parameters of an optimiser that other ranks update."""
+        return (id(self._parameters[number]) for number in self._parts[optimizer].others)
 
     # ---- step
 
     def open(self, optimizer: Optimizer) -> None:
         """Let the optimiser write into the memory of all."""
-        for number in self._mine(optimizer):
+        known = self._kept.setdefault(optimizer, {})
+        for number in self._parts[optimizer].mine:
             parameter = self._parameters[number]
             parameter.data = self._weights.shared[number]
-            state = optimizer.state.get(parameter, {})
-            for key, kept in self._kept.get(optimizer, {}).get(number, {}).items():
-                if state.get(key) is kept.own:
-                    state[key] = kept.shared
+            if (state := optimizer.state.get(parameter)) and number in known:
+                for key, kept in known[number].items():
+                    if state.get(key) is kept.own:
+                        state[key] = kept.shared
 
     def close(self, optimizer: Optimizer) -> None:
         """Have parameters and state as this rank sees them again."""
-        for number in self._mine(optimizer):
+        known = self._kept[optimizer]
+        for number in self._parts[optimizer].mine:
             parameter = self._parameters[number]
             parameter.data = self._weights.own[number]
-            state = optimizer.state.get(parameter, {})
-            for key, kept in self._kept.get(optimizer, {}).get(number, {}).items():
-                if state.get(key) is kept.shared:
-                    state[key] = kept.own
+            if (state := optimizer.state.get(parameter)) and number in known:
+                for key, kept in known[number].items():
+                    if state.get(key) is kept.shared:
+                        state[key] = kept.own
 
     def rest(self) -> None:
         """Take back what a failed step of an optimiser has left."""
         for step in [step for step in _steps.values() if self in step.copies]:
             _end(step.optimizer)
 
-    def _mine(self, optimizer: Optimizer) -> list[int]:
-        return [n for n in self.numbers(optimizer) if not self.is_others(self._parameters[n])]
-
     # ---- settle
 
     def settle(self, optimizer: Optimizer) -> None:
         """Put what the optimiser has come to keep where all see it. Collective; all have made their step."""
-        known = self._kept.setdefault(optimizer, {})
-        new = [n for n in self._mine(optimizer) if not self._taken(optimizer, n, known.get(n, {}))]
+        known, part = self._kept[optimizer], self._parts[optimizer]
+        new = [n for n in part.mine if not self._is_kept(optimizer, n, known.get(n, {}))]
         for rank, count in enumerate(self._told(len(new)).tolist()):
             if count:
                 self._publish(optimizer, known, new if rank == self._group.rank() else [], rank)
-        for number in self.numbers(optimizer):
-            parameter, kept = self._parameters[number], known.get(number, {})
-            state = optimizer.state.get(parameter, {})
-            if any(state.get(key) is not one.own for key, one in kept.items()):
-                optimizer.state[parameter] = {
-                    **state,
-                    **{key: one.own for key, one in kept.items()},
-                }
+        for number in part.others:
+            parameter, kept = self._parameters[number], known.get(number)
+            if kept:
+                state = optimizer.state.get(parameter, {})
+                if any(state.get(key) is not one.own for key, one in kept.items()):
+                    told = {key: one.own for key, one in kept.items()}
+                    optimizer.state[parameter] = {**state, **told}
         _sort(optimizer)
 
-    def _taken(self, optimizer: Optimizer, number: int, kept: dict[str, _Kept]) -> bool:
-        """Whether the memory of all holds what is kept for a parameter of this rank; new values go there."""
+    def _is_kept(self, optimizer: Optimizer, number: int, kept: dict[str, _Kept]) -> bool:
+        """Whether the memory of all holds the state of a parameter of this rank; new values go there."""
         state = optimizer.state.get(self._parameters[number], {})
+        if state.keys() != kept.keys():
+            return False
         for key, value in state.items():
-            if not isinstance(value, Tensor):
-                name, kind = self._names[number], type(value).__name__
-                raise UsageError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name!r} as {kind}, which instances cannot "
-                    f"share: {_REMEDY}"
-                )
-            one = kept.get(key)
-            if one is None or _form(value) != _form(one.own):
-                return False
-        for key, value in state.items():
-            if value is not kept[key].own:
-                kept[key].shared.copy_(value)
-        return state.keys() == kept.keys()
+            one = kept[key]
+            if value is not one.own:
+                if not isinstance(value, Tensor) or _form(value) != _form(one.own):
+                    return False
+                one.shared.copy_(value)
+                state[key] = one.own
+        return True
 
     def _publish(
         self,
@@ -279,13 +293,15 @@ class OneCopy:
         if not places:
             return
         tensors = [value for state in states.values() for value in state.values()]
+        assert all(isinstance(tensor, Tensor) for tensor in tensors), "as those of `_BY_TENSOR` are"
         copies = comm.SharedCopies(tensors, self._group, source=source)
         for (number, key), own, shared in zip(places, copies.own, copies.shared, strict=True):
             known.setdefault(number, {})[key] = _Kept(own, shared, copies)
-        for number, _ in keys:
-            optimizer.state[self._parameters[number]] = {
-                key: one.own for key, one in known[number].items()
-            }
+        for number, of in keys:
+            if of:
+                optimizer.state[self._parameters[number]] = {
+                    key: one.own for key, one in known[number].items()
+                }
 
     # ---- forked children
 
@@ -341,10 +357,11 @@ class _Step:
     def begin(self) -> None:
         for group in self.optimizer.param_groups:
             self.hidden.append((group, group["params"]))
+        others = {known for copy in self.copies for known in copy.others(self.optimizer)}
         for copy in self.copies:
             copy.open(self.optimizer)
         for group, every in self.hidden:
-            group["params"] = [p for p in every if not any(c.is_others(p) for c in self.copies)]
+            group["params"] = [p for p in every if id(p) not in others]
 
     def end(self) -> None:
         for group, every in self.hidden:
@@ -376,7 +393,7 @@ def _forked() -> None:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _end(optimizer)
     _live[:] = [known for known in _live if known() is not None]
-    copies = [copy for known in _live if (copy := known()) and copy.numbers(optimizer)]
+    copies = [copy for known in _live if (copy := known()) and copy.has_some(optimizer)]
     if not copies:
         return
     if why := _joint(optimizer, args, kwargs):

@@ -59,7 +59,7 @@ def test_every_model_under_every_layout(name: str, layout: Layout) -> None:
 
 
 def test_no_model_is_forgotten() -> None:
-    others = {"resnet18", "resnet56", "edsr_small"}  # more or fewer of the same layers
+    others = {"resnet18", "resnet34", "resnet56", "edsr_small"}  # more or fewer of the same layers
     assert set(SMALL) | others == set(models.names())
 
 

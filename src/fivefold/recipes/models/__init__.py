@@ -34,6 +34,7 @@ _HOME = {
     "resnet20": _Model("cifar_resnet"),
     "resnet56": _Model("cifar_resnet"),
     "resnet18": _Model("resnet"),
+    "resnet34": _Model("resnet"),
     "resnet50": _Model("resnet"),
     "shufflenet_v2_x1_0": _Model("shufflenet"),
     "mobilenet_v2": _Model("mobilenet"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["ResNet", "Trunk", "bottleneck_trunk", "initialise", "resnet18", "resnet50"]
+__all__ = ["ResNet", "Trunk", "bottleneck_trunk", "initialise", "resnet18", "resnet34", "resnet50"]
 
 
 class _Basic(nn.Module):
@@ -163,6 +163,11 @@ def bottleneck_trunk(
 def resnet18(classes: int = 10, channels: int = 3, *, width: int = 64) -> ResNet:
     """ResNet-18: 11.69 million parameters at 1000 classes."""
     return ResNet(_Basic, (2, 2, 2, 2), classes, channels, width=width)
+
+
+def resnet34(classes: int = 10, channels: int = 3, *, width: int = 64) -> ResNet:
+    """ResNet-34: 21.80 million parameters at 1000 classes."""
+    return ResNet(_Basic, (3, 4, 6, 3), classes, channels, width=width)
 
 
 def resnet50(classes: int = 10, channels: int = 3, *, width: int = 64) -> ResNet:
