@@ -13,7 +13,7 @@ from pathlib import Path
 from fivefold.launch.environment import without_places
 from template import OTHERS, TORCH, Template
 
-__all__ = ["CLEAN", "fivefold", "programs", "python", "starting"]
+__all__ = ["CLEAN", "fivefold", "mistake", "programs", "python", "starting"]
 
 # The suite may itself run in an allocation, or under a launcher.
 CLEAN = {
@@ -48,6 +48,16 @@ def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.Comple
         timeout=100.0,
         check=False,
     )
+
+
+def mistake(folder: Path, *words: object, **environment: str) -> str:
+    """The one line that a mistake on the command line gets; nothing may have been written."""
+    before = sorted(folder.rglob("*"))
+    done = fivefold(*words, cwd=folder, **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+    return done.stderr
 
 
 @contextlib.contextmanager

@@ -31,15 +31,11 @@ from figures import environment
 from fivefold.parallel.pipeline.cut import MEASURED
 from fivefold.plan import Plan, Provenance
 from fivefold.recipes.models import build, names
-from fivefold.tune import (
-    Candidate,
-    Case,
-    Prediction,
-    Subject,
-    candidates,
-    measuring,
-    this_machine,
-)
+from fivefold.tune.candidates import Candidate, candidates
+from fivefold.tune.machine import this_machine
+from fivefold.tune.measure import measuring
+from fivefold.tune.predict import Case, Prediction
+from fivefold.tune.subject import Subject
 
 HERE = Path(__file__).resolve().parent
 BACKEND = "gloo"

@@ -313,9 +313,13 @@ class Instances:
     weights: Literal["auto", "shared", "own"] = "auto"
     """whether the instances of a device hold weights and the state of optimisers once, or each its own; auto:
     once on CPUs, unless `memory.shard` divides them or `comm.backend` shares no memory"""
+    threads: int = 0
+    """that each computes with, where OMP_NUM_THREADS says nothing; 0: one for each of its cores"""
+    bound: bool = True
+    """whether each has physical cores of its own"""
 
     def __post_init__(self) -> None:
-        _at_least("instances", self, per_device=1)
+        _at_least("instances", self, per_device=1, threads=0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import CLEAN, fivefold, python
+from commands import CLEAN, fivefold, mistake, python
 from template import Order, Template
 
 KEY = "5f" * 32
@@ -80,16 +80,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "others").write_text("# ours\nnode7 slots=4 port=2000\n")
     (tmp_path / "plan.toml").write_text('[offload]\nhelpers = "local:many"\n')
     return tmp_path
-
-
-def mistake(folder: Path, *words: object, **environment: str) -> str:
-    """The one line that a mistake gets; nothing may have been written."""
-    before = sorted(folder.rglob("*"))
-    done = fivefold(*words, cwd=folder, **environment)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
-    return done.stderr
 
 
 @pytest.mark.long(every=8)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import CLEAN, fivefold
+from commands import CLEAN, fivefold, mistake
 from fivefold.cluster.cores import quota
 from full_disk import on_full_disk, refusal
 
@@ -26,17 +26,6 @@ print("hello from", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.arg
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "hello.py").write_text(HELLO)
     return tmp_path
-
-
-def mistake(folder: Path, *words: object, **environment: str) -> str:
-    """The one line that a mistake on the command line gets; nothing may have been written."""
-    before = sorted(folder.rglob("*"))
-    done = fivefold(*words, cwd=folder, **environment)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
-    return done.stderr
 
 
 def test_help_lists_the_commands_without_loading_them(folder: Path) -> None:

@@ -12,8 +12,11 @@ from torch import nn
 
 from fivefold.errors import UsageError
 from fivefold.plan import Layout
-from fivefold.tune import Candidate, Case, Subject, measuring, this_machine
-from fivefold.tune.measure import measured_between, others_busy
+from fivefold.tune.candidates import Candidate
+from fivefold.tune.machine import this_machine
+from fivefold.tune.measure import measured_between, measuring, others_busy
+from fivefold.tune.predict import Case
+from fivefold.tune.subject import Subject
 
 
 def test_steps_are_timed_and_the_net_stays_as_it_was() -> None:

@@ -114,10 +114,12 @@ def start(
     *,
     nodes: Sequence[NodeRanks] = (),
     options: Sequence[str] = (),
+    launcher: Sequence[str] = (),
 ) -> Contender:
     """Start the ranks of a contender; `folder` takes its log and socket.
 
     `script` is the command of another benchmark, to be started instead of the worker; it is given the socket.
+    `launcher` is what starts all of its ranks, if they are not to be started one by one.
     `nodes` are those of the ranks, if that is not this one alone, and `options` those of `fivefold run` that
     say the same. Raises `UsageError` if the contender is not installed, `BenchError` if it does not start.
     """
@@ -126,7 +128,9 @@ def start(
         words = [*script, door.address]
         try:
             with reserved_port(None) as port:
-                if not nodes:
+                if launcher:
+                    commands = [([*launcher, *words], dict[str, str]())]
+                elif not nodes:
                     commands = _commands(name, ranks, words, port)
                 else:
                     commands = [_on_nodes(name, nodes, words[-1], folder, options)]

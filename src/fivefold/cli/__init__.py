@@ -53,6 +53,7 @@ COMMANDS = {
     "plan": _Command(
         "fivefold.cli.plan:Plan", "Choose a layout that fits into memory, and is fast"
     ),
+    "tune": _Command("fivefold.cli.tune:Tune", "Find by trials what is fastest on this node"),
     "report": _Command(
         "fivefold.cli.report:Report", "Tell where the time of a run went, and what to do about it"
     ),

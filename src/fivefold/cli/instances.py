@@ -31,6 +31,11 @@ def with_instances(plan: Plan, asked: int | None) -> Plan:
         return plan
     if asked < 1:
         raise UsageError(f"--instances {asked}: at least 1 process per device is needed")
+    if asked > plan.train.batch_size and plan.train.recipe:
+        raise UsageError(
+            f"--instances {asked}: a batch has {plan.train.batch_size} samples, one at least for each "
+            f"process, so {plan.train.batch_size} fit"
+        )
     values: dict[str, object] = {"instances.per_device": asked}
     if any(plan.origin(f"layout.{axis}").kind in ("user", "tuned") for axis in AXES):
         values["layout.data"] = plan.layout.data // plan.instances.per_device * asked
@@ -66,7 +71,10 @@ def layout_values(plan: Plan, axis: str, processes: int) -> dict[str, object]:
 
 def environment_of(plan: Plan | None, processes: int) -> dict[str, str]:
     """What tells engines of them. Raises `PlanError` if devices would have different numbers of ranks."""
-    if plan is None or (each := plan.instances.per_device) == 1:
+    if plan is None:
         return {}
     check_instances(plan, processes)
-    return {INSTANCES: str(each)}
+    told = plan.instances
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(told.threads)}
+    bound = told.bound and told.per_device > 1
+    return (threads if told.threads else {}) | ({INSTANCES: str(told.per_device)} if bound else {})

@@ -19,7 +19,9 @@ from fivefold.sections import bytes_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fivefold.tune import Question, SearchResult, Subject
+    from fivefold.tune.report import Question
+    from fivefold.tune.search import SearchResult
+    from fivefold.tune.subject import Subject
 
 __all__ = ["Plan"]
 
@@ -79,7 +81,7 @@ class Plan:
 
         from rich.console import Console
 
-        from fivefold.tune import Question, nothing_fits, plan_of
+        from fivefold.tune.report import Question, nothing_fits, plan_of
 
         cluster = told or _here(self.devices)
         question = Question(
@@ -135,7 +137,8 @@ class Plan:
         from rich.console import Console
         from rich.progress import Progress
 
-        from fivefold.tune import candidates, search
+        from fivefold.tune.candidates import candidates
+        from fivefold.tune.search import search
 
         console = Console(stderr=True)
         with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
@@ -158,7 +161,8 @@ class Plan:
     def _subject(self, question: Question, progress: Callable[[str], None]) -> Generator[Subject]:
         import torch
 
-        from fivefold.tune import Subject, measuring
+        from fivefold.tune.measure import measuring
+        from fivefold.tune.subject import Subject
 
         net = models.load(self.model, self.classes, question.sample[0])
         dtype = torch.int64 if self.integers else torch.float32
@@ -173,7 +177,7 @@ class Plan:
 
 
 def _here(devices: int | None) -> Cluster:
-    from fivefold.tune import this_machine
+    from fivefold.tune.machine import this_machine
 
     return this_machine(devices)
 
@@ -189,7 +193,7 @@ def _show(found: SearchResult, question: Question, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from fivefold.tune import reasons, rows
+    from fivefold.tune.report import reasons, rows
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

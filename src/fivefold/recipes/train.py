@@ -21,11 +21,12 @@ from fivefold.mesh.duty import help_instead
 from fivefold.mesh.recording import record
 from fivefold.offload import Validator
 from fivefold.parallel import ParallelModel, parallelize
-from fivefold.plan import Plan, Train
+from fivefold.plan import Plan
 from fivefold.recipes import models
 from fivefold.recipes.recipe import Images, Recipe
 from fivefold.train import Arithmetic, RunDirectory, Summary, fit, settle_precision, warmup_cosine
 from fivefold.train.loop import is_trained
+from fivefold.train.optimizer import optimizer_of
 from fivefold.train.progress import suited
 from fivefold.train.task import CLASSES, PICTURES, Task
 from fivefold.train.validation import validator
@@ -126,7 +127,7 @@ def _fit(
     saves: _Saves | None,
 ) -> Summary | None:
     t, mesh = plan.train, model.mesh
-    optimizer = _optimizer(model, t)
+    optimizer = optimizer_of(model, t)
     schedule = warmup_cosine(
         optimizer, steps=t.epochs * len(batches), warmup=round(t.warmup_epochs * len(batches))
     )
@@ -181,16 +182,6 @@ def _warnings_on(console: Console) -> Generator[None]:
 
         warnings.showwarning = show
         yield
-
-
-def _optimizer(model: ParallelModel, t: Train) -> torch.optim.Optimizer:
-    weights, rate, decay = model.parameters(), t.learning_rate, t.weight_decay
-    if t.optimizer == "adam":
-        betas = (t.momentum, 0.999)
-        return torch.optim.Adam(weights, lr=rate, betas=betas, weight_decay=decay)
-    return torch.optim.SGD(
-        weights, lr=rate, momentum=t.momentum, weight_decay=decay, nesterov=t.momentum > 0
-    )
 
 
 def _heading(plan: Plan, images: int, tests: int, mesh: Mesh) -> str:

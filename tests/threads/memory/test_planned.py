@@ -17,8 +17,11 @@ from fivefold.mesh import Mesh
 from fivefold.parallel.program.costs import Costs
 from fivefold.parallel.program.memory import Predicted
 from fivefold.plan import Layout, Plan
-from fivefold.tune import Case, Prediction, Question, Subject, plan_of, search
 from fivefold.tune.candidates import Candidate
+from fivefold.tune.predict import Case, Prediction
+from fivefold.tune.report import Question, plan_of
+from fivefold.tune.search import search
+from fivefold.tune.subject import Subject
 from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks" / "tiles"))

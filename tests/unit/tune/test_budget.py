@@ -8,19 +8,11 @@ from torch import nn
 
 from fivefold.cluster.description import Cluster, Device, LinkCost
 from fivefold.plan import Layout, Plan
-from fivefold.tune import (
-    Case,
-    Question,
-    SearchResult,
-    Subject,
-    candidates,
-    nothing_fits,
-    plan_of,
-    reasons,
-    rows,
-    search,
-)
-from fivefold.tune.candidates import Candidate, smaller
+from fivefold.tune.candidates import Candidate, candidates, smaller
+from fivefold.tune.predict import Case
+from fivefold.tune.report import Question, nothing_fits, plan_of, reasons, rows
+from fivefold.tune.search import SearchResult, search
+from fivefold.tune.subject import Subject
 
 IMAGE, VECTOR, BATCH = (3, 64, 64), (512,), 4
 LINK = LinkCost(1e-5, 1e10)

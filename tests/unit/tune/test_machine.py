@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fivefold.cluster import granted_cores
-from fivefold.tune import this_machine
+from fivefold.tune.machine import this_machine
 
 
 def test_this_machine_is_measured() -> None:

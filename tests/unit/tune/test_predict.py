@@ -14,17 +14,11 @@ from fivefold.parallel.pipeline.memory import predicted_in_stages
 from fivefold.parallel.program.memory import predicted
 from fivefold.plan import Layout, Memory, Plan, Provenance
 from fivefold.recipes.models import build
-from fivefold.tune import (
-    Case,
-    Question,
-    Subject,
-    candidates,
-    nothing_fits,
-    plan_of,
-    reasons,
-    search,
-)
-from fivefold.tune.candidates import Candidate, smaller
+from fivefold.tune.candidates import Candidate, candidates, smaller
+from fivefold.tune.predict import Case
+from fivefold.tune.report import Question, nothing_fits, plan_of, reasons
+from fivefold.tune.search import search
+from fivefold.tune.subject import Subject
 
 PIXELS, CHANNELS = 32, 64
 IMAGE_BYTES = 4 * CHANNELS * PIXELS * PIXELS
