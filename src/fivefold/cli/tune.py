@@ -60,7 +60,7 @@ class Instances:
     integers: Annotated[int, _option("N", hint="(default: 0)")] = 0
     """the model takes whole numbers below N, such as tokens, instead of images"""
     minutes: Annotated[float, _option("M", hint="(default: 1)")] = 1.0
-    """how long it may take, but for the starts of processes"""
+    """how long it should take; three rounds are made in any case"""
     allow: Annotated[tuple[str, ...], _option("CHANGE...")] = ()
     """what may be chosen though it changes results: bfloat16, replica, batch"""
     again: Annotated[bool, tyro.conf.FlagCreatePairsOff, _option("")] = False
