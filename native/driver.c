@@ -348,6 +348,8 @@ static ff_group *opened(const struct rank *own, void *of, size_t theirs)
     CHECK(group, "no memory");
     for (int q = 0; q < ranks; q++)
         ff_group_peer(group, q, -1, arenas[q], q == own->rank ? arena_bytes : theirs);
+    if (seed % 2)
+        ff_group_in_order(group);
     return group;
 }
 
