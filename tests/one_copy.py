@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.errors import FivefoldError, UsageError
+from fivefold.parallel import pieces
 from fivefold.plan import Layout, Parallel, Plan
 from fivefold.sections import Instances, Memory, Pipeline
 
@@ -165,15 +166,17 @@ CASES: dict[str, Callable[[Net, torch.optim.Optimizer], None] | None] = {
 }  # fmt: skip
 
 
-def trained(
+def trained(  # noqa: PLR0917 - a pool passes them by position
     weights: str,
     optimizer: str = "Adam",
     case: str = "",
     layout: Layout | None = None,
     per_device: int = 4,
+    divided: bool = False,
 ) -> tuple[dict[str, Any], dict[Any, Any], bool]:
     """Six steps: the weights and buffers, what the optimiser keeps, and whether anything lies once."""
     layout = layout or Layout(data=4)
+    pieces.LEAST_BYTES, pieces.UNIT = (200, 16) if divided else (1 << 20, 1024)
     net, others = _net(), _net()
     if case == "aliased":
         net.first.copy = net.first.weight.data  # pyright: ignore[reportArgumentType]
@@ -207,8 +210,12 @@ def trained(
     once = any(
         begin <= p.data_ptr() < end for p in net.parameters() for begin, end, _ in _private()
     )
-    told = {name: value.clone() for name, value in model.state_dict().items()}
-    return _plain(told | second.state_dict()), _plain(inner.state_dict()["state"]), once
+    told = {
+        f"{n}.{name}": v
+        for n, one in enumerate((model, second))
+        for name, v in one.state_dict().items()
+    }
+    return _plain(told), _plain(inner.state_dict()["state"]), once
 
 
 def _optimizers(

@@ -30,8 +30,18 @@ def results(pool: Pool, function: Any, *arguments: Any, size: int = 4) -> list[A
     return told
 
 
-def equal(pool: Pool, *arguments: Any, once: bool = True) -> None:
+def equal(
+    pool: Pool,
+    optimizer: str,
+    case: str = "",
+    layout: Layout | None = None,
+    per_device: int = 4,
+    *,
+    divided: bool = False,
+    once: bool = True,
+) -> None:
     """Whether shared weights and state, on every rank, are those of ranks with weights of their own."""
+    arguments = optimizer, case, layout, per_device, divided
     expected = results(pool, one_copy.trained, "own", *arguments)
     found = results(pool, one_copy.trained, "auto", *arguments)
     for (weights, state, shared), (own_weights, own_state, _) in zip(found, expected, strict=True):
@@ -43,16 +53,25 @@ def equal(pool: Pool, *arguments: Any, once: bool = True) -> None:
     assert not any(shared for _, _, shared in expected)
 
 
+DIVIDED = pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided"])
+
+
+@DIVIDED
 @pytest.mark.parametrize("optimizer", one_copy.OPTIMIZERS)
 def test_every_optimizer_computes_what_it_does_with_weights_of_its_own(
-    pool: Pool, optimizer: str
+    pool: Pool, optimizer: str, divided: bool
 ) -> None:
-    equal(pool, optimizer)
+    equal(pool, optimizer, divided=divided)
 
 
+@DIVIDED
 @pytest.mark.parametrize("case", one_copy.CASES)
-def test_scripts_may_write_to_weights_and_state_as_ever(pool: Pool, case: str) -> None:
-    equal(pool, "Adam", case, once=case != "by vector")  # which gives all of them other memory
+def test_scripts_may_write_to_weights_and_state_as_ever(
+    pool: Pool, case: str, divided: bool
+) -> None:
+    equal(
+        pool, "Adam", case, divided=divided, once=case != "by vector"
+    )  # which gives all of them other memory
 
 
 @pytest.mark.parametrize(
@@ -68,7 +87,7 @@ def test_scripts_may_write_to_weights_and_state_as_ever(pool: Pool, case: str) -
 def test_ranks_that_hold_the_same_share_it_under_every_layout(
     pool: Pool, layout: Layout, per_device: int, once: bool
 ) -> None:
-    equal(pool, "Adam", "written", layout, per_device, once=once)
+    equal(pool, "Adam", "written", layout, per_device, divided=True, once=once)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -36,6 +36,8 @@ from torch.optim.optimizer import (
 from fivefold import comm
 from fivefold.errors import UsageError
 from fivefold.mesh import Mesh
+from fivefold.parallel import pieces
+from fivefold.parallel.pieces import Piece
 from fivefold.torch_private import is_aliased, step_hooks
 from fivefold.trace import Tag
 
@@ -104,6 +106,8 @@ class _Part:
     """which parameters it had when that was decided, and whether they were trained"""
     mine: list[int]
     others: list[int]
+    divided: dict[int, Piece]
+    """of which each rank updates a piece"""
 
 
 class OneCopy:
@@ -125,6 +129,9 @@ class OneCopy:
         self._numbers = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         """of the parameters that still lie in the memory of all"""
         self._owners: dict[int, int] = {}
+        self._wholes: dict[int, dict[str, Any]] = {}
+        self._stepped: dict[int, dict[str, Any]] = {}
+        """what an optimiser has kept for pieces in the step under way"""
         self._owned_bytes = [0] * group.size()
         self._kept: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, _Kept]]] = (
             weakref.WeakKeyDictionary()
@@ -147,16 +154,15 @@ class OneCopy:
         """
         changed = [(memory, runs) for memory in self._memories() if (runs := memory.changed())]
         left = [*self._moved_away()]
+        self._note_wholes(optimizer)
         told = [int(bool(changed)), zlib.crc32(str(left).encode())]
         every = comm.all_gather(torch.tensor(told), self._group, Tag.CONTROL)
         if len({*every[:, 1].tolist()}) > 1:
             _refuse("gave parameters other memory than others did")
-        for number in left:
-            del self._numbers[id(self._parameters[number])]
-            for kept in self._kept.values():
-                kept.pop(number, None)
         if every[:, 0].any():
             self._share(changed)
+        for number in left:
+            self._leave(number)
         self._divide(optimizer)
 
     def _memories(self) -> Iterator[Any]:
@@ -177,6 +183,29 @@ class OneCopy:
             if not same or parameter.shape != own.shape or parameter.dtype != own.dtype:
                 yield number
 
+    def _note_wholes(self, optimizer: Optimizer) -> None:
+        """What is kept for divided parameters as wholes, before the first rank is through with its step."""
+        self._wholes = {}
+        if (part := self._parts.get(optimizer)) is not None:
+            for number, piece in part.divided.items():
+                state = optimizer.state.get(self._parameters[number], {})
+                self._wholes[number] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                    if not piece.is_of_elements(value)
+                }
+
+    def _leave(self, number: int) -> None:
+        """A parameter is each rank's own from now on, and what is kept for it."""
+        parameter = self._parameters[number]
+        del self._numbers[id(parameter)]
+        for optimizer, known in self._kept.items():
+            state = optimizer.state.get(parameter, {})
+            for key, kept in known.pop(number, {}).items():
+                # In memory of its own: others write to its pages while this rank updates it.
+                if state.get(key) is kept.own:
+                    state[key] = kept.own.clone()
+
     def _share(self, changed: Sequence[tuple[Any, Sequence[tuple[int, int]]]]) -> None:
         if self._group.rank() == 0:
             for memory, runs in changed:
@@ -184,14 +213,15 @@ class OneCopy:
                     memory.share(*run)
         self._told(0)  # the first one is through
         differs = any(memory.differs(*run) for memory, runs in changed for run in runs)
-        if self._told(differs).any():
+        if self._told(int(differs)).any():
             _refuse("wrote to weights, or to what an optimiser keeps, what others did not")
         for memory, runs in changed:
             for run in runs:
                 memory.forget(*run)
 
-    def _told(self, number: int) -> Tensor:
-        return comm.all_gather(torch.tensor(int(number)), self._group, Tag.CONTROL)
+    def _told(self, *numbers: int) -> Tensor:
+        """(ranks, numbers): what all say; all have come to here."""
+        return comm.all_gather(torch.tensor(numbers), self._group, Tag.CONTROL)
 
     def _divide(self, optimizer: Optimizer) -> None:
         """Give tensors that have no owner yet to the ranks that have least, the largest first."""
@@ -201,6 +231,8 @@ class OneCopy:
         if part is not None and part.signs == signs:
             return
         numbers = [self._numbers[known] for known, _ in signs]
+        divided = self._divided(optimizer, numbers)
+        numbers = [n for n in numbers if n not in divided]
         new = [n for n in numbers if n not in self._owners and self._parameters[n].requires_grad]
         for number in sorted(new, key=lambda n: -self._parameters[n].nbytes):
             owner = self._owned_bytes.index(min(self._owned_bytes))
@@ -208,11 +240,27 @@ class OneCopy:
             self._owned_bytes[owner] += self._parameters[number].nbytes + _CALL_BYTES
         mine = [n for n in numbers if self._owners.get(n, 0) == self._group.rank()]
         others = [n for n in numbers if self._owners.get(n, 0) != self._group.rank()]
-        self._parts[optimizer] = _Part(signs, mine, others)
+        self._parts[optimizer] = _Part(signs, mine, others, divided)
 
-    def others(self, optimizer: Optimizer) -> Iterator[int]:
-        """`id` of the parameters of an optimiser that other ranks update."""
-        return (id(self._parameters[number]) for number in self._parts[optimizer].others)
+    def _divided(self, optimizer: Optimizer, numbers: Sequence[int]) -> dict[int, Piece]:
+        """The large parameters, if the optimiser treats elements one by one: each rank takes a piece."""
+        if type(optimizer).__name__ not in pieces.BY_ELEMENT:
+            return {}
+        large = [n for n in numbers if self._parameters[n].nbytes >= pieces.LEAST_BYTES]
+        rank, ranks = self._group.rank(), self._group.size()
+        return {
+            n: Piece(self._parameters[n], self._weights.shared[n], rank, ranks)
+            for n in large
+            if self._parameters[n].requires_grad and n not in self._owners
+        }
+
+    def instead(self, optimizer: Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
+        """What this rank updates instead of parameters, by their `id`: nothing, or a piece."""
+        part = self._parts[optimizer]
+        for number in part.others:
+            yield id(self._parameters[number]), []
+        for number, piece in part.divided.items():
+            yield id(self._parameters[number]), [] if piece.held is None else [piece.held]
 
     # ---- step
 
@@ -226,6 +274,24 @@ class OneCopy:
                 for key, kept in known[number].items():
                     if state.get(key) is kept.own:
                         state[key] = kept.shared
+        for number, piece in self._parts[optimizer].divided.items():
+            if piece.held is not None:
+                kept, own = known.get(number, {}), optimizer.state.get(self._parameters[number], {})
+                elements = {
+                    key: kept[key].shared if key in kept and kept[key].own is value else value
+                    for key, value in own.items()
+                    if piece.is_of_elements(value)
+                }
+                opened = piece.open(elements)
+                if own:
+                    wholes = self._wholes.get(number) or {
+                        key: value.clone() if isinstance(value, Tensor) else value
+                        for key, value in own.items()
+                        if key not in elements
+                    }
+                    optimizer.state[piece.held] = {
+                        key: opened[key] if key in opened else wholes[key] for key in own
+                    }
 
     def close(self, optimizer: Optimizer) -> None:
         """Have parameters and state as this rank sees them again."""
@@ -237,6 +303,10 @@ class OneCopy:
                 for key, kept in known[number].items():
                     if state.get(key) is kept.shared:
                         state[key] = kept.own
+        for number, piece in self._parts[optimizer].divided.items():
+            if piece.held is not None:
+                self._stepped[number] = optimizer.state.pop(piece.held, {})
+                piece.held.grad = None
 
     def rest(self) -> None:
         """Take back what a failed step of an optimiser has left."""
@@ -249,10 +319,14 @@ class OneCopy:
         """Put what the optimiser has come to keep where all see it. Collective; all have made their step."""
         known, part = self._kept[optimizer], self._parts[optimizer]
         new = [n for n in part.mine if not self._is_kept(optimizer, n, known.get(n, {}))]
-        for rank, count in enumerate(self._told(len(new)).tolist()):
+        grown = [n for n in part.divided if not self._is_put(n, part.divided[n], known.get(n, {}))]
+        every = self._told(len(new), len(grown))
+        for rank, count in enumerate(every[:, 0].tolist()):
             if count:
                 self._publish(optimizer, known, new if rank == self._group.rank() else [], rank)
-        for number in part.others:
+        if every[0, 1]:
+            self._publish_grown(optimizer, known, grown)
+        for number in (*part.others, *part.divided):
             parameter, kept = self._parameters[number], known.get(number)
             if kept:
                 state = optimizer.state.get(parameter, {})
@@ -289,11 +363,21 @@ class OneCopy:
         keys: list[tuple[int, list[str]]] = json.loads(text)
         for number, _ in keys:
             known.pop(number, None)
-        places = [(number, key) for number, of in keys for key in of]
-        if not places:
+        if not any(of for _, of in keys):
             return
         tensors = [value for state in states.values() for value in state.values()]
+        self._keep(optimizer, known, keys, tensors, source)
+
+    def _keep(
+        self,
+        optimizer: Optimizer,
+        known: dict[int, dict[str, _Kept]],
+        keys: Sequence[tuple[int, list[str]]],
+        tensors: Sequence[Tensor],
+        source: int,
+    ) -> None:
         assert all(isinstance(tensor, Tensor) for tensor in tensors), "as those of `_BY_TENSOR` are"
+        places = [(number, key) for number, of in keys for key in of]
         copies = comm.SharedCopies(tensors, self._group, source=source)
         for (number, key), own, shared in zip(places, copies.own, copies.shared, strict=True):
             known.setdefault(number, {})[key] = _Kept(own, shared, copies)
@@ -302,6 +386,44 @@ class OneCopy:
                 optimizer.state[self._parameters[number]] = {
                     key: one.own for key, one in known[number].items()
                 }
+
+    def _is_put(self, number: int, piece: Piece, kept: dict[str, _Kept]) -> bool:
+        """Whether the memory of all has room for what was kept for a piece, which is put there then."""
+        state = self._stepped.get(number, {})
+        if piece.held is None:
+            return True
+        if state.keys() != kept.keys():
+            return False
+        for key, value in state.items():
+            whole = piece.grown(value)
+            if (whole.dtype, whole.shape) != (kept[key].own.dtype, kept[key].own.shape):
+                return False
+        for key, value in state.items():
+            piece.put(value, kept[key].shared, first=self._group.rank() == 0)
+        return True
+
+    def _publish_grown(
+        self, optimizer: Optimizer, known: dict[int, dict[str, _Kept]], numbers: Sequence[int]
+    ) -> None:
+        """New memory for what pieces have, by the first rank, which has one of each; all put theirs there."""
+        divided, cpu = self._parts[optimizer].divided, torch.device("cpu")
+        told = json.dumps([(n, list(self._stepped[n])) for n in numbers])
+        keys: list[tuple[int, list[str]]] = json.loads(comm.broadcast_text(told, self._group, cpu))
+        for number, _ in keys:
+            known.pop(number, None)
+        if not any(of for _, of in keys):
+            return
+        mine = self._group.rank() == 0
+        tensors = [
+            divided[number].grown(self._stepped[number][key])
+            for number, of in (keys if mine else [])
+            for key in of
+        ]
+        self._keep(optimizer, known, keys, tensors, 0)
+        for number, of in keys:
+            if of and not self._is_put(number, divided[number], known[number]):
+                raise AssertionError("all ranks keep the same for their pieces")
+        self._told(0)
 
     # ---- forked children
 
@@ -357,11 +479,11 @@ class _Step:
     def begin(self) -> None:
         for group in self.optimizer.param_groups:
             self.hidden.append((group, group["params"]))
-        others = {known for copy in self.copies for known in copy.others(self.optimizer)}
+        instead = dict(pair for copy in self.copies for pair in copy.instead(self.optimizer))
         for copy in self.copies:
             copy.open(self.optimizer)
         for group, every in self.hidden:
-            group["params"] = [p for p in every if id(p) not in others]
+            group["params"] = [one for p in every for one in instead.get(id(p), [p])]
 
     def end(self) -> None:
         for group, every in self.hidden:
