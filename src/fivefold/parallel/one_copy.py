@@ -184,16 +184,16 @@ class OneCopy:
                 yield number
 
     def _note_wholes(self, optimizer: Optimizer) -> None:
-        """What is kept for divided parameters as wholes, before the first rank is through with its step."""
-        self._wholes = {}
-        if (part := self._parts.get(optimizer)) is not None:
-            for number, piece in part.divided.items():
-                state = optimizer.state.get(self._parameters[number], {})
-                self._wholes[number] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in state.items()
-                    if not piece.is_of_elements(value)
-                }
+        """What is kept for large parameters as wholes, before the first rank is through with its step."""
+        self._wholes = {
+            number: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state.get(parameter, {}).items()
+                if not (isinstance(value, Tensor) and value.shape == parameter.shape)
+            }
+            for number, parameter in enumerate(self._parameters)
+            if parameter.nbytes >= pieces.LEAST_BYTES and id(parameter) in self._numbers
+        }
 
     def _leave(self, number: int) -> None:
         """A parameter is each rank's own from now on, and what is kept for it."""
@@ -284,13 +284,9 @@ class OneCopy:
                 }
                 opened = piece.open(elements)
                 if own:
-                    wholes = self._wholes.get(number) or {
-                        key: value.clone() if isinstance(value, Tensor) else value
-                        for key, value in own.items()
-                        if key not in elements
-                    }
                     optimizer.state[piece.held] = {
-                        key: opened[key] if key in opened else wholes[key] for key in own
+                        key: opened[key] if key in opened else self._wholes[number][key]
+                        for key in own
                     }
 
     def close(self, optimizer: Optimizer) -> None:
