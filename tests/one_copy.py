@@ -29,18 +29,24 @@ N = 9
 class Net(nn.Module):
     """Layers of several kinds, one in another memory format, one used twice, one of no elements."""
 
+    sparse = False
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
         self.twice = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=torch.channels_last)
         self.head = nn.Linear(8, 4)
+        self.words = nn.Embedding(20, 8, sparse=True) if Net.sparse else None
         self.unused = nn.Parameter(torch.ones(3))
         self.empty = nn.Parameter(torch.ones(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x)).relu()
-        return self.head(self.twice(self.twice(x)).mean((2, 3)))
+        made = self.norm(self.first(x)).relu()
+        found = self.twice(self.twice(made)).mean((2, 3))
+        if self.words is not None:
+            found = found + self.words((10 * x.mean((1, 2, 3)).abs()).long().clamp(max=19))
+        return self.head(found)
 
 
 def _plan(weights: str, layout: Layout, per_device: int, **sections: Any) -> Plan:
@@ -162,7 +168,7 @@ CASES: dict[str, Callable[[Net, torch.optim.Optimizer], None] | None] = {
     "state written": _state_written, "state cleared": _state_cleared, "moved": _moved,
     "own update": _own_update, "by vector": _by_vector, "frozen": _frozen, "failing": _failing,
     "averaged": None, "closure": None, "LBFGS": None, "two models": None, "hooked": None, "scaled": None,
-    "groups": None, "aliased": None,
+    "groups": None, "aliased": None, "sparse": None, "stopped": None,
 }  # fmt: skip
 
 
@@ -176,6 +182,7 @@ def trained(  # noqa: PLR0917 - a pool passes them by position
 ) -> tuple[dict[str, Any], dict[Any, Any], bool]:
     """Six steps: the weights and buffers, what the optimiser keeps, and whether anything lies once."""
     layout = layout or Layout(data=4)
+    Net.sparse = case == "sparse"
     pieces.LEAST_BYTES, pieces.UNIT = (200, 16) if divided else (1 << 20, 1024)
     net, others = _net(), _net()
     if case == "aliased":
@@ -188,23 +195,9 @@ def trained(  # noqa: PLR0917 - a pool passes them by position
     model = ff.parallelize(net, mesh, loss=nn.CrossEntropyLoss(), example=example)
     second = ff.parallelize(others, mesh, loss=nn.CrossEntropyLoss(), example=example)
     inner, made = _optimizers(case, optimizer, net, model, second)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if case == "scaled" else None
-    act = CASES.get(case)
-    for step, batch in enumerate(_batches(6)):
-        part = model.shard(*batch)
-        if case in ("closure", "LBFGS"):
-            made.step(lambda part=part: _again(model, made, part))
-        else:
-            model.step(*part, scaler)
-            second.step(*part)
-            if case == "groups" and step == 2:
-                made.add_param_group({"params": [*net.twice.parameters()], "lr": 0.1})
-            ff.clip_grad_norm_(model, 1.0)
-            _stepped(made, scaler)
-        if act is not None and step % 2:
-            act(net, inner)
-        model.zero_grad()
-        second.zero_grad()
+    _train(case, net, model, second, inner, made)
+    if case == "stopped":
+        _go_on_alone(net, made)
     if case == "aliased":
         assert torch.equal(net.first.copy, net.first.weight)  # pyright: ignore[reportArgumentType]
     once = any(
@@ -216,6 +209,32 @@ def trained(  # noqa: PLR0917 - a pool passes them by position
         for name, v in one.state_dict().items()
     }
     return _plain(told), _plain(inner.state_dict()["state"]), once
+
+
+def _train(  # noqa: PLR0917 - what a case may look at
+    case: str, net: Net, model: Any, second: Any, inner: torch.optim.Optimizer, made: Any
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if case == "scaled" else None
+    act = CASES.get(case)
+    for step, batch in enumerate(_batches(6)):
+        if case == "stopped" and step == 4:
+            torch.distributed.destroy_process_group()
+            break
+        part = model.shard(*batch)
+        if case in ("closure", "LBFGS"):
+            made.step(lambda part=part: _again(model, made, part))
+        else:
+            model.step(*part, scaler)
+            second.step(*part)
+            if case == "groups" and step == 2:
+                made.add_param_group({"params": [*net.twice.parameters()], "lr": 0.1})
+            if case != "sparse":
+                ff.clip_grad_norm_(model, 1.0)
+            _stepped(made, scaler)
+        if act is not None and step % 2:
+            act(net, inner)
+        model.zero_grad()
+        second.zero_grad()
 
 
 def _optimizers(
@@ -235,6 +254,12 @@ def _optimizers(
     if case == "hooked":
         inner.register_step_pre_hook(_clip)
     return inner, _Averaged(inner) if case == "averaged" else inner
+
+
+def _go_on_alone(net: Net, optimizer: Any) -> None:
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
 
 
 def _stepped(optimizer: Any, scaler: Any) -> None:

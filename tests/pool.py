@@ -90,7 +90,8 @@ def in_group(rank: int, task: Task, path: str) -> Any:
     try:
         return getattr(importlib.import_module(task.module), task.name)(*task.arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # some end it themselves
+            dist.destroy_process_group()
 
 
 class Pool:

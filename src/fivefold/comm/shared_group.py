@@ -198,8 +198,9 @@ class SharedGroup(dist.ProcessGroup):
 
     @property
     def on_one_node(self) -> bool:
-        """Whether all ranks share memory."""
-        return self._operations.group.spread is None
+        """Whether all ranks share memory, until the group is closed."""
+        core = self._operations.group
+        return core.spread is None and not core.closed
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations wait for missing ranks from now on."""

@@ -102,8 +102,8 @@ class _Kept:
 class _Part:
     """Who updates what of an optimiser: numbers of parameters."""
 
-    signs: list[tuple[int, bool]]
-    """which parameters it had when that was decided, and whether they were trained"""
+    signs: list[tuple[int, bool, bool]]
+    """parameters that it had when that was decided, whether they were trained, and whether sparsely"""
     mine: list[int]
     others: list[int]
     divided: dict[int, Piece]
@@ -142,8 +142,14 @@ class OneCopy:
         _install()
 
     def has_some(self, optimizer: Optimizer) -> bool:
-        """Whether an optimiser updates any of the parameters."""
-        return any(id(p) in self._numbers for of in optimizer.param_groups for p in of["params"])
+        """Whether an optimiser updates any of the parameters, and the ranks can still meet."""
+        held = (id(p) for of in optimizer.param_groups for p in of["params"])
+        return comm.shares_memory(self._group) and any(known in self._numbers for known in held)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self._group.rank() == 0
 
     # ---- meet
 
@@ -207,7 +213,7 @@ class OneCopy:
                     state[key] = kept.own.clone()
 
     def _share(self, changed: Sequence[tuple[Any, Sequence[tuple[int, int]]]]) -> None:
-        if self._group.rank() == 0:
+        if self.first:
             for memory, runs in changed:
                 for run in runs:
                     memory.share(*run)
@@ -226,12 +232,17 @@ class OneCopy:
     def _divide(self, optimizer: Optimizer) -> None:
         """Give tensors that have no owner yet to the ranks that have least, the largest first."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        signs = [(id(p), p.requires_grad) for p in held if id(p) in self._numbers]
+        signs = [
+            (id(p), p.requires_grad, p.grad is not None and p.grad.layout != torch.strided)
+            for p in held
+            if id(p) in self._numbers
+        ]
         part = self._parts.get(optimizer)
         if part is not None and part.signs == signs:
             return
-        numbers = [self._numbers[known] for known, _ in signs]
-        divided = self._divided(optimizer, numbers)
+        numbers = [self._numbers[known] for known, _, _ in signs]
+        dense = [self._numbers[known] for known, trained, sparse in signs if trained and not sparse]
+        divided = self._divided(optimizer, dense)
         numbers = [n for n in numbers if n not in divided]
         new = [n for n in numbers if n not in self._owners and self._parameters[n].requires_grad]
         for number in sorted(new, key=lambda n: -self._parameters[n].nbytes):
@@ -246,12 +257,11 @@ class OneCopy:
         """The large parameters, if the optimiser treats elements one by one: each rank takes a piece."""
         if type(optimizer).__name__ not in pieces.BY_ELEMENT:
             return {}
-        large = [n for n in numbers if self._parameters[n].nbytes >= pieces.LEAST_BYTES]
         rank, ranks = self._group.rank(), self._group.size()
         return {
             n: Piece(self._parameters[n], self._weights.shared[n], rank, ranks)
-            for n in large
-            if self._parameters[n].requires_grad and n not in self._owners
+            for n in numbers
+            if self._parameters[n].nbytes >= pieces.LEAST_BYTES and n not in self._owners
         }
 
     def instead(self, optimizer: Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
@@ -395,7 +405,7 @@ class OneCopy:
             if (whole.dtype, whole.shape) != (kept[key].own.dtype, kept[key].own.shape):
                 return False
         for key, value in state.items():
-            piece.put(value, kept[key].shared, first=self._group.rank() == 0)
+            piece.put(value, kept[key].shared, first=self.first)
         return True
 
     def _publish_grown(
@@ -409,10 +419,9 @@ class OneCopy:
             known.pop(number, None)
         if not any(of for _, of in keys):
             return
-        mine = self._group.rank() == 0
         tensors = [
             divided[number].grown(self._stepped[number][key])
-            for number, of in (keys if mine else [])
+            for number, of in (keys if self.first else [])
             for key in of
         ]
         self._keep(optimizer, known, keys, tensors, 0)
@@ -515,7 +524,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not copies:
         return
     if why := _joint(optimizer, args, kwargs):
-        _note_own(type(optimizer).__name__, why)
+        if copies[0].first:
+            _note_own(type(optimizer).__name__, why)
         return
     for copy in copies:
         copy.meet(optimizer)
@@ -546,6 +556,8 @@ def _joint(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return "may look at several tensors at a time"
     if kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
         return "is given a closure"
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return "takes a GradScaler's scale out of gradients, which all processes have"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "is differentiable"
     if any(not (hook.__module__ or "").startswith("fivefold.") for hook in step_hooks(optimizer)):
