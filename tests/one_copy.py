@@ -281,7 +281,9 @@ def _plain(tree: Any) -> Any:
         return {key: _plain(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_plain(value) for value in tree]
-    return tree.tolist() if isinstance(tree, Tensor) else tree
+    if isinstance(tree, Tensor):
+        return (tree.to_dense() if tree.is_sparse else tree).tolist()
+    return tree
 
 
 # ---- against one process

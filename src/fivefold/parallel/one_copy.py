@@ -102,8 +102,8 @@ class _Kept:
 class _Part:
     """Who updates what of an optimiser: numbers of parameters."""
 
-    signs: list[tuple[int, bool, bool]]
-    """parameters that it had when that was decided, whether they were trained, and whether sparsely"""
+    signs: list[tuple[int, bool]]
+    """which parameters it had when that was decided, and whether they were trained"""
     mine: list[int]
     others: list[int]
     divided: dict[int, Piece]
@@ -232,17 +232,14 @@ class OneCopy:
     def _divide(self, optimizer: Optimizer) -> None:
         """Give tensors that have no owner yet to the ranks that have least, the largest first."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        signs = [
-            (id(p), p.requires_grad, p.grad is not None and p.grad.layout != torch.strided)
-            for p in held
-            if id(p) in self._numbers
-        ]
+        signs = [(id(p), p.requires_grad) for p in held if id(p) in self._numbers]
         part = self._parts.get(optimizer)
         if part is not None and part.signs == signs:
             return
-        numbers = [self._numbers[known] for known, _, _ in signs]
-        dense = [self._numbers[known] for known, trained, sparse in signs if trained and not sparse]
-        divided = self._divided(optimizer, dense)
+        numbers = [self._numbers[known] for known, _ in signs]
+        divided = self._divided(
+            optimizer, [self._numbers[known] for known, trained in signs if trained]
+        )
         numbers = [n for n in numbers if n not in divided]
         new = [n for n in numbers if n not in self._owners and self._parameters[n].requires_grad]
         for number in sorted(new, key=lambda n: -self._parameters[n].nbytes):
@@ -560,6 +557,9 @@ def _joint(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return "takes a GradScaler's scale out of gradients, which all processes have"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "is differentiable"
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    if any(grad is not None and grad.layout != torch.strided for grad in held):
+        return "updates by sparse gradients"
     if any(not (hook.__module__ or "").startswith("fivefold.") for hook in step_hooks(optimizer)):
         return "has hooks, which see its parameters"
     return ""
