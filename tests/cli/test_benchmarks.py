@@ -122,6 +122,23 @@ def test_the_campaign_on_gpus_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert listed.returncode == 1 and "failed: collectives\n" in listed.stdout
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_instances_on_cores_are_measured(tmp_path: Path) -> None:
+    script = str(BENCHMARKS / "share" / "cpus.py")
+    words = ["--tiny", "--rounds=7", "--parts", "copy", "resnet20-32-replica", "--results=out"]
+    done = subprocess.run(
+        [python(), script, *words],
+        check=False, capture_output=True, text=True, timeout=280, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    held = json.loads((tmp_path / "out" / "copy.json").read_text())["held_bytes"]
+    assert held["own"] == 2 * held["one"]
+    assert held["shared"] <= 1.02 * held["one"] and held["shared-4"] <= 1.02 * held["one"]
+    found = json.loads((tmp_path / "out" / "resnet20-32-replica.json").read_text())
+    assert set(found["step_s"]) == {"one", "shared", "own", "apart"}
+
+
 def test_a_contender_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     done = measured(tmp_path, "--variants=fp32", "--model=resnet21", "--startup=0", "--rounds=1")
     assert done.returncode == 1

@@ -14,7 +14,7 @@ def draw(found: Found, title: str, path: Path) -> None:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     rows = [row for row in found.rows if row.rate][::-1]
-    figure = Figure(figsize=(7, 0.8 + 0.32 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(7, 1.2 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     kinds = {True: "chosen", False: "exact"}
     colours = {"chosen": "tab:blue", "exact": "tab:gray", "changes results": "lightgray"}
@@ -29,5 +29,6 @@ def draw(found: Found, title: str, path: Path) -> None:
     axes.set_yticks(range(len(rows)), [str(row.choice) for row in rows])
     axes.set(xlabel="samples/s", title=title)
     axes.grid(visible=True, axis="x", alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=len(colours))
     figure.savefig(path, format="svg")
