@@ -56,6 +56,7 @@ def equal(
 DIVIDED = pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided"])
 
 
+@pytest.mark.long(every=3)
 @DIVIDED
 @pytest.mark.parametrize("optimizer", one_copy.OPTIMIZERS)
 def test_every_optimizer_computes_what_it_does_with_weights_of_its_own(
@@ -64,6 +65,7 @@ def test_every_optimizer_computes_what_it_does_with_weights_of_its_own(
     equal(pool, optimizer, divided=divided)
 
 
+@pytest.mark.long(every=3)
 @DIVIDED
 @pytest.mark.parametrize("case", one_copy.CASES)
 def test_scripts_may_write_to_weights_and_state_as_ever(
