@@ -15,6 +15,7 @@ from rich.table import Table
 from fivefold.arena.native import core, problem
 from fivefold.bench.contender import CONTENDERS
 from fivefold.bench.measure import Measurement, Sweep
+from fivefold.cluster.processors import processors
 from fivefold.errors import UsageError
 
 __all__ = ["environment", "plot", "show"]
@@ -24,10 +25,8 @@ def environment() -> dict[str, Any]:
     """What a reader needs to judge the figures; no names of machines or folders."""
     from importlib.metadata import version
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
     return {
-        "cpu": model or platform.machine(),
+        "cpu": processors().model or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from fivefold.cli.printable import printable
 from fivefold.errors import FivefoldError, UsageError, suggest
 
-__all__ = ["COMMANDS", "Command", "main", "parse_options"]
+__all__ = ["COMMANDS", "Command", "main", "parse_action", "parse_options"]
 
 
 class Command(Protocol):
@@ -99,6 +99,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("FIVEFOLD_DEBUG") == "1":
             traceback.print_exc()
         return _fail(f"{problem.label}: {problem}", problem.exit_code)
+
+
+def parse_action(
+    actions: Mapping[str, tuple[type[Command], str]],
+    words: Sequence[str],
+    command: str,
+    usage: str,
+) -> Command:
+    """The action of a command that the first word names, with its options; `usage` shows all `{actions}`.
+
+    Raises `UsageError` for a mistake; help ends the process, and so does a command without words.
+    """
+    lines = [f"  {name:<14} {summary}" for name, (_, summary) in actions.items()]
+    told = usage.format(actions="\n".join(lines))
+    if not words:
+        sys.stderr.write(told)
+        raise SystemExit(UsageError.exit_code)
+    name, *rest = words
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(told)
+        raise SystemExit(0)
+    if name not in actions:
+        raise UsageError(f"unknown action {name!r}{suggest(name, actions)}")
+    return parse_options(actions[name][0], rest, f"{command} {name}")
 
 
 def parse_options(kind: type[Command], words: Sequence[str], name: str) -> Command:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from fivefold.cli import Command, parse_options
+from fivefold.cli import Command, parse_action
 from fivefold.cli.interval import Interval
 from fivefold.cli.printable import printable
 from fivefold.errors import CheckpointError, UsageError, suggest
@@ -317,21 +316,7 @@ class Checkpoint:
     @classmethod
     def parse(cls, words: Sequence[str]) -> Checkpoint:
         """The action that the words name."""
-        if not words:
-            sys.stderr.write(_help())
-            raise SystemExit(UsageError.exit_code)
-        name, *rest = words
-        if name in ("-h", "--help", "help"):
-            sys.stdout.write(_help())
-            raise SystemExit(0)
-        if name not in ACTIONS:
-            raise UsageError(f"unknown action {name!r}{suggest(name, ACTIONS)}")
-        return cls(parse_options(ACTIONS[name][0], rest, f"checkpoint {name}"))
-
-
-def _help() -> str:
-    lines = [f"  {name:<14} {summary}" for name, (_, summary) in ACTIONS.items()]
-    return _HELP.format(actions="\n".join(lines))
+        return cls(parse_action(ACTIONS, words, "checkpoint", _HELP))
 
 
 # --- what the actions share ------------------------------------------------------------------------

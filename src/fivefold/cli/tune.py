@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from fivefold import recipes
-from fivefold.cli import Command, parse_options
+from fivefold.cli import Command, parse_action
 from fivefold.cli import model as models
-from fivefold.cluster.cores import granted_cores, physical
+from fivefold.cluster.cores import granted_cores, physical, quota
+from fivefold.cluster.processors import processors
 from fivefold.errors import UsageError, suggest
 from fivefold.plan import Plan, Provenance
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fivefold.tune.instances import Choice, Found
 
 __all__ = ["ACTIONS", "Instances", "Tune"]
-
-_CHANGES = ("bfloat16", "replica", "batch")
 
 
 def _option(metavar: str, *, name: str | None = None, hint: str = "") -> object:
@@ -39,7 +37,8 @@ class Instances:
     Trains for a minute: one process of all cores, and more of fewer threads, bound to cores of their own and
     not, taking turns; the better half goes on. Then workers of the loader, for a recipe, and beside the best
     one what would change results: bfloat16, batch statistics of each process, twice the batch. That is shown,
-    and chosen only where --allow says so. What was found is kept, and told at once the next time.
+    and chosen only where --allow says so. What was found for a recipe or a model of Fivefold's own is kept,
+    and told at once the next time.
 
     Example: fivefold tune instances resnet20 --input 3x32x32 --batch 64 --out plan.toml
     """
@@ -79,13 +78,15 @@ class Instances:
         from fivefold.tune.kept import Kept
 
         batch, cores = plan.train.batch_size, _cores()
-        every = list(choices(cores, batch))
+        every = list(choices(cores, batch, bind=quota() is None))
         kept = Kept(**self._depends(plan, spec, cores))
-        record = None if self.again else kept.read()
+        # A net of one's own may have changed meanwhile.
+        record = None if self.again or ":" in self.what else kept.read()
         console = Console()
         if record is None:
             found = self._found(plan, spec, every, cores)
-            kept.write(found.record())
+            if ":" not in self.what:
+                kept.write(found.record())
         else:
             found = Found.of(record)
             console.print(
@@ -104,8 +105,10 @@ class Instances:
 
     def _checked(self) -> tuple[Plan, dict[str, Any]]:
         """The plan that choices are made in, and what ranks are told; or what is wrong with the options."""
-        if unknown := next((word for word in self.allow if word not in _CHANGES), None):
-            raise UsageError(f"--allow {unknown}{suggest(unknown, _CHANGES)}")
+        from fivefold.tune.instances import CHANGES
+
+        if unknown := next((word for word in self.allow if word not in CHANGES), None):
+            raise UsageError(f"--allow {unknown}{suggest(unknown, CHANGES)}")
         for name, least in (("batch", 1), ("classes", 1), ("integers", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -141,9 +144,8 @@ class Instances:
     def _depends(self, plan: Plan, spec: dict[str, Any], cores: int) -> dict[str, Any]:
         from importlib.metadata import version
 
-        home = str(Path.cwd()) if ":" in self.what else ""  # where its module is looked for
         return {
-            "spec": spec, "batch": plan.train.batch_size, "cores": cores, "cpu": _cpu(), "home": home,
+            "spec": spec, "batch": plan.train.batch_size, "cores": cores, "cpu": processors().model,
             "allow": sorted(self.allow), "torch": version("torch"), "fivefold": version("fivefold"),
         }  # fmt: skip
 
@@ -191,14 +193,6 @@ def _cores() -> int:
     return min(granted_cores(), len(physical(os.sched_getaffinity(0))))
 
 
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
-
-
 def _show(found: Found, heading: str, console: Any) -> None:
     from rich import box
     from rich.table import Table
@@ -234,7 +228,7 @@ actions:
 {actions}
 
 options:
-  -h, --help  show this help, or with an action, that action's
+  -h, --help     show this help, or with an action, that action's
 
 example:
   fivefold tune instances digits --out plan.toml
@@ -254,18 +248,4 @@ class Tune:
     @classmethod
     def parse(cls, words: Sequence[str]) -> Tune:
         """Read the action and its options."""
-        if not words:
-            sys.stderr.write(_help())
-            raise SystemExit(UsageError.exit_code)
-        name, *rest = words
-        if name in ("-h", "--help", "help"):
-            sys.stdout.write(_help())
-            raise SystemExit(0)
-        if name not in ACTIONS:
-            raise UsageError(f"unknown action {name!r}{suggest(name, ACTIONS)}")
-        return cls(parse_options(ACTIONS[name][0], rest, f"tune {name}"))
-
-
-def _help() -> str:
-    lines = [f"  {name:<12} {summary}" for name, (_, summary) in ACTIONS.items()]
-    return _HELP.format(actions="\n".join(lines))
+        return cls(parse_action(ACTIONS, words, "tune", _HELP))

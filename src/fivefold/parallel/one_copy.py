@@ -65,15 +65,15 @@ def one_copy(model: nn.Module, mesh: Mesh) -> OneCopy | None:
     if alone or instances.weights == "own" or mesh.plan.memory.shard != "none":
         return None
     named = [(name, p) for name, p in model.named_parameters() if p.numel()]
+    if any(not p.is_cpu for _, p in named):
+        return _unshared(instances.weights, "only memory of the host is shared")
     movable = [(name, p) for name, p in named if not is_aliased(p) and type(p.data) is Tensor]
     told = [(name, str(p.dtype), [*p.shape], [*p.stride()]) for name, p in movable]
     group = mesh.neighbours(zlib.crc32(json.dumps(told).encode()))
     if group.size() == 1 or not movable:
         return None
-    if why := _obstacle(named, group):
-        if instances.weights == "shared":
-            raise UsageError(f'instances.weights = "shared": {why}; {_REMEDY}')
-        return None
+    if not comm.shares_memory(group):
+        return _unshared(instances.weights, "the ranks of a device do not share memory")
     if len(movable) < len(named) and mesh.rank == 0:
         left = next(name for name, p in named if all(p is not other for _, other in movable))
         _log.warning(
@@ -83,10 +83,9 @@ def one_copy(model: nn.Module, mesh: Mesh) -> OneCopy | None:
     return OneCopy(model, movable, group)
 
 
-def _obstacle(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> str:
-    if any(not p.is_cpu for _, p in named):
-        return "only weights in the memory of the host are shared"
-    return "" if comm.shares_memory(group) else "the ranks of a device do not share memory"
+def _unshared(asked: str, why: str) -> None:
+    if asked == "shared":
+        raise UsageError(f'instances.weights = "shared": {why}; {_REMEDY}')
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,6 @@ class OneCopy:
     ) -> None:
         self._model = weakref.ref(model)
         self._group = group
-        self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._weights = comm.SharedCopies([p.detach() for p in self._parameters], group)
         for parameter, own in zip(self._parameters, self._weights.own, strict=True):
@@ -397,10 +395,8 @@ class OneCopy:
             return True
         if state.keys() != kept.keys():
             return False
-        for key, value in state.items():
-            whole = piece.grown(value)
-            if (whole.dtype, whole.shape) != (kept[key].own.dtype, kept[key].own.shape):
-                return False
+        if not all(piece.fits(value, kept[key].own) for key, value in state.items()):
+            return False
         for key, value in state.items():
             piece.put(value, kept[key].shared, first=self.first)
         return True

@@ -55,6 +55,12 @@ class Piece:
         """Whether something that is kept has an element for each of the parameter's."""
         return isinstance(value, Tensor) and value.shape == self._form
 
+    def fits(self, value: Tensor, whole: Tensor) -> bool:
+        """Whether what is kept for the piece has its place in what is kept for the whole."""
+        assert self.held is not None
+        like = self.held if self.is_of_elements(whole) else whole
+        return (value.dtype, value.shape) == (whole.dtype, like.shape)
+
     def grown(self, value: Tensor) -> Tensor:
         """Something in the form of what is kept for the whole, given that for the piece."""
         if self.held is not None and value.shape == self.held.shape:

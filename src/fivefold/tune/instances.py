@@ -67,8 +67,10 @@ class Choice:
         return plan.replace(values, why)
 
 
-def choices(cores: int, batch: int) -> Iterator[Choice]:
+def choices(cores: int, batch: int, *, bind: bool = True) -> Iterator[Choice]:
     """One process of all cores first; then more of fewer threads, up to one for each core.
+
+    `bind`: whether processes can be bound to cores, which a quota in place of cores does not allow.
 
     >>> [str(choice) for choice in choices(2, 8)]
     ['1 x 2', '1 x 1', '2 x 1, bound', '2 x 1']
@@ -77,7 +79,7 @@ def choices(cores: int, batch: int) -> Iterator[Choice]:
     while count <= min(cores, batch):
         most = cores // count
         for threads in sorted({most, max(1, most // 2)}, reverse=True):
-            for bound in (True, False) if count > 1 else (False,):
+            for bound in (True, False) if count > 1 and bind else (False,):
                 yield Choice(count, threads, bound)
         count = count * 2 if count * 2 <= cores or count == cores else cores
 
