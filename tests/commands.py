@@ -36,7 +36,9 @@ def python() -> str:
     return str(programs() / "python")
 
 
-def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def fivefold(
+    *words: object, cwd: Path, limit_s: float = 100.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`fivefold WORDS` in `cwd`, without a terminal."""
     return subprocess.run(
         [str(programs() / "fivefold"), *map(str, words)],
@@ -45,7 +47,7 @@ def fivefold(*words: object, cwd: Path, **environment: str) -> subprocess.Comple
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100.0,
+        timeout=limit_s,
         check=False,
     )
 

@@ -13,11 +13,14 @@ from fivefold.plan import Plan
 
 
 def tuned(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    # It starts up to nine runs, on cores that other tests use too.
     return fivefold(
-        "tune", "instances", *words, "--minutes", 0.01, cwd=folder, XDG_CACHE_HOME=str(folder)
-    )
+        "tune", "instances", *words, "--minutes", 0.01, cwd=folder, limit_s=550.0,
+        XDG_CACHE_HOME=str(folder),
+    )  # fmt: skip
 
 
+@pytest.mark.timeout(600)
 def test_the_fastest_is_written_and_can_be_started(tmp_path: Path) -> None:
     words = ["resnet20", "--input", "3x8x8", "--batch", 4, "--out", "p.toml"]
     done = tuned(tmp_path, *words)
@@ -45,9 +48,15 @@ def test_the_fastest_is_written_and_can_be_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_recipe_tries_workers_and_a_model_of_ones_own_is_found(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_a_recipe_tries_workers(tmp_path: Path) -> None:
     done = tuned(tmp_path, "digits", "--batch", 16)
     assert "1 workers each" in done.stdout, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_model_of_ones_own_is_found(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "def net(): return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))\n"

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from fivefold.closing import Closing
 from fivefold.errors import FivefoldError, UsageError
@@ -30,6 +31,7 @@ __all__ = [
     "PROTOCOL",
     "BenchError",
     "Contender",
+    "begun",
     "mpi_of",
     "mpi_options",
     "mpirun_of",
@@ -71,8 +73,18 @@ class Contender(Closing):
     ranks: int
     processes: list[subprocess.Popen[bytes]]
     wires: list[IO[str]]
-    """to each rank, in the order of ranks"""
+    """to each rank, in the order of ranks; none before `meet`"""
     log: Path
+    door: _Door | None = None
+    """where ranks call that have been begun"""
+
+    def meet(self) -> Self:
+        """Wait for the ranks that `begun` has started. Raises `BenchError` if they do not come."""
+        assert self.door is not None
+        with self.door as door:
+            self.wires = _met(door, self)
+        self.door = None
+        return self
 
     def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The answers of all ranks. Raises `BenchError` when one ends, or takes minutes."""
@@ -94,9 +106,11 @@ class Contender(Closing):
         """End the ranks: they leave when their sockets close."""
         for wire in self.wires:
             wire.close()
+        if self.door is not None:
+            self.door.close()
         for process in self.processes:
             try:
-                process.wait(_STOP_LIMIT_S)
+                process.wait(_STOP_LIMIT_S if self.wires else 0)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -114,34 +128,52 @@ def start(
     *,
     nodes: Sequence[NodeRanks] = (),
     options: Sequence[str] = (),
+) -> Contender:
+    """Start the ranks of a contender, as `begun` does, and wait for them. Raises `BenchError` if it does not
+    start.
+    """
+    contender = begun(name, ranks, folder, script, nodes=nodes, options=options)
+    try:
+        return contender.meet()
+    except BaseException:
+        contender.close()
+        raise
+
+
+def begun(
+    name: str,
+    ranks: int,
+    folder: Path,
+    script: Sequence[str] = (),
+    *,
+    nodes: Sequence[NodeRanks] = (),
+    options: Sequence[str] = (),
     launcher: Sequence[str] = (),
 ) -> Contender:
-    """Start the ranks of a contender; `folder` takes its log and socket.
+    """Start the ranks of a contender, of which `Contender.meet` waits; `folder` takes its log and socket.
 
     `script` is the command of another benchmark, to be started instead of the worker; it is given the socket.
     `launcher` is what starts all of its ranks, if they are not to be started one by one.
     `nodes` are those of the ranks, if that is not this one alone, and `options` those of `fivefold run` that
-    say the same. Raises `UsageError` if the contender is not installed, `BenchError` if it does not start.
+    say the same. Raises `UsageError` if the contender is not installed.
     """
-    with _Door(folder, several_nodes=bool(nodes)) as door:
-        started = Contender(name, ranks, [], [], folder / f"{name}.log")
-        words = [*script, door.address]
-        try:
-            with reserved_port(None) as port:
-                if launcher:
-                    commands = [([*launcher, *words], dict[str, str]())]
-                elif not nodes:
-                    commands = _commands(name, ranks, words, port)
-                else:
-                    commands = [_on_nodes(name, nodes, words[-1], folder, options)]
-                for command, environment in commands:
-                    told = environment | door.environment
-                    started.processes.append(_spawned(command, told, started.log))
-                started.wires = _met(door, started)
-        except BaseException:
-            started.close()
-            raise
-    return started
+    door = _Door(folder, several_nodes=bool(nodes))
+    contender = Contender(name, ranks, [], [], folder / f"{name}.log", door)
+    words = [*script, door.address]
+    try:
+        if launcher:
+            commands = [([*launcher, *words], dict[str, str]())]
+        elif not nodes:
+            commands = _commands(name, ranks, words, door.port)
+        else:
+            commands = [_on_nodes(name, nodes, words[-1], folder, options)]
+        for command, environment in commands:
+            told = environment | door.environment
+            contender.processes.append(_spawned(command, told, contender.log))
+    except BaseException:
+        contender.close()
+        raise
+    return contender
 
 
 class _Door(Closing):
@@ -150,6 +182,9 @@ class _Door(Closing):
     def __init__(self, folder: Path, *, several_nodes: bool) -> None:
         self.environment: dict[str, str] = {}
         """for the ranks"""
+        self._held = ExitStack()
+        self.port = self._held.enter_context(reserved_port(None))
+        """free for ranks that meet by torch, until this is closed"""
         self._lines = queue.SimpleQueue[socket.socket]()
         self._listener: Listener | None = None
         if several_nodes:
@@ -181,6 +216,7 @@ class _Door(Closing):
         if self._listener is not None:
             self._listener.close()
         self._socket.close()
+        self._held.close()
 
 
 def _spawned(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.bench.contender import BenchError, Contender, start
+from fivefold.bench.contender import BenchError, Contender, begun
 from fivefold.plan import Plan, Provenance
 from fivefold.tune.halving import ROUNDS, Trial, compared, halved, reason
 
@@ -140,10 +140,9 @@ def tried(
     with ExitStack() as stack:
         running = _Running(plan, spec, folder, stack, progress)
         ends = time.monotonic() + seconds
-        (first,) = running.begun(every[:1])
+        first, *others = running.begun(every)
         if first.problem:
             raise BenchError(f"{first.name}: {first.problem}")
-        others = running.begun(every[1:])
         running.keep.add(every[0])
         best = running.fastest([first, *others], ends - 0.5 * seconds)
         more = [replace(best, workers=count) for count in workers if count != best.workers]
@@ -199,10 +198,12 @@ class _Running:
         self._step_s: dict[Choice, float] = {}
 
     def begun(self, choices: Sequence[Choice]) -> list[Trial]:
-        """Start ranks; a trial has a problem if its ranks do not start."""
+        """Start ranks, all at once; a trial has a problem if its ranks do not start."""
+        for choice in choices:
+            self._begin(choice)
         for number, choice in enumerate(choices):
             self._progress(f"starting {choice} ({number + 1} of {len(choices)})")
-            self._begin(choice)
+            self._meet(choice)
         return [self.trials[choice] for choice in choices]
 
     def fastest(self, trials: Sequence[Trial], ends: float) -> Choice:
@@ -230,17 +231,19 @@ class _Running:
         threads = ["-x", f"OMP_NUM_THREADS={choice.threads}"]
         script = ["-m", "fivefold.cli.trial", json.dumps(self._spec)]
         name = f"{choice}".replace(" ", "")
-        trial = self.trials[choice] = Trial(str(choice), lambda: self._rate(choice))
+        self.trials[choice] = Trial(str(choice), lambda: self._rate(choice))
+        contender = begun(
+            name, choice.processes, self._folder, script, launcher=[*run, *options, *threads]
+        )
+        self._contenders[choice] = self._stack.enter_context(contender)
+
+    def _meet(self, choice: Choice) -> None:
         try:
-            contender = start(
-                name, choice.processes, self._folder, script,
-                launcher=[*run, *options, *threads],
-            )  # fmt: skip
-            self._contenders[choice] = self._stack.enter_context(contender)
+            contender = self._contenders[choice].meet()
             contender.ask({"steps": 1})  # the first one is slower
             self._step_s[choice] = max(a["seconds"] for a in contender.ask({"steps": 1}))
         except BenchError as problem:
-            trial.problem = reason(problem)
+            self.trials[choice].problem = reason(problem)
 
     def _rate(self, choice: Choice) -> float:
         """Samples per second of a short while."""
