@@ -17,6 +17,7 @@ _VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
 _CLASSES = (0x0300, 0x0302, 0x0380)
 # A GPU inside a processor borrows main memory: less than this is its own.
 _OWN_MEMORY_BYTES = 2 << 30
+_SLICE = "MIG-"
 # One after the other; of alternatives, separated by a space, the first that is set.
 _CHOICE = {
     "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
@@ -45,6 +46,13 @@ class Gpu:
     """part of the processor, of no use for training"""
     granted: bool = True
     """whether this process may open it: Slurm and containers withhold GPUs that /sys shows all the same"""
+    slices: tuple[nvml.Slice, ...] | None = None
+    """what MIG has made of it, and CUDA takes for devices; None where it does not divide it"""
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is such a slice: then UUID, name and memory are its own, and all else the GPU's."""
+        return self.uuid.startswith(_SLICE)
 
 
 def gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
@@ -61,8 +69,9 @@ def gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
 def visible(found: Iterable[Gpu], environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     """Those that a process with this environment may use, in the order in which it counts them.
 
-    Those that it was granted, less what CUDA_VISIBLE_DEVICES and its relatives leave out. Parts of a GPU
-    (MIG) are not told apart.
+    Those that it was granted, less what CUDA_VISIBLE_DEVICES and its relatives leave out. Of a GPU that MIG
+    divides these are its slices. CUDA shows a process the first of them alone, whatever else there is: who
+    starts several processes names to each its own.
     """
     left = [gpu for gpu in found if gpu.granted and not gpu.integrated]
     for vendor, names in _CHOICE.items():
@@ -71,7 +80,29 @@ def visible(found: Iterable[Gpu], environ: Mapping[str, str] = os.environ) -> tu
             if told is not None:
                 own = [gpu for gpu in left if gpu.vendor == vendor]
                 left = [gpu for gpu in left if gpu.vendor != vendor] + _chosen(own, told)
-    return tuple(left)
+    return tuple(part for gpu in left for part in _parts(gpu))
+
+
+def _parts(gpu: Gpu) -> list[Gpu]:
+    """What CUDA takes for devices."""
+    if gpu.slices is None:
+        return [gpu]
+    whole = replace(gpu, slices=None)
+    return [
+        replace(whole, uuid=one.uuid, name=one.name, memory_bytes=one.memory_bytes)
+        for one in gpu.slices
+    ]
+
+
+def _named_slices(own: Sequence[Gpu], word: str) -> list[Gpu]:
+    """Those that a word may mean: the beginning of a UUID, or as drivers before 470 name a slice."""
+    return [
+        part
+        for gpu in own
+        for one, part in zip(gpu.slices or (), _parts(gpu), strict=False)
+        if one.uuid.startswith(word)
+        or word == f"{_SLICE}{gpu.uuid}/{one.gpu_instance}/{one.compute_instance}"
+    ]
 
 
 def _chosen(own: Sequence[Gpu], told: str) -> list[Gpu]:
@@ -80,14 +111,14 @@ def _chosen(own: Sequence[Gpu], told: str) -> list[Gpu]:
     for word in filter(None, (part.strip() for part in told.split(","))):
         number = word.partition(".")[0]  # Intel: 0.1 is a tile of 0
         if number.isdecimal() and int(number) < len(own):
-            gpu = own[int(number)]
+            named = [own[int(number)]]
+        elif word.startswith(_SLICE):
+            named = _named_slices(own, word)
         else:
             named = [gpu for gpu in own if gpu.uuid and gpu.uuid.startswith(word)]
-            if len(named) != 1:
-                break
-            gpu = named[0]
-        if gpu not in kept:
-            kept.append(gpu)
+        if len(named) != 1:
+            break
+        kept += [part for part in _parts(named[0]) if part not in kept]
     return kept
 
 
@@ -104,7 +135,7 @@ def _gpu(path: Path, root: Path) -> Gpu | None:
         numa=reading.numa(path),
         memory_bytes=memory,
         driver=_driver(path),
-        uuid=told.get("GPU UUID", ""),
+        uuid="" if "?" in (uuid := told.get("GPU UUID", "")) else uuid,  # nobody has used it yet
         integrated=_integrated(maker, path.name, memory),
         granted=_granted(path, _driver(path), told.get("Device Minor", ""), root),
     )
@@ -147,4 +178,5 @@ def _completed(gpu: Gpu, told: nvml.Told | None) -> Gpu:
         name=gpu.name or told.name,
         uuid=gpu.uuid or told.uuid,
         memory_bytes=gpu.memory_bytes or told.memory_bytes,
+        slices=told.slices,
     )

@@ -107,7 +107,8 @@ def _backend(job: Situation) -> Choice:
         return Choice(job.backend, "the plan says so")
     if job.torch.devices:
         alone = all(
-            len({gpu.address for one in ranks if (gpu := job.gpu_of(one))}) == len(ranks)
+            len({gpu.address for gpu in map(job.gpu_of, ranks) if gpu and not gpu.is_slice})
+            == len(ranks)
             for ranks in job.by_host.values()
         )
         if alone:
@@ -191,7 +192,7 @@ def _threads(one: RankFacts) -> str:
 
 
 def _gpus(report: Placement) -> str:
-    found = {gpu.address: gpu for one in report.ranks for gpu in one.gpus}
+    found = {gpu.uuid or gpu.address: gpu for one in report.ranks for gpu in one.gpus}
     if not found:
         return "none"
     first = next(iter(found.values()))
@@ -206,7 +207,8 @@ def _gpu(one: RankFacts) -> str:
     gpu = one.gpu
     if gpu is None:
         return "none"
-    return gpu.address + ("" if gpu.numa is None else f" (NUMA {gpu.numa})")
+    place = gpu.uuid if gpu.is_slice else gpu.address
+    return place + ("" if gpu.numa is None else f" (NUMA {gpu.numa})")
 
 
 def _memory(node: NodeFacts) -> str:

@@ -1,5 +1,7 @@
 """Which GPUs a process may use, and what NVML adds."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import sys
@@ -10,7 +12,8 @@ import pytest
 
 import machines
 from fivefold.cluster import nvml
-from fivefold.cluster.gpus import Gpu, gpus, visible
+from fivefold.cluster.gpus import Gpu, _completed, gpus, visible
+from nvml_table import NvmlTable
 
 
 @pytest.fixture
@@ -72,6 +75,8 @@ def test_amd_counts_what_rocr_left(tmp_path: Path) -> None:
 class _Fake(ModuleType):
     """A library with one GPU, as older bindings answer: with bytes."""
 
+    NVML_DEVICE_MIG_ENABLE = 1
+
     class NVMLError(Exception):
         pass
 
@@ -95,6 +100,7 @@ class _Fake(ModuleType):
             "nvmlDeviceGetName": b"NVIDIA A100",
             "nvmlDeviceGetUUID": "GPU-1",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=40 << 30),
+            "nvmlDeviceGetMigMode": (0, 0),
         }
 
         def answer(*_: object) -> object:
@@ -114,3 +120,75 @@ def test_what_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_nvml_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", _Fake(broken=True))
     assert nvml.devices() == {}
+
+
+# ---- MIG. What NVML answers was written by its documentation: see nvml_table.py
+
+BIG, SMALL, PART = (
+    f"MIG-{begin}-0000-5000-8000-000000000000" for begin in ("11110000", "22220000", "22223333")
+)
+GPUS = [f"GPU-{n}1b2c3d4-0000-4000-8000-00000000000{n}" for n in range(4)]
+
+
+@pytest.fixture
+def divided(four: tuple[Gpu, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, ...]:
+    """Four GPUs: the first in three slices, the second divided by MIG and without any, and two whole ones."""
+    monkeypatch.setitem(sys.modules, "pynvml", NvmlTable())
+    told = nvml.devices()
+    return tuple(_completed(gpu, told[gpu.address]) for gpu in four)
+
+
+def test_nvml_tells_slices(divided: tuple[Gpu, ...]) -> None:
+    first, second, third, fourth = divided
+    assert [one.slices for one in (second, third, fourth)] == [(), None, None]
+    assert first.slices is not None
+    assert first.memory_bytes is None  # of the whole GPU not everybody may know
+    assert [(one.uuid, one.gpu_instance, one.compute_instance) for one in first.slices] == [
+        (BIG, 2, 0),
+        (SMALL, 7, 0),
+        (PART, 5, 1),
+    ]
+    assert [one.memory_bytes for one in first.slices] == [20937965568, 5100273664, None]
+
+
+@pytest.mark.parametrize(
+    ("told", "chosen"),
+    [
+        (None, [BIG, SMALL, PART, GPUS[2], GPUS[3]]),
+        ("0", [BIG, SMALL, PART]),
+        ("1", []),
+        ("2,0", [GPUS[2], BIG, SMALL, PART]),
+        (f"{GPUS[0]}", [BIG, SMALL, PART]),
+        (f"{SMALL},{BIG}", [SMALL, BIG]),
+        ("MIG-1111,MIG-2222,3", [BIG]),  # the second may mean two
+        (f"{PART},{PART},{GPUS[3]}", [PART, GPUS[3]]),
+        (f"MIG-{GPUS[0]}/7/0,MIG-{GPUS[0]}/5/1", [SMALL, PART]),  # drivers before 470
+        (f"MIG-{GPUS[0]}/7/1", []),
+        (f"MIG-{GPUS[1]}/7/0", []),
+        ("MIG-9999", []),
+    ],
+)
+def test_slices_are_what_a_process_may_use(
+    divided: tuple[Gpu, ...], told: str | None, chosen: list[str]
+) -> None:
+    found = visible(divided, {} if told is None else {"CUDA_VISIBLE_DEVICES": told})
+    assert [gpu.uuid for gpu in found] == chosen
+    assert [gpu.is_slice for gpu in found] == [one.startswith("MIG") for one in chosen]
+
+
+def test_a_slice_lies_where_its_gpu_does(divided: tuple[Gpu, ...]) -> None:
+    part = visible(divided, {"CUDA_VISIBLE_DEVICES": SMALL})[0]
+    assert (part.address, part.numa) == (divided[0].address, divided[0].numa)
+    assert (part.name, part.memory_bytes) == ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5100273664)
+
+
+def test_uuids_that_the_driver_does_not_tell_are_none(tmp_path: Path) -> None:
+    root = machines.two_sockets(tmp_path)
+    told = root / "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    told.write_text(told.read_text().replace(GPUS[0], "GPU-????????-????-????-????-????????????"))
+    assert [gpu.uuid for gpu in gpus(root)] == ["", *GPUS[1:]]
+
+
+def test_what_computes_on_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", NvmlTable())
+    assert nvml.computing() == {uuid: {4711} if n == 2 else set() for n, uuid in enumerate(GPUS)}
