@@ -349,6 +349,9 @@ class Comm:
     """below how many bytes a rank's part of a sum or all-gather goes straight from each node to each, with
     backend fivefold; from there on small ones are made by doubling; -1: by the number of nodes. Results are
     the same bits"""
+    shared_gpu: Literal["host", "direct"] = "host"
+    """how the tensors of ranks that share a GPU get from one to another, with backend fivefold: through
+    memory of the host, or read where they are, which has not run on a GPU yet"""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_s=1, silence_s=1, streams=1, direct_bytes=-1)

@@ -128,6 +128,28 @@ def operations(mesh: Mesh) -> dict[str, Any]:
     return {"passed": not wrong, "said": "; ".join(wrong)}
 
 
+def where_they_lie(mesh: Mesh) -> dict[str, Any]:
+    """Sums in memory that ranks of a GPU share, while the GPU is busy, have the bits of the host's."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    import comm_checks
+
+    group: Any = torch.distributed.group.WORLD
+    busy = torch.randn(4096, 4096, device=mesh.device)
+    wrong: list[str] = []
+    for number, count in enumerate((5, 70_000, 25 << 20)):
+        flat = group.shared_zeros(count, torch.float32, mesh.device)
+        for turn in range(5):
+            seed = 10 * number + turn
+            drawn = [comm_checks.draw(seed, q, count, torch.float32) for q in range(mesh.size)]
+            flat.copy_(drawn[mesh.rank])
+            if (turn + mesh.rank) % 2:  # one stream is behind the other
+                busy = (busy @ busy).clamp(-1, 1)
+            torch.distributed.all_reduce(flat)
+            if comm_checks.raw(flat) != comm_checks.raw(comm_checks.reference("sum", drawn)):
+                wrong.append(f"{count} elements, turn {turn}")
+    return {"passed": not wrong, "said": "; ".join(wrong)}
+
+
 CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "conv_net": lambda mesh: compared(mesh, conv_net(), 7),
     "no_affine": lambda mesh: compared(
@@ -146,6 +168,7 @@ CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "mixed_precision": mixed_precision,
     "under_budgets": under_budgets,
     "operations": operations,
+    "where_they_lie": where_they_lie,
 }
 
 

@@ -66,23 +66,15 @@ def test_a_stage_without_parameters(backend: str, tmp_path: Path) -> None:
     assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
 
 
-def test_every_operation_takes_tensors_of_a_gpu(tmp_path: Path) -> None:
-    """That ranks share, through memory of the host; with one each NCCL does."""
+@pytest.mark.parametrize("way", ["host", "direct"])
+def test_every_operation_takes_tensors_of_a_gpu(way: str, tmp_path: Path) -> None:
+    """That ranks share; with one each NCCL does."""
     found = tmp_path / "found.json"
-    run(
-        tmp_path,
-        FIVEFOLD,
-        "run",
-        "-n",
-        "2",
-        "--set",
-        "comm.backend=fivefold",
-        SCRIPT,
-        "operations",
-        found,
-    )
-    told = json.loads(found.read_text())
-    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+    options = ["--set", "comm.backend=fivefold", "--set", f"comm.shared_gpu={way}"]
+    for case in ("operations", *["where_they_lie"] * (way == "direct")):
+        run(tmp_path, FIVEFOLD, "run", "-n", "2", *options, SCRIPT, case, found)
+        told = json.loads(found.read_text())
+        assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
 
 
 def test_budgets_keep_bits_and_are_kept(tmp_path: Path) -> None:

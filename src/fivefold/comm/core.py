@@ -89,6 +89,8 @@ class Core:
     """in a forked child: the process whose group this is"""
     spread: Spread | None = None
     """None: all ranks are on this node"""
+    in_order: bool = False
+    """whether sums are made one rank after the other, see `add_in_order`"""
     unreachable: str = ""
     """why the last stream that could not be opened could not"""
     _pointer: int = field(init=False, repr=False)
@@ -193,6 +195,11 @@ class Core:
             return ""
         why = os.strerror(int(report.other_count))
         return f"rank {report.other} may not read the memory of rank {report.other_root} ({why})"
+
+    def add_in_order(self) -> None:
+        """Make sums one rank after the other from now on, where all are on this node. Collective."""
+        self.library.ff_group_in_order(self.pointer)
+        self.in_order = True
 
     def run(self, call: Call) -> None:
         """Run a collective and return when it is done. Raises `RuntimeError`."""

@@ -36,7 +36,7 @@ from fivefold.errors import UsageError
 from fivefold.trace.current import current
 from fivefold.trace.trace import Trace
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "Request", "reducible"]
 
 _KIND = {name: code for code, name in enumerate(KINDS)}
 _ALL_REDUCE, _SEND, _RECEIVE = (KIND_NUMBERS[name] for name in ("all_reduce", "send", "receive"))
@@ -117,7 +117,7 @@ class Operations:
             code = CODES.get(tensor.dtype)
             if code is not None:
                 return self._all_reduce_at_once(tensor, code, reduction)
-        real = _reducible(tensor, reduction)
+        real = reducible(tensor, reduction)
         targets, after = writes([real])
         if after is not None:
             targets[0].copy_(real)
@@ -127,7 +127,7 @@ class Operations:
 
     def reduce(self, tensor: Tensor, reduction: int, root: int, *, later: bool) -> dist.Work:
         """Reduce into the tensor of rank `root`; the others' stay as they are."""
-        real = _reducible(tensor, reduction)
+        real = reducible(tensor, reduction)
         targets, after = writes([real] if root == self.group.rank else [])
         source, result = reads(real), targets[0] if targets else None
         asked = Request("reduce", source, source, result, reduction=reduction, root=root)
@@ -188,8 +188,8 @@ class Operations:
     ) -> dist.Work:
         """Reduce `inputs`, one per rank, over the ranks; `output` is this rank's."""
         self._one_per_rank(inputs, output, "reduce_scatter")
-        targets, after = writes([_reducible(output, reduction)])
-        sources = [reads(_reducible(tensor, reduction)) for tensor in inputs]
+        targets, after = writes([reducible(output, reduction)])
+        sources = [reads(reducible(tensor, reduction)) for tensor in inputs]
         asked = Request("reduce_scatter", targets[0], sources, targets[0], reduction=reduction)
         return self._start(asked, [output], after, later=later)
 
@@ -198,8 +198,8 @@ class Operations:
     ) -> dist.Work:
         """Reduce `tensor`, which holds a part per rank, over the ranks; `output` is this rank's part."""
         self._fits(tensor, output, "reduce_scatter")
-        targets, after = writes([_reducible(output, reduction)])
-        source = reads(_reducible(tensor, reduction))
+        targets, after = writes([reducible(output, reduction)])
+        source = reads(reducible(tensor, reduction))
         asked = Request("reduce_scatter", targets[0], source, targets[0], reduction=reduction)
         return self._start(asked, [output], after, later=later)
 
@@ -246,8 +246,12 @@ class Operations:
 
     def close(self) -> None:
         """End what is under way, with errors, and leave the group."""
-        if self.group.closed:
-            return
+        if not self.group.closed:
+            self.end_works()
+            self.group.close()
+
+    def end_works(self) -> None:
+        """End what is under way, with errors."""
         works = [*self._collectives, *self._messages]
         until = time.monotonic() + _GRACE_S
         while not (done := sum(work.is_completed() for work in works) == len(works)):
@@ -263,7 +267,6 @@ class Operations:
                 continue
         self._completer.close()
         self._message_completer.close()
-        self.group.close()
 
     def _all_reduce_at_once(self, tensor: Tensor, dtype: int, reduction: int) -> dist.Work:
         """The shortest way: most of the time of a small sum would else be spent on this side."""
@@ -400,7 +403,7 @@ class Operations:
             )
 
 
-def _reducible(tensor: Tensor, reduction: int) -> Tensor:
+def reducible(tensor: Tensor, reduction: int) -> Tensor:
     """The tensor, complex numbers as pairs: they can be added. Raises `UsageError` for what cannot."""
     if tensor.is_complex() and reduction <= 1:
         return torch.view_as_real(tensor)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.comm import streams
+from fivefold.comm.cuda_memory import CudaMemory
+from fivefold.comm.direct import direct
 from fivefold.comm.meeting import Apart, meet
 from fivefold.comm.operations import Operations
 from fivefold.comm.shared_group import SharedGroup
@@ -45,10 +48,13 @@ def create(options: Any, _given: Any) -> Any:
             _note_gloo(met.reason, name, size)
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
-    def elsewhere(device: torch.device) -> Any:
-        return _torchs_own(device, store, rank, size, timeout)
+    operations = Operations(met, timeout.total_seconds())
 
-    return SharedGroup(Operations(met, timeout.total_seconds()), elsewhere, name)
+    def elsewhere(device: torch.device) -> Any:
+        own = _torchs_own(device, store, rank, size, timeout)
+        return own or _of_one_gpu(device, operations, name)
+
+    return SharedGroup(operations, elsewhere, name)
 
 
 _noted: set[str] = set()
@@ -80,6 +86,18 @@ def _torchs_own(
             dist.PrefixStore("nccl", inner), rank, size, nccl_options(timeout)
         )
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", inner), rank, size, timeout)
+
+
+def _of_one_gpu(device: torch.device, operations: Operations, name: str) -> SharedGroup | None:
+    """Ranks that share a GPU and read each other's memory there; None where they are not to. Collective."""
+    if operations.group.spread is not None or not streams.reads_on_gpu():
+        return None
+    found = direct(operations, CudaMemory(device))
+    if found is None:
+        return None
+    group = SharedGroup(found, lambda _: None, name)
+    found.log = operations.log  # one count of what was asked for
+    return group
 
 
 def _as_timedelta(value: Any) -> timedelta:

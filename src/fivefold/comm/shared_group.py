@@ -6,6 +6,7 @@ take. Tensors on GPUs are passed on to NCCL, or pass through memory of the host 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.comm.device_memory import NoDeviceMemory
+from fivefold.comm.direct import Direct
 from fivefold.comm.group_log import GroupLog
 from fivefold.comm.operations import Operations
 from fivefold.comm.own_arena import own_arena
@@ -193,8 +196,22 @@ class SharedGroup(dist.ProcessGroup):
 
     def add_in_order(self) -> None:
         """Let sums be made one rank after the other, where all are on this node. Collective."""
-        core = self._operations.group
-        core.library.ff_group_in_order(core.pointer)
+        self._operations.group.add_in_order()
+
+    def shared_zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros (count,) that are summed where they lie, if their device can do that. Collective.
+
+        All ranks ask for as many.
+        """
+        if device.type == "cpu":
+            return self.allocate_tensor(count, dtype=dtype).zero_()
+        other = self.elsewhere(device)
+        if other is not self and isinstance(other, SharedGroup):
+            return other.shared_zeros(count, dtype, device)
+        if isinstance(self._operations, Direct):
+            with contextlib.suppress(NoDeviceMemory):  # torch may still hold some that is free
+                return self._operations.windows.zeros(count, dtype)
+        return torch.zeros(count, dtype=dtype, device=device)
 
     @property
     def on_one_node(self) -> bool:
@@ -205,15 +222,25 @@ class SharedGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations wait for missing ranks from now on."""
         self._operations.timeout_s = timeout.total_seconds()
+        for other in self._of_devices():
+            other.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         """Leave the group."""
+        for other in self._of_devices():
+            other.shutdown()
         self._operations.close()
         self._completer.close()
 
     abort = shutdown
+
+    def _of_devices(self) -> Iterator[SharedGroup]:
+        """The same ranks, where their tensors are on a device that they share."""
+        for other in self._elsewhere.values():
+            if other is not self and isinstance(other, SharedGroup):
+                yield other
 
     # --- coalescing: operations stay their own, a block only collects their works ----------------
 

@@ -26,11 +26,11 @@ _PASSED_S = 60.0
 def shared_zeros(count: int, like: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Zeros (count,) of the dtype and device of `like`.
 
-    In memory that the ranks of `group` share, if they do: collectives of it then need no copies. Ask for the
-    same count on every rank.
+    In memory that the ranks of `group` share, if they do: collectives of it then need no copies. Collective:
+    all ranks ask for the same count.
     """
-    if like.device.type == "cpu" and isinstance(group, SharedGroup):
-        return group.allocate_tensor(count, dtype=like.dtype).zero_()
+    if isinstance(group, SharedGroup):
+        return group.shared_zeros(count, like.dtype, like.device)
     return like.new_zeros(count)
 
 

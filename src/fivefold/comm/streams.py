@@ -131,6 +131,11 @@ def rounds() -> bool:
     return _plan.partials == "own"
 
 
+def reads_on_gpu() -> bool:
+    """Whether ranks that share a GPU read each other's memory there."""
+    return _plan.shared_gpu == "direct"
+
+
 def direct_bytes(nodes: int) -> int:
     """From how many bytes on small sums over so many nodes are made by doubling, if this is the first rank.
 
