@@ -317,9 +317,20 @@ class Instances:
     """that each computes with, where OMP_NUM_THREADS says nothing; 0: one for each of its cores"""
     bound: bool = True
     """whether each has physical cores of its own"""
+    mps: Literal["auto", "on", "off"] = "auto"
+    """whether those of a GPU compute at the same time, through NVIDIA's MPS, and not in turns; auto: where it
+    is installed, and MIG does not divide the GPU"""
+    percent: int = 0
+    """of a GPU's threads that each may use at a time, through MPS, up to 100; 0: not limited"""
 
     def __post_init__(self) -> None:
-        _at_least("instances", self, per_device=1, threads=0)
+        _at_least("instances", self, per_device=1, threads=0, percent=0)
+        if self.percent > 100:
+            raise PlanError(f"instances.percent = {self.percent}: 100 at most are possible")
+        if self.percent and self.mps == "off":
+            raise PlanError(
+                f'instances.percent = {self.percent} needs MPS: leave out instances.mps = "off", or this'
+            )
 
 
 @dataclass(frozen=True)

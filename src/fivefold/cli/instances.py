@@ -15,6 +15,7 @@ from fivefold.cluster.gpus import gpus, visible
 from fivefold.errors import UsageError
 from fivefold.launch.binding import INSTANCES
 from fivefold.launch.hosts import Hosts
+from fivefold.launch.sharing import MPS
 from fivefold.plan import AXES, Plan, Provenance, check_instances
 
 __all__ = ["environment_of", "layout_values", "nodes_for", "with_instances"]
@@ -76,5 +77,9 @@ def environment_of(plan: Plan | None, processes: int) -> dict[str, str]:
     check_instances(plan, processes)
     told = plan.instances
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(told.threads)}
-    bound = told.bound and told.per_device > 1
-    return (threads if told.threads else {}) | ({INSTANCES: str(told.per_device)} if bound else {})
+    environment = threads if told.threads else {}
+    if told.per_device > 1:
+        environment[MPS] = f"{told.per_device}:{told.mps}:{told.percent}"
+        if told.bound:
+            environment[INSTANCES] = str(told.per_device)
+    return environment

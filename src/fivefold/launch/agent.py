@@ -43,6 +43,7 @@ from fivefold.launch.node_messages import FRAMES, PROTOCOL, Kind
 from fivefold.launch.outbox import Outbox
 from fivefold.launch.port import reserved_port
 from fivefold.launch.progress import VARIABLE, ProgressFile, RankProgress
+from fivefold.launch.sharing import own_slices, shared_gpus
 from fivefold.launch.stage import NodeStage
 from fivefold.launch.supervisor import Supervised, Supervisor
 from fivefold.launch.surroundings import node_environment
@@ -128,6 +129,8 @@ class Agent(Supervisor):
         self.callback(self._checkpoints.close)
         self._template: tuple[object, TemplateProcess] | None = None
         self._ports = contextlib.ExitStack()
+        self._sharing = contextlib.ExitStack()
+        self.callback(self._sharing.close)
         self._pipes: list[int] = []
         """of the ranks of this start"""
         self._passed_on: dict[tuple[int, bool], float] = {}
@@ -287,6 +290,7 @@ class Agent(Supervisor):
     def _start_ranks(self, order: RankOrder) -> None:
         self._grace_s = order.grace_s
         self._checkpoints.end()
+        self._sharing.close()
         shared = node_environment(order.environment, os.environ) | {
             "WORLD_SIZE": str(order.world),
             "LOCAL_WORLD_SIZE": str(order.count),
@@ -318,12 +322,14 @@ class Agent(Supervisor):
         meeting |= self._folders.variables(
             ranks, order.directory, order.traces, explains=order.explains
         )
+        slices = own_slices(shared, order.count)
+        meeting |= self._sharing.enter_context(shared_gpus(shared, order.count))
         start = self._fork_rank if order.fork else self._start_rank
         for local, share in enumerate(
             bound(cores, order.count, per_device=instances(order.environment))
         ):
             rank = order.first + local
-            own = meeting | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            own = meeting | slices[local] | {"RANK": str(rank), "LOCAL_RANK": str(local)}
             start(replace(order, cores=[*share] or order.cores), rank, shared, own)
 
     def _plan_file(self, path: str, text: str) -> str:

@@ -21,6 +21,7 @@ from fivefold.launch.mpirun import MpirunEngine
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
 from fivefold.launch.restarts import restarting
+from fivefold.launch.sharing import sharing
 
 __all__ = ["Engine", "choose", "engines"]
 
@@ -134,8 +135,8 @@ class TorchrunEngine:
         return Outcome(job.processes, time.monotonic() - began)
 
     def _once(self, job: Job) -> None:
-        with reserved_port(job.port) as port:
-            run_through(job, self.name, self.name, lambda fifo: self._start(job, port, fifo))
+        with reserved_port(job.port) as port, sharing(job, self.name) as this:
+            run_through(this, self.name, self.name, lambda fifo: self._start(this, port, fifo))
 
     def _start(self, job: Job, port: int, fifo: Path | None = None) -> ProcessStart:
         options = [

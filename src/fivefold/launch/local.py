@@ -22,6 +22,7 @@ from fivefold.launch.job import Job, Outcome, ProcessStart, log_path, opened_log
 from fivefold.launch.output import LogLines, Stream
 from fivefold.launch.port import reserved_port
 from fivefold.launch.restarts import restarting
+from fivefold.launch.sharing import own_slices, sharing
 from fivefold.launch.supervisor import STOPPING
 from fivefold.launch.variables import read_seconds
 from fivefold.launch.watch import Watch
@@ -49,9 +50,12 @@ class LocalEngine:
         shares = bound(
             sorted(os.sched_getaffinity(0)), job.processes, per_device=instances(job.environment)
         )
+        slices = own_slices(shared, job.processes)
         return [
             ProcessStart(
-                job.command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, shares[rank]
+                job.command,
+                shared | slices[rank] | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                shares[rank],
             )
             for rank in range(job.processes)
         ]
@@ -74,12 +78,16 @@ class LocalEngine:
 
     def _start(self, agents: CheckpointAgents, job: Job) -> None:
         agents.end()
-        with reserved_port(job.port) as port, narrowed(job.helpers):
-            job.prepare_logs()
-            with Watch(job) as watch:
-                attend(job, self.name, watch)
-                for rank, start in enumerate(self.starts(job, port)):
-                    _start(job, rank, start, watch)
+        with (
+            reserved_port(job.port) as port,
+            narrowed(job.helpers),
+            sharing(job, self.name) as this,
+        ):
+            this.prepare_logs()
+            with Watch(this) as watch:
+                attend(this, self.name, watch)
+                for rank, start in enumerate(self.starts(this, port)):
+                    _start(this, rank, start, watch)
                 watch.wait()
 
 

@@ -22,6 +22,7 @@ from fivefold.launch.job import Job, Outcome, ProcessStart
 from fivefold.launch.port import reserved_port
 from fivefold.launch.relay import run_through, shim_command
 from fivefold.launch.restarts import restarting
+from fivefold.launch.sharing import sharing
 
 __all__ = ["MpirunEngine", "find_mpirun", "flavour"]
 
@@ -56,12 +57,12 @@ class MpirunEngine:
         return Outcome(job.processes, time.monotonic() - began)
 
     def _once(self, job: Job, mpirun: Sequence[str]) -> None:
-        with reserved_port(job.port) as port:
+        with reserved_port(job.port) as port, sharing(job, self.name) as this:
             run_through(
-                job,
+                this,
                 self.name,
                 f"mpirun ({mpirun[0]})",
-                lambda fifo: self._start(job, mpirun, port, fifo),
+                lambda fifo: self._start(this, mpirun, port, fifo),
             )
 
     def _start(

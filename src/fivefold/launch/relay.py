@@ -26,6 +26,7 @@ from fivefold.launch.binding import bound, instances
 from fivefold.launch.guard import dies_with_parent
 from fivefold.launch.helpers import narrowed
 from fivefold.launch.job import Job, ProcessStart, ended, opened_log, tail
+from fivefold.launch.sharing import own_slices
 from fivefold.launch.watch import Watch
 
 __all__ = ["FRAME_BYTES", "run_through", "send", "shim_command"]
@@ -53,8 +54,10 @@ def shim_command(job: Job, fifo: Path | None = None) -> list[str]:
         spans(cores)
         for cores in bound(granted, job.processes, per_device=instances(job.environment))
     ]
-    cores = [word for share in shares if share for word in ("--cores", share)]
-    shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), *report, *cores, "--"]
+    own = [word for share in shares if share for word in ("--cores", share)]
+    for told in own_slices({**os.environ, **job.environment}, job.processes):
+        own += [word for uuid in told.values() for word in ("--device", uuid)]
+    shim = ["-m", "fivefold.launch.shim", "--log-dir", str(job.log_dir), *report, *own, "--"]
     return [sys.executable, *shim, *job.command]
 
 

@@ -1,6 +1,6 @@
 """What a foreign launcher starts in the place of a rank: it starts the rank and reports on it.
 
-    python -m fivefold.launch.shim --log-dir DIR [--fifo PATH] [--cores LIST ...] -- command...
+    python -m fivefold.launch.shim --log-dir DIR [--fifo PATH] [--cores LIST ...] [--device UUID ...] -- words
 
 Whatever launched it, the rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. Its output is
 kept in `DIR/rank-N.log` and sent along the pipe at PATH; where there is none (another node), it is shown
@@ -46,10 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--fifo", type=Path)
     parser.add_argument("--cores", action="append", default=[])
+    parser.add_argument("--device", action="append", default=[])
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     place = locate()
     report = _reporter(place, options.fifo)
+    if place.local_rank < len(options.device):
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.device[place.local_rank]
     with log_path(options.log_dir, place.rank).open("ab", buffering=0) as log:
         code = _run(options.command, place, _share(options.cores, place), log, report)
     report(EXIT, b"%d" % code)

@@ -140,6 +140,12 @@ GIVEN = (
         form=r"[1-9]\d*",
     ),
     Variable(
+        "FIVEFOLD_MPS",
+        "how many neighbouring ranks share a GPU, whether through MPS (`auto`, `on`, `off`), and how many "
+        "percent of its threads each may use (0: all), such as `2:auto:0`; with --instances",
+        form=r"[1-9]\d*:(auto|on|off):\d{1,3}",
+    ),
+    Variable(
         "FIVEFOLD_PLACEMENT",
         "folder of a node in which its ranks tell what they were given, before they become the script; with "
         "--explain on several nodes",
