@@ -149,6 +149,12 @@ def test_what_cannot_be_shared_is_told_on_all_ranks(pool: Pool, what: str, said:
             assert told.count('instances.weights = "own"') == (2 if what == "forked" else 1)
 
 
+def test_more_instances_than_memory_are_told_how_many_fit(pool: Pool) -> None:
+    for told in results(pool, one_copy.refused, "room", size=2):
+        assert told.startswith("instances.per_device = 2: weights and gradients of this net take ")
+        assert told.endswith("MiB, so no more than 1 fit")
+
+
 def test_another_backend_shares_no_memory(pool: Pool) -> None:
     for told in pool.run("gloo", one_copy.refused, "gloo", size=2):
         assert "the ranks of a device do not share memory; set instances.weights" in told

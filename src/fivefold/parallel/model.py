@@ -55,6 +55,7 @@ from fivefold.parallel.refuse import (
     refuse_joint,
     uncompiled,
 )
+from fivefold.parallel.room import check_room
 from fivefold.parallel.rows import Rows
 from fivefold.parallel.trained import check_given, check_trained
 from fivefold.parallel.trees import Method, leaves, map_tensors, rows_of, stand_in
@@ -105,6 +106,7 @@ def parallelize(
     if mesh.size > 1:
         lines = given(net, mesh, example, loss)
         mesh.agreement.check([(method, "the method"), *lines], "the arguments of parallelize")
+        check_room(net, mesh)
     compiles = compiled or mesh.plan.parallel.compile
     model = ParallelModel(
         net.to(mesh.device), mesh, loss, example, compiles=compiles, method=method

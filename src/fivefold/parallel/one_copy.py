@@ -494,7 +494,10 @@ _live: list[weakref.ref[OneCopy]] = []
 """in the order in which they were made, as on all ranks"""
 _steps: dict[int, _Step] = {}
 """under way, by number of the optimiser"""
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_known: weakref.WeakKeyDictionary[Optimizer, Sequence[OneCopy]] = weakref.WeakKeyDictionary()
+"""those that have made a step, and what they hold: a model that a script has let go of would not be gone on
+all ranks at the same step
+"""
 
 
 @functools.cache
@@ -523,8 +526,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     for copy in copies:
         copy.meet(optimizer)
     if optimizer not in _known:
-        _known.add(optimizer)
         optimizer.register_state_dict_pre_hook(_end)
+    _known[optimizer] = copies
     step = _steps[id(optimizer)] = _Step(optimizer, copies)
     step.begin()
 
