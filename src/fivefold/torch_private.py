@@ -110,6 +110,7 @@ __all__ = [
     "saved_tensor_hooks",
     "schema_of",
     "sequence_number",
+    "spin",
     "step_hooks",
     "values_of",
     "version_of",
@@ -591,6 +592,13 @@ def pin(owner: object, address: int, size_bytes: int, memory: object = None) -> 
     if not problem:
         weakref.finalize(owner, _unpin, cudart, address, memory).atexit = False
     return problem
+
+
+def spin(gpu: torch.device) -> None:
+    """Keep one of a GPU's processors busy for some hundredths of a second, and wait for its end."""
+    with torch.cuda.device(gpu):
+        torch.cuda._sleep(100_000_000)  # pyright: ignore[reportUnknownMemberType]
+        torch.cuda.synchronize()
 
 
 def _unpin(cudart: Any, address: int, memory: object) -> None:  # noqa: ARG001 - which lives until now

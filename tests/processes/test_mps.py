@@ -18,7 +18,7 @@ import pytest
 
 from commands import python
 from fivefold.cluster import mps, nvml
-from fivefold.cluster.mps import Mps, foreign_servers
+from fivefold.cluster.mps import Mps, foreign_servers, runs_by_default
 from fivefold.errors import UsageError
 from machines import write
 from mps_stand_in import install
@@ -214,6 +214,15 @@ def strangers(root: Path) -> Path:
 def test_servers_of_others_are_seen(tmp_path: Path) -> None:
     assert foreign_servers(strangers(tmp_path)) == {71: os.getuid() + 1}
     assert not foreign_servers(tmp_path / "nothing")
+
+
+def test_a_daemon_of_the_site_is_seen(tmp_path: Path) -> None:
+    assert not runs_by_default(tmp_path)
+    write(tmp_path, {"tmp/nvidia-mps/nvidia-cuda-mps-control.pid": "71\n"})
+    assert not runs_by_default(tmp_path)  # it has ended
+    words = {"comm": "nvidia-cuda-mps\n", "cmdline": "nvidia-cuda-mps-control\0-d\0"}
+    write(tmp_path, {f"proc/71/{name}": text for name, text in words.items()})
+    assert runs_by_default(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,16 @@ def test_a_daemon_of_whoever_starts_the_job_is_used(have: Gpus) -> None:
         assert not again
 
 
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_daemon_of_the_site_is_used(
+    mode: str, have: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have()
+    monkeypatch.setattr(sharing, "runs_by_default", lambda: True)
+    with shared_gpus({"FIVEFOLD_MPS": f"2:{mode}:30"}, 2) as told:
+        assert told == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30"}
+
+
 @pytest.mark.parametrize(
     ("found", "why"),
     [

@@ -28,7 +28,7 @@ from fivefold.closing import Closing
 from fivefold.cluster import nvml, reading
 from fivefold.errors import UsageError
 
-__all__ = ["CONTROL", "PERCENTAGE", "PIPES", "Mps", "foreign_servers", "main"]
+__all__ = ["CONTROL", "PERCENTAGE", "PIPES", "Mps", "foreign_servers", "main", "runs_by_default"]
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -120,6 +120,12 @@ class Mps(Closing):
         watcher.stdout.close()
         if self._folder.exists():  # somebody has killed the watcher
             _clear(self._folder)
+
+
+def runs_by_default(root: Path = Path("/")) -> bool:
+    """Whether a daemon runs where CUDA looks unless it is told another place, as a site may start it."""
+    pid = reading.number(root / "tmp/nvidia-mps" / f"{CONTROL}.pid")
+    return pid is not None and _program(root / f"proc/{pid}") == CONTROL
 
 
 def foreign_servers(root: Path = Path("/")) -> dict[int, int]:

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import replace
 
 from fivefold.cluster.gpus import Gpu, gpus, visible
-from fivefold.cluster.mps import CONTROL, PERCENTAGE, PIPES, Mps
+from fivefold.cluster.mps import CONTROL, PERCENTAGE, PIPES, Mps, runs_by_default
 from fivefold.errors import UsageError
 from fivefold.launch.job import Job
 
@@ -38,7 +38,7 @@ def shared_gpus(environ: Mapping[str, str], ranks: int) -> Generator[dict[str, s
     all have gone. Raises `UsageError` if GPUs have to be shared through MPS, and cannot be.
     """
     each, mode, percent = _asked(environ)
-    if PIPES in environ:  # a daemon of whoever set it
+    if PIPES in environ or (mode != "off" and runs_by_default()):  # whoever started that daemon
         yield {PERCENTAGE: str(percent)} if percent and PERCENTAGE not in environ else {}
         return
     daemon = _daemon(environ, mode, percent) if mode != "off" and min(each, ranks) > 1 else None
@@ -79,7 +79,8 @@ def _daemon(environ: Mapping[str, str], mode: str, percent: int) -> Mps | None:
     except UsageError as problem:
         if mode == "on":
             raise
-        sys.stderr.write(f"warning: ranks share GPUs in turns, without MPS: {problem}\n")
+        with contextlib.suppress(OSError):  # of an agent, nobody may listen
+            sys.stderr.write(f"warning: ranks share GPUs in turns, without MPS: {problem}\n")
         return None
 
 

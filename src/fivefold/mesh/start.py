@@ -16,6 +16,7 @@ import re
 import socket
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,10 @@ from fivefold.launch.variables import check_variables, read_seconds
 from fivefold.mesh.groups import named_mesh
 from fivefold.mesh.heap import keep_memory
 from fivefold.mesh.mesh import Mesh
+from fivefold.mesh.overlap import warn_of_turns
 from fivefold.mesh.recording import record
 from fivefold.plan import AXES, Layout, Plan, Provenance, check_instances
-from fivefold.torch_private import note_version, without_warnings_of_sockets
+from fivefold.torch_private import note_version, spin, without_warnings_of_sockets
 
 __all__ = ["start"]
 
@@ -156,6 +158,8 @@ def _backend(
     if device.type != "cuda":
         return BACKEND if place.world_size > 1 else "gloo"
     own = str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType]
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        own = "MIG"  # NCCL takes no slices
     # Counting visible GPUs would not tell: with `--gpus-per-task` every rank sees one, its own.
     alone = all_differ(
         dist.PrefixStore("gpus", store), place.rank, place.world_size, own,
@@ -190,6 +194,9 @@ def _join(place: RankPlace, plan: Plan, device: torch.device) -> None:
             world_size=place.world_size,
             timeout=timeout,
         )
+        if device.type == "cuda" and (each := plan.instances.per_device) > 1:
+            own = dist.PrefixStore(f"overlap-{place.rank // each}", store)
+            warn_of_turns(own, place.rank % each, each, partial(spin, device), timeout)
     except (RuntimeError, ValueError, OSError) as problem:
         if isinstance(problem, FivefoldError):
             raise
