@@ -11,6 +11,7 @@ import pytest
 
 import machines
 from fivefold.cluster.node import NodeFacts
+from fivefold.cluster.nvml import Slice
 from fivefold.launch.environment import RankPlace, allocated_nodes
 from fivefold.launch.explain import save
 from fivefold.launch.node_text import text_of_node
@@ -100,6 +101,18 @@ def test_the_backend_that_start_chooses(
 ) -> None:
     given = {"masks": NEAR, **changes}
     assert place(job(node, **given)).backend.name == backend  # type: ignore[arg-type]
+
+
+def test_slices_are_counted_and_talk_over_gloo(node: NodeFacts) -> None:
+    """One for each rank, and yet NCCL takes none."""
+    own = [
+        replace(gpu, slices=tuple(Slice(f"MIG-{n}{m}", "MIG 3g.20gb", m, 0, None) for m in (1, 2)))
+        for n, gpu in enumerate(node.gpus)
+    ]
+    report = place(job(replace(node, gpus=tuple(own)), NEAR))
+    told = lines(text_of_placement(report))["GPUs"]
+    assert report.backend.name == "gloo"
+    assert told.startswith("8 x MIG 3g.20gb; rank 0: MIG-01 (NUMA 0); "), told
 
 
 def test_ranks_of_which_nothing_is_known_are_named(node: NodeFacts) -> None:
