@@ -338,6 +338,15 @@ def mapped() -> tuple[int, int, int]:
     return size, sum(files.values()), size - sum(t.nbytes for t in inside)
 
 
+def held_once(mib: float) -> bool:
+    """Whether a net of so many MiB lies once where nobody has said."""
+    mesh = ff.start(_plan("auto", Layout(data=2), 2), device="cpu")
+    net = nn.Linear(1 << 10, int(mib * 256), bias=False)
+    model = ff.parallelize(net, mesh)
+    assert model.module is net
+    return bool(_private())
+
+
 def _private() -> list[tuple[int, int, str]]:
     """Where copies are mapped that keep a rank's changes to itself: from, to, and the file's number."""
     lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())

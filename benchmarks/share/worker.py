@@ -59,8 +59,9 @@ class Ours:
         told = os.environ.get("FIVEFOLD_PLAN")
         plan = ff.Plan.load(told) if told else ff.Plan()
         key: dict[str, object] = {"parallel.batch_norm": asked.batch_norm}
-        if asked.contender.startswith("own"):
-            key["instances.weights"] = "own"
+        for weights in ("own", "shared"):
+            if asked.contender.startswith(weights):
+                key["instances.weights"] = weights
         if asked.per_device:
             key["instances.per_device"] = asked.per_device
         self.mesh = ff.start(plan.replace(key, Provenance("user", "benchmark")), device="cpu")

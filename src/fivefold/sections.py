@@ -312,7 +312,8 @@ class Instances:
     """how many neighbouring ranks a GPU has, or a node without any; they are among those of the layout"""
     weights: Literal["auto", "shared", "own"] = "auto"
     """whether the instances of a device hold weights and the state of optimisers once, or each its own; auto:
-    once on CPUs, unless `memory.shard` divides them or `comm.backend` shares no memory"""
+    once on CPUs from 16 MiB of weights on, unless `memory.shard` divides them or `comm.backend` shares no
+    memory"""
     threads: int = 0
     """that each computes with, where OMP_NUM_THREADS says nothing; 0: one for each of its cores"""
     bound: bool = True

@@ -43,7 +43,7 @@ def equal(
     """Whether shared weights and state, on every rank, are those of ranks with weights of their own."""
     arguments = optimizer, case, layout, per_device, divided
     expected = results(pool, one_copy.trained, "own", *arguments)
-    found = results(pool, one_copy.trained, "auto", *arguments)
+    found = results(pool, one_copy.trained, "shared", *arguments)
     for (weights, state, shared), (own_weights, own_state, _) in zip(found, expected, strict=True):
         assert shared == once
         differ = [name for name, value in own_weights.items() if weights.get(name) != value]
@@ -108,6 +108,11 @@ def test_weights_and_state_lie_in_memory_once(pool: Pool) -> None:
     for size, files, outside in results(pool, one_copy.mapped):
         assert not outside
         assert files <= 1.02 * size
+
+
+def test_small_nets_have_copies_unless_the_plan_says_otherwise(pool: Pool) -> None:
+    assert results(pool, one_copy.held_once, 15.5, size=2) == [False, False]
+    assert results(pool, one_copy.held_once, 16, size=2) == [True, True]
 
 
 def test_checkpoints_go_from_any_number_of_instances_to_any(pool: Pool, tmp_path: Path) -> None:

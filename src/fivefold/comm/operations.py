@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,10 +98,10 @@ class Operations:
         self.log = GroupLog(lambda: group.name, lambda: range(group.size), "fivefold")
         """gives operations their numbers, for the trace of the process"""
         self._completer, self._message_completer = Completer(), Completer()
-        self._collectives: deque[OpWork] = deque()
-        """under way; kept because memory that the core writes to must not go, even if the work is dropped"""
-        self._messages: set[MessageWork] = set()
-        """under way, likewise; those that have ended leave"""
+        self._collectives: dict[OpWork, None] = {}
+        """under way, the oldest first"""
+        self._messages: dict[MessageWork, None] = {}
+        """likewise"""
         self._many = _MANY
         self._gone: int = core().ff_gone()
         self._all_reduce_now = core().ff_all_reduce
@@ -312,16 +311,17 @@ class Operations:
                 after()
             return Finished(results)
         work = OpWork(self.group, call, size_bytes, completer=self._completer, results=results,
-                      kept=(kept, asked), after=after)  # fmt: skip
+                      kept=(kept, asked), after=after, under_way=self._collectives)  # fmt: skip
         if trace is not None:
             work.recorded(trace, issued)
-        self._collectives.append(work)
         return work
 
     def _forget(self) -> None:
         """Let go of works that have ended, which tells the trace of those that nobody waits for."""
-        while self._collectives and self._collectives[0].is_completed():
-            self._collectives.popleft()
+        for work in [*self._collectives]:  # at once: other threads find works ended too
+            if not work.is_completed():
+                return
+            self._collectives.pop(work, None)
 
     def _noted(
         self, trace: Trace, call: Call, kind: str, block: Tensor, size_bytes: int, *, later: bool

@@ -145,7 +145,10 @@ class _Operation(Protocol):
 
 
 class _Pending(_Work):
-    """A work of the core that ends later. `kept` must live until then; `after` runs once it has ended."""
+    """A work of the core that ends later. `kept` must live until then; `after` runs once it has ended.
+
+    It is in `under_way` until somebody finds it ended: its tensors live until then, even if it is dropped.
+    """
 
     def __init__(
         self,
@@ -155,9 +158,12 @@ class _Pending(_Work):
         results: Sequence[Tensor],
         kept: object,
         after: Callable[[], None] | None,
+        under_way: dict[Any, None],
     ) -> None:
         super().__init__(results, completer)
         self._operation = operation
+        self._under_way = under_way
+        under_way[self] = None
         self._kept, self._after = kept, after
         self._error: Exception | None = None
         self._ending = threading.Lock()
@@ -228,6 +234,7 @@ class _Pending(_Work):
             self._after()
         self._kept = self._after = None
         self._ended = True
+        self._under_way.pop(self, None)
         trace, self._trace = self._trace, None
         if trace is None:
             return
@@ -270,10 +277,17 @@ class OpWork(_Pending):
 
     def __init__(
         self, group: Core, call: Call, size_bytes: int, *, completer: Completer, results: Sequence[Tensor],
-        kept: object, after: Callable[[], None] | None,
+        kept: object, after: Callable[[], None] | None, under_way: dict[OpWork, None],
     ) -> None:  # fmt: skip
         operation = _Collective(group, call, size_bytes)
-        super().__init__(operation, completer=completer, results=results, kept=kept, after=after)
+        super().__init__(
+            operation,
+            completer=completer,
+            results=results,
+            kept=kept,
+            after=after,
+            under_way=under_way,
+        )
 
 
 class _Message:
@@ -316,18 +330,13 @@ class MessageWork(_Pending):
 
     def __init__(
         self, group: Core, handle: int, tensor: Tensor, *, peer: int, tag: int, sends: bool,
-        completer: Completer, after: Callable[[], None] | None, under_way: set[MessageWork],
+        completer: Completer, after: Callable[[], None] | None, under_way: dict[MessageWork, None],
     ) -> None:  # fmt: skip
         self._message = _Message(group, handle, peer, tag, tensor, sends=sends)
         super().__init__(
-            self._message, completer=completer, results=[tensor], kept=tensor, after=after
-        )
-        self._under_way = under_way
-        under_way.add(self)
-
-    def _end(self, timeout_s: float) -> None:
-        super()._end(timeout_s)
-        self._under_way.discard(self)
+            self._message, completer=completer, results=[tensor], kept=tensor, after=after,
+            under_way=under_way,
+        )  # fmt: skip
 
     def _source_rank(self) -> int:
         """Who sent it."""

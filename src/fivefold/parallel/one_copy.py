@@ -52,6 +52,10 @@ _BY_TENSOR = (
 """optimisers of torch whose update of a tensor needs nothing of others; Muon came with torch 2.9"""
 _CALL_BYTES = 64 << 10
 """of a tensor take as long to be updated as what an optimiser does once for each"""
+_LEAST_BYTES = 16 << 20
+"""of parameters, from where on they are shared unless the plan says otherwise: the meetings of a step take as
+long as what is saved of an update of 7 MiB by SGD, or of 3 MiB by Adam
+"""
 _REMEDY = 'set instances.weights = "own"'
 
 
@@ -67,15 +71,20 @@ def one_copy(model: nn.Module, mesh: Mesh) -> OneCopy | None:
     named = [(name, p) for name, p in model.named_parameters() if p.numel()]
     if any(not p.is_cpu for _, p in named):
         return _unshared(instances.weights, "only memory of the host is shared")
-    movable = [(name, p) for name, p in named if not is_aliased(p) and type(p.data) is Tensor]
-    told = [(name, str(p.dtype), [*p.shape], [*p.stride()]) for name, p in movable]
+    told = [(name, str(p.dtype), [*p.shape], [*p.stride()]) for name, p in named]
     group = mesh.neighbours(zlib.crc32(json.dumps(told).encode()))
-    if group.size() == 1 or not movable:
+    if group.size() == 1 or not named:
         return None
     if not comm.shares_memory(group):
         return _unshared(instances.weights, "the ranks of a device do not share memory")
+    apart = torch.tensor([not is_aliased(p) and type(p.data) is Tensor for _, p in named])
+    of_all = comm.all_gather(apart, group, Tag.CONTROL).all(0).tolist()
+    movable = [one for one, may in zip(named, of_all, strict=True) if may]
+    enough = sum(p.nbytes for _, p in movable) >= _LEAST_BYTES
+    if not movable or (instances.weights == "auto" and not enough):
+        return None
     if len(movable) < len(named) and mesh.rank == 0:
-        left = next(name for name, p in named if all(p is not other for _, other in movable))
+        left = next(name for (name, _), may in zip(named, of_all, strict=True) if not may)
         _log.warning(
             "%d of %d parameters, such as %r, stay each instance's own: other tensors lie in their memory",
             len(named) - len(movable), len(named), left,
