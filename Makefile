@@ -29,7 +29,7 @@ NATIVE := native/CMakeLists.txt $(wildcard native/*.[ch])
 INSTALL := $(if $(TORCH),PIP_CONSTRAINT=$(CONSTRAINTS) )$(BIN)/python -m pip $(INSTALL_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long smoke fuzz soak check format docs lock native sanitize torch-distributed clean
+.PHONY: help demo test test-long smoke fuzz soak check format docs lock native sanitize torch-distributed gpu-kit clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -92,6 +92,9 @@ torch-distributed: $(VENV)/.develop  ## PyTorch's own tests of torch.distributed
 	$(BIN)/python tests/torch_distributed/standing_in.py fivefold
 	$(BIN)/python tests/torch_distributed/standing_in.py nodes
 	WORLD_SIZE=4 $(BIN)/python tests/torch_distributed/standing_in.py nodes
+
+gpu-kit: $(VENV)/.develop  ## pack what a GPU machine without a network lacks for benchmarks/share
+	$(BIN)/python benchmarks/share/kit.py build/gpu-kit.tar.gz $(PIP_FLAGS)
 
 clean:  ## remove what make has made: the environment, caches and built files
 	rm -rf .venv .venv-torch-* build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

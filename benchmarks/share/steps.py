@@ -1,6 +1,6 @@
 """Training steps of small nets at one global batch, by as many instances per device as there are ranks.
 
-    fivefold run --instances 4 benchmarks/share/steps.py
+    fivefold run --instances 4 benchmarks/share/steps.py [NAME...]      of the campaign's cases; all nets else
 
 Rungs: eager in float32; bfloat16, channels last and a fused optimiser; that, compiled.
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
 import torch
+from cases import keep
 from torch import nn
 
 import fivefold as ff
@@ -53,27 +55,42 @@ def step_of(mesh: ff.Mesh, name: str, pixels: int, images: int, rung: str) -> Ca
     return step
 
 
+def rated(mesh: ff.Mesh, name: str, pixels: int, images: int) -> dict[str, float]:
+    """Images per second by rung; a line for each, from the first rank."""
+    rates: dict[str, float] = {}
+    for rung in RUNGS:
+        step = step_of(mesh, name, pixels, images, rung)
+        taken: list[float] = []
+        for _ in range(ROUNDS + 1):
+            begun = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize()
+            taken.append((time.perf_counter() - begun) / STEPS)
+        rates[rung] = images / statistics.median(taken[1:])
+        if mesh.rank == 0:
+            print(
+                f"{name:18} {pixels:3} pixels, batch {images:3}, {rung:8} {mesh.size} ranks: "
+                f"{rates[rung]:9,.0f} images/s",
+                flush=True,
+            )
+    return rates
+
+
 def main() -> None:
-    """A line for each net and rung, from the first rank."""
+    """The nets that are named, each kept as it is done."""
     with ff.start() as mesh:
         for name, pixels, images in CASES:
-            for rung in RUNGS:
-                step = step_of(mesh, name, pixels, images, rung)
-                taken: list[float] = []
-                for _ in range(ROUNDS + 1):
-                    begun = time.perf_counter()
-                    for _ in range(STEPS):
-                        step()
-                    if mesh.device.type == "cuda":
-                        torch.cuda.synchronize()
-                    taken.append((time.perf_counter() - begun) / STEPS)
-                if mesh.rank == 0:
-                    rate = images / statistics.median(taken[1:])
-                    print(
-                        f"{name:18} {pixels:3} pixels, batch {images:3}, {rung:8} {mesh.size} ranks: "
-                        f"{rate:9,.0f} images/s",
-                        flush=True,
-                    )
+            case = f"steps-{name}-{pixels}-{mesh.size}"
+            if sys.argv[1:] and case not in sys.argv:
+                continue
+            begun = time.monotonic()
+            rates = rated(mesh, name, pixels, images)
+            if mesh.rank == 0:
+                said = ", ".join(f"{rung} {rate:,.0f}" for rung, rate in rates.items())
+                seconds = time.monotonic() - begun
+                keep(case, "passed", seconds, f"images/s: {said}", images_per_s=rates)
 
 
 if __name__ == "__main__":

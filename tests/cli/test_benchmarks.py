@@ -101,29 +101,6 @@ def test_the_script_of_memory_on_gpus_runs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_campaign_on_gpus_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    script = str(BENCHMARKS / "share" / "campaign.py")
-
-    def campaign(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [python(), script, "--out=out", "--device=cpu", "--tiny", *words],
-            check=False, capture_output=True, text=True, timeout=280, cwd=tmp_path,
-        )  # fmt: skip
-
-    first = campaign("--minutes=0.35")
-    assert first.returncode == 0, first.stdout
-    assert first.stdout.startswith("probe ") and "not run: exact-data, collectives" in first.stdout
-    rest = campaign("--minutes=4")
-    assert rest.returncode == 0, rest.stdout
-    assert rest.stdout.count(" passed ") == 4 and "not run: nothing" in rest.stdout
-    broken = json.loads((tmp_path / "out" / "collectives.json").read_text()) | {"code": 3}
-    (tmp_path / "out" / "collectives.json").write_text(json.dumps(broken))
-    listed = campaign("--list")
-    assert listed.returncode == 1 and "failed: collectives\n" in listed.stdout
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
 def test_instances_on_cores_are_measured(tmp_path: Path) -> None:
     script = str(BENCHMARKS / "share" / "cpus.py")
     words = ["--tiny", "--rounds=7", "--parts", "copy", "resnet20-32-replica", "--results=out"]

@@ -113,6 +113,54 @@ def under_budgets(mesh: Mesh) -> dict[str, Any]:
     return {"passed": not wrong, "said": wrong}
 
 
+def trained(mesh: Mesh) -> dict[str, Any]:
+    """Some steps, for their trace."""
+    net = build("resnet20")
+    model = ff.parallelize(net, mesh, loss=CRITERION)
+    optim = torch.optim.SGD(net.parameters(), lr=0.01)
+    images, labels = random_batch(8)
+    loss = torch.zeros(())
+    for _ in range(6):
+        loss = model.step(*model.shard(images.float().to(mesh.device), labels.to(mesh.device)))
+        optim.step()
+        optim.zero_grad()
+    return {"passed": bool(loss.isfinite()), "said": f"loss {loss.item()}"}
+
+
+def staged(mesh: Mesh) -> dict[str, Any]:
+    """A save is of the state when it began, though steps change that before it is complete."""
+    folder = Path(sys.argv[2]).parent
+    net = build("resnet20")
+    model = ff.parallelize(net, mesh, loss=CRITERION)
+    optim = torch.optim.Adam(net.parameters())
+
+    def step(number: int) -> None:
+        images, labels = random_batch(8, number)
+        model.step(*model.shard(images.float().to(mesh.device), labels.to(mesh.device)))
+        optim.step()
+        optim.zero_grad()
+
+    def state() -> list[Tensor]:
+        moments = [t for own in optim.state.values() for t in own.values()]
+        return [t.detach().cpu().clone() for t in (*net.parameters(), *net.buffers(), *moments)]
+
+    step(0)
+    far, near = folder / "far", folder / "near"
+    with ff.Checkpointer(far, mesh, local=near, model=model, optim=optim) as saves:
+        kept = state()
+        saves.save(1)
+        for number in range(1, 4):
+            step(number)
+        moved = state()
+        saves.wait()
+        found = saves.load()
+        back = state()
+    changed = not torch.equal(kept[0], moved[0])
+    same = len(kept) == len(back) and all(map(torch.equal, kept, back))
+    passed = found == 1 and changed and same
+    return {"passed": passed, "said": f"step {found}, changed {changed}, came back {same}"}
+
+
 def operations(mesh: Mesh) -> dict[str, Any]:
     """Every operation of a group gives the bits on tensors of a GPU that it gives on the host's."""
     sys.path.append(str(Path(__file__).parents[1]))
@@ -168,6 +216,8 @@ CASES: dict[str, Callable[[Mesh], dict[str, Any]]] = {
     "mixed_precision": mixed_precision,
     "under_budgets": under_budgets,
     "operations": operations,
+    "staged": staged,
+    "trained": trained,
     "where_they_lie": where_they_lie,
 }
 

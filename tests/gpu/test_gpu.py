@@ -7,87 +7,47 @@ The references run on the same GPU, so that an error is the layout's and not the
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+from gpu_runs import FIVEFOLD, GPUS, found_by, needs_gpu, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="needs a GPU: torch.cuda.is_available() is False"),
-]
-
-FIVEFOLD = Path(sys.executable).parent / "fivefold"
-SCRIPT = Path(__file__).parent / "on_gpu.py"
-
-
-def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(word) for word in words],
-        check=False,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 @pytest.mark.parametrize(
     "case", ["conv_net", "no_affine", "resnet20", "float32", "empty_share", "mixed_precision"]
 )
 def test_two_ranks_compute_what_one_process_does(case: str, tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    run(tmp_path, FIVEFOLD, "run", "-n", "2", SCRIPT, case, found)
-    told = json.loads(found.read_text())
-    assert (told["device"], told["ranks"]) == ("cuda", 2)
-    assert told["passed"], told["said"]
+    found_by(case, tmp_path)
 
 
 def test_forked_ranks_have_the_gpu(tmp_path: Path) -> None:
     """The process that ranks are forked from must not have touched CUDA, which no fork survives."""
-    found = tmp_path / "found.json"
-    run(tmp_path, FIVEFOLD, "run", "--fork", "-n", "2", SCRIPT, "conv_net", found)
-    told = json.loads(found.read_text())
-    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+    found_by("conv_net", tmp_path, "--fork", "-n", "2")
 
 
 @pytest.mark.parametrize("backend", ["auto", "fivefold"])
 def test_a_stage_without_parameters(backend: str, tmp_path: Path) -> None:
     """It gave others tensors of the host, where they gave it those of a GPU."""
-    found = tmp_path / "found.json"
-    options = ["--layout", "pipe=2", "--set", f"comm.backend={backend}"]
-    run(tmp_path, FIVEFOLD, "run", *options, SCRIPT, "bare_stage", found)
-    told = json.loads(found.read_text())
-    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+    found_by("bare_stage", tmp_path, "--layout", "pipe=2", "--set", f"comm.backend={backend}")
 
 
-@pytest.mark.parametrize("way", ["host", "direct"])
-def test_every_operation_takes_tensors_of_a_gpu(way: str, tmp_path: Path) -> None:
-    """That ranks share; with one each NCCL does."""
-    found = tmp_path / "found.json"
-    options = ["--set", "comm.backend=fivefold", "--set", f"comm.shared_gpu={way}"]
-    for case in ("operations", *["where_they_lie"] * (way == "direct")):
-        run(tmp_path, FIVEFOLD, "run", "-n", "2", *options, SCRIPT, case, found)
-        told = json.loads(found.read_text())
-        assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+def test_every_operation_takes_tensors_of_a_gpu(tmp_path: Path) -> None:
+    """That ranks share, through memory of the host; with one each NCCL does."""
+    found_by("operations", tmp_path, "-n", "2", "--set", "comm.backend=fivefold")
 
 
+@pytest.mark.skipif(GPUS == 0, reason="memory is measured as CUDA counts it")
 def test_budgets_keep_bits_and_are_kept(tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    run(tmp_path, FIVEFOLD, "run", "-n", "1", SCRIPT, "under_budgets", found)
-    told = json.loads(found.read_text())
-    assert (told["device"], told["passed"]) == ("cuda", True), told["said"]
+    found_by("under_budgets", tmp_path, "-n", "1")
 
 
 def test_the_command_verifies_on_the_gpu(tmp_path: Path) -> None:
     told = tmp_path / "report.json"
     command = ["verify", "resnet20", "--layout", "data=2", "--batch", "7", "--steps", "2", "--json"]
-    run(tmp_path, FIVEFOLD, *command, told)
+    run(tmp_path, *command, told)
     assert json.loads(told.read_text())["passed"]
 
 
@@ -109,16 +69,16 @@ def test_tiles_and_stages_verify_on_the_gpu(
 ) -> None:
     told = tmp_path / "report.json"
     command = ["verify", model, "--layout", layout, "--batch", "5", "--steps", "2", *more, "--json"]
-    run(tmp_path, FIVEFOLD, *command, told)
+    run(tmp_path, *command, told)
     assert json.loads(told.read_text())["passed"]
 
 
-@pytest.mark.skipif(GPUS > 1, reason="two ranks have a GPU each")
+@pytest.mark.skipif(GPUS != 1, reason="for two ranks on one GPU")
 @pytest.mark.parametrize("backend", ["auto", "fivefold"])
 def test_ranks_that_share_a_gpu_do_not_divide_parameters(backend: str, tmp_path: Path) -> None:
     """gloo ended with a segmentation fault."""
     options = ["--set", "memory.shard=optimizer", "--set", f"comm.backend={backend}"]
-    command = [FIVEFOLD, "verify", "resnet20", "--layout", "data=2", "--batch", "4", *options]
+    command = [*FIVEFOLD, "verify", "resnet20", "--layout", "data=2", "--batch", "4", *options]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("needs a GPU for every rank")) == (2, 1), done.stderr
 
@@ -132,6 +92,6 @@ def test_ranks_with_a_gpu_each_talk_over_nccl(tmp_path: Path) -> None:
         "with ff.start() as mesh:\n"
         "    print(mesh.device, dist.get_backend(mesh.group('data')), flush=True)\n"
     )
-    said = run(tmp_path, FIVEFOLD, "run", "-n", "2", script).stdout
+    said = run(tmp_path, "run", "-n", "2", script).stdout
     assert "cuda:0" in said and "cuda:1" in said
     assert said.count("nccl") == 2
