@@ -20,7 +20,7 @@ from fivefold.bench.contender import BenchError, Contender, begun
 from fivefold.plan import Plan, Provenance
 from fivefold.tune.halving import ROUNDS, Trial, compared, halved, reason
 
-__all__ = ["CHANGES", "Choice", "Found", "Row", "choices", "told", "tried"]
+__all__ = ["CHANGES", "Choice", "Found", "Row", "Running", "choices", "told", "tried"]
 
 Change = Literal["", "bfloat16", "replica", "batch"]
 CHANGES: dict[str, str] = {
@@ -138,7 +138,7 @@ def tried(
     chosen. Raises `BenchError` if the first choice cannot be measured.
     """
     with ExitStack() as stack:
-        running = _Running(plan, spec, folder, stack, progress)
+        running = Running(plan, spec, folder, stack, progress)
         ends = time.monotonic() + seconds
         first, *others = running.begun(every)
         if first.problem:
@@ -178,8 +178,8 @@ def _changes(best: Choice, plan: Plan) -> Iterator[Change]:
     yield "batch"
 
 
-class _Running:
-    """Ranks of choices, started once each."""
+class Running:
+    """Ranks of choices, started once each; `stack` ends them."""
 
     def __init__(
         self,
