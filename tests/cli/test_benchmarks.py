@@ -116,6 +116,21 @@ def test_instances_on_cores_are_measured(tmp_path: Path) -> None:
     assert set(found["step_s"]) == {"one", "shared", "own", "apart"}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_what_the_tuner_chooses_is_measured_anew(tmp_path: Path) -> None:
+    script = str(BENCHMARKS / "share" / "choice.py")
+    words = ["--tiny", "--minutes=0.01", "--parts", "resnet20-32-replica", "--results=out"]
+    done = subprocess.run(
+        [python(), script, *words],
+        check=False, capture_output=True, text=True, timeout=280, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / "out" / "choice.json").read_text())["settings"].values()
+    assert found["chosen"] in found["rates"]
+    assert all(len(rates) == 7 for rates in found["rates"].values())
+
+
 def test_a_contender_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     done = measured(tmp_path, "--variants=fp32", "--model=resnet21", "--startup=0", "--rounds=1")
     assert done.returncode == 1
