@@ -189,6 +189,8 @@ def main() -> int:
     else:
         found["two ranks of gloo"] = pair("gloo")
     print(json.dumps(found, indent=1))
+    switched = found.get("two ranks of NCCL on a GPU", "no GPU")
+    print(f"two ranks of NCCL on a GPU: {switched}; MPS started: {found['mps']['started']}")
     return 0
 
 
