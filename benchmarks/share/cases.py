@@ -179,7 +179,9 @@ def launches(device: str, tiny: bool) -> Iterator[Launch]:
 
 def tests(tiny: bool) -> Iterator[Launch]:
     """Those of tests/gpu, and what loaders yield on a GPU."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "gpu"]
+    # Of plugins the one that is needed: those of a machine may warn, which is an error.
+    plugins = ["--disable-plugin-autoload", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-rA", *plugins, "-m", "gpu"]
     folder = ROOT / "tests" / "gpu"
     every, uses = [str(folder / "test_gpu.py")], [str(folder), f"--ignore={folder / 'test_gpu.py'}"]
     loaders = [str(ROOT / "tests" / "processes" / "test_loader_workers.py")]
