@@ -179,9 +179,25 @@ def through_copies(dtype_name: str, count: int, later: bool) -> dict[str, list[b
             for work in works:
                 work.wait()
             assert torch.equal(come, mine(other, (count,), torch.float32))
+        under_another_default()
         return found
     finally:
         tensors.is_reached = operations.is_reached = known
+
+
+def under_another_default() -> None:
+    """What is computed does not depend on where a script has new tensors made."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own, part = torch.full((size, 3), rank + 1.0), torch.zeros(3)
+    gathered = [torch.zeros(3) for _ in range(size)]
+    with torch.device("meta"):
+        dist.all_gather(gathered, own[rank])
+        _reduce_scatter_single(part, own.view(-1))
+        dist.all_reduce(own)
+        dist.barrier()
+    total = size * (size + 1) / 2
+    assert [one.tolist() for one in gathered] == [[q + 1.0] * 3 for q in range(size)]
+    assert part.tolist() == [total] * 3 and own.tolist() == [[total] * 3] * size
 
 
 def every_object() -> list[Any]:

@@ -59,6 +59,7 @@ class _Whole(Direct):
 
 def every_operation(dtype: str, count: int, later: bool) -> dict[str, list[bytes] | str]:
     with _directly():
+        comm_checks.under_another_default()
         return comm_checks.every_operation(dtype, count, later)
 
 

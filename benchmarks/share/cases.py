@@ -74,6 +74,7 @@ SOLID = "unet3d"
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "gems", "chimera", "gems-overlap", "interleaved")
 LAYER = ("pipeline.schedule=layer", "pipeline.micro_batches=1")
 CORE = ("comm.backend=fivefold",)
+DIRECT = (*CORE, "comm.shared_gpu=direct")
 ALL = "data=2,pipe=2,height=2"
 
 
@@ -118,6 +119,8 @@ def _stages() -> Iterator[Exact]:
 def _settings() -> Iterator[Exact]:
     for layout in ("data=2", "width=2", "pipe=2", "height=2,width=2", ALL):
         yield Exact("resnet20", layout, CORE)
+        yield Exact("resnet20", layout, DIRECT)
+    yield Exact("resnet50", "data=8", DIRECT)
     for shard in ("memory.shard=optimizer", "memory.shard=parameters"):
         for layout in ("data=2", "data=4"):
             yield Exact("resnet50", layout, (shard,))
@@ -156,13 +159,12 @@ def launches(device: str, tiny: bool) -> Iterator[Launch]:
             named=True,
         )
     yield from tests(tiny)
-    for backend, ranks in (("fivefold", 2), ("fivefold", 4), ("fivefold", 8), ("auto", 4)):
-        words = [*FIVEFOLD, "run", "-n", str(ranks), "--set", f"comm.backend={backend}"]
-        if ranks == 2 or not tiny:
-            yield Launch(
-                [*words, str(HERE / "collectives.py")],
-                [Case(f"collectives-{backend}-{ranks}", 0.7)],
-            )
+    for name, settings in (("direct", DIRECT), ("fivefold", CORE), ("auto", ())):
+        told = [word for setting in settings for word in ("--set", setting)]
+        for ranks in (2, 4, 8) if settings else (4,):
+            if ranks == 2 or not tiny:
+                words = [*FIVEFOLD, "run", "-n", str(ranks), *told, str(HERE / "collectives.py")]
+                yield Launch(words, [Case(f"collectives-{name}-{ranks}", 0.5)])
     yield from ladder(NETS[:3], tiny)
     for way in ("", "--fork"):
         if not (way and tiny):
@@ -196,9 +198,10 @@ def ladder(nets: Sequence[tuple[str, int]], tiny: bool) -> Iterator[Launch]:
     """Steps of nets by 1, 2, 4 and 8 instances."""
     for instances in (1, 2) if tiny else (1, 2, 4, 8):
         found = [("resnet20", 32)] if tiny else nets
+        each = 0.9 if tiny or instances > 1 else 1.8
         yield Launch(
             [*FIVEFOLD, "run", "--instances", str(instances), str(HERE / "steps.py")],
-            [Case(f"steps-{net}-{pixels}-{instances}", 0.9) for net, pixels in found],
+            [Case(f"steps-{net}-{pixels}-{instances}", each) for net, pixels in found],
             named=True,
         )
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fivefold as ff
+from fivefold.comm import shared_zeros
 
 TINY = bool(os.environ.get("CAMPAIGN_TINY"))
 SIZES = (4, 64 << 10) if TINY else (4, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
@@ -46,17 +47,23 @@ def main() -> None:
         for size_bytes in SIZES:
             count = max(size_bytes // 4, mesh.size)
             tensor = torch.ones(count, device=device)
+            bucket = shared_zeros(count, tensor, group).fill_(1)  # as gradients lie
             other = torch.empty_like(tensor)
             copied_s = timed(lambda tensor=tensor, other=other: other.copy_(tensor), wait)
             calls = {
                 "all_reduce": lambda tensor=tensor: dist.all_reduce(
                     tensor, dist.ReduceOp.AVG, group=group
                 ),
+                "of a bucket": lambda bucket=bucket: dist.all_reduce(
+                    bucket, dist.ReduceOp.AVG, group=group
+                ),
                 "broadcast": lambda tensor=tensor: dist.broadcast(tensor, group=group, group_src=0),
             }
             for name, call in calls.items():
                 seconds = timed(call, wait)
-                assert bool((tensor == 1).all()), f"{name} of {size_bytes} bytes is wrong"
+                assert bool((tensor == 1).all() and (bucket == 1).all()), (
+                    f"{name} of {size_bytes} bytes is wrong"
+                )
                 if mesh.rank == 0:
                     print(
                         f"{name:11} {size_bytes:>11,} B {1e6 * seconds:>11,.0f} us  "

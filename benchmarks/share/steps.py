@@ -2,7 +2,9 @@
 
     fivefold run --instances 4 benchmarks/share/steps.py [NAME...]      of the campaign's cases; all nets else
 
-Rungs: eager in float32; bfloat16, channels last and a fused optimiser; that, compiled.
+Rungs: eager in float32; bfloat16, channels last and a fused optimiser; that, compiled. One process alone has
+more, which several have to be compared with: compiled, with CUDA graphs; and batches of two and four times as
+many images, which make other steps, and fill a GPU by larger kernels.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ CASES = (("resnet20", 32, 16),) if TINY else (
 )  # fmt: skip
 """net, pixels of an edge, images of the global batch"""
 RUNGS = ("eager", "half") if TINY else ("eager", "half", "compiled")
+ALONE = ("double",) if TINY else ("graphs", "double", "fourfold")
+TIMES = {"double": 2, "fourfold": 4}
 ROUNDS, STEPS = (2, 1) if TINY else (7, 10)
 
 
 def step_of(mesh: ff.Mesh, name: str, pixels: int, images: int, rung: str) -> Callable[[], object]:
     """What a rank does in a step."""
+    if rung == "graphs":
+        return with_graphs(mesh, name, pixels, images)
     plan = mesh.plan.replace(
         {"parallel.batch_norm": "replica", "parallel.compile": rung == "compiled"},
         Provenance("user", "benchmark"),
@@ -55,11 +61,34 @@ def step_of(mesh: ff.Mesh, name: str, pixels: int, images: int, rung: str) -> Ca
     return step
 
 
+def with_graphs(mesh: ff.Mesh, name: str, pixels: int, images: int) -> Callable[[], object]:
+    """What torch alone does for one process, at its best: forward and backward are CUDA graphs."""
+    torch.manual_seed(0)
+    net = build(name, 10).to(mesh.device, memory_format=torch.channels_last)
+    compiled = torch.compile(net, mode="reduce-overhead")
+    optim = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    x = torch.randn(images, 3, pixels, pixels, device=mesh.device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.randint(10, (images,), device=mesh.device)
+
+    def step() -> object:
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(mesh.device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(compiled(x), y)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    return step
+
+
 def rated(mesh: ff.Mesh, name: str, pixels: int, images: int) -> dict[str, float]:
     """Images per second by rung; a line for each, from the first rank."""
     rates: dict[str, float] = {}
-    for rung in RUNGS:
-        step = step_of(mesh, name, pixels, images, rung)
+    for rung in (*RUNGS, *ALONE) if mesh.size == 1 else RUNGS:
+        batch = images * TIMES.get(rung, 1)
+        step = step_of(mesh, name, pixels, batch, rung)
         taken: list[float] = []
         for _ in range(ROUNDS + 1):
             begun = time.perf_counter()
@@ -68,10 +97,10 @@ def rated(mesh: ff.Mesh, name: str, pixels: int, images: int) -> dict[str, float
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize()
             taken.append((time.perf_counter() - begun) / STEPS)
-        rates[rung] = images / statistics.median(taken[1:])
+        rates[rung] = batch / statistics.median(taken[1:])
         if mesh.rank == 0:
             print(
-                f"{name:18} {pixels:3} pixels, batch {images:3}, {rung:8} {mesh.size} ranks: "
+                f"{name:18} {pixels:3} pixels, batch {batch:4}, {rung:8} {mesh.size} ranks: "
                 f"{rates[rung]:9,.0f} images/s",
                 flush=True,
             )

@@ -76,4 +76,4 @@ def start_messages(
 
 
 def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

@@ -106,7 +106,7 @@ class Operations:
         self._gone: int = core().ff_gone()
         self._all_reduce_now = core().ff_all_reduce
         self._all_reduce_noted = core().ff_all_reduce_noted
-        self._nothing = torch.empty(0, dtype=torch.uint8)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._report = CallReport()
         self._report_at = ctypes.byref(self._report)
 

@@ -70,7 +70,8 @@ def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] 
 
 
 def _beside(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    # A script may have set another default.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -70,7 +70,7 @@ class Windows:
         number = self._turn % 2
         self._turn += 1
         self.memory.mark(number)
-        own = torch.tensor(asked)
+        own = torch.tensor(asked, device="cpu")
         every = own.new_empty(self.size, own.numel())
         self._gather(own, every)
         self.memory.wait(number)
@@ -157,7 +157,7 @@ class Windows:
 
     def _opened(self, size_bytes: int, why_not: str) -> list[Tensor]:
         """New memory of all ranks, by rank. Raises `NoDeviceMemory` on all of them."""
-        own, handle, every = torch.empty(0), b"", list[Tensor]()
+        own, handle, every = torch.empty(0, device="cpu"), b"", list[Tensor]()
         try:
             if not why_not:
                 own, handle = self.memory.allocate(size_bytes)
@@ -181,7 +181,8 @@ class Windows:
 
     def _tell(self, told: bytes) -> list[bytes]:
         """What all ranks tell, up to `HANDLE_BYTES`."""
-        own = torch.tensor([len(told), *told.ljust(HANDLE_BYTES, b"\0")], dtype=torch.uint8)
+        numbers = [len(told), *told.ljust(HANDLE_BYTES, b"\0")]
+        own = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
         every = own.new_empty(self.size, own.numel())
         self._gather(own, every)
         return [bytes(row[1 : 1 + row[0]]) for row in every.tolist()]
