@@ -105,6 +105,7 @@ def test_nothing_runs_after_it_was_stopped(tmp_path: Path) -> None:
     assert gone(int((tmp_path / "out" / "child").read_text()))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_cases_are_tried_on_cores(tmp_path: Path) -> None:
     some = ["--only", "probe", "exact-edsr-data1"]

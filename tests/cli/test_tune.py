@@ -26,7 +26,8 @@ def test_the_fastest_is_written_and_can_be_started(tmp_path: Path) -> None:
     done = tuned(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert "resnet20 (3x8x8), batch 4" in done.stdout and "chosen: " in done.stdout
-    assert "twice the batch" in done.stdout and "changes results" in done.stdout
+    for change in ("twice the batch", "in bfloat16", "channels last", "changes results"):
+        assert change in done.stdout
     plan = Plan.load(tmp_path / "p.toml")
     assert plan.origin("instances.per_device").kind == "tuned"
     assert "samples/s" in plan.origin("layout.data").reason
@@ -64,6 +65,25 @@ def test_a_model_of_ones_own_is_found(tmp_path: Path) -> None:
     words = ["mine:net", "--input", "3", "--integers", 9, "--batch", 2]
     done = tuned(tmp_path, *words, "--allow", "batch")
     assert "mine:net (3), batch 2" in done.stdout, done.stderr
+    assert "channels last" not in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_is_allowed_is_tried_together(tmp_path: Path) -> None:
+    words = ["resnet20", "--input", "3x16x16", "--batch", 16, "--out", "p.toml"]
+    done = tuned(tmp_path, *words, "--allow", "batch", "channels_last", "compile", "bfloat16")
+    assert ", compiled" in done.stdout, done.stderr
+    (chosen,) = (line for line in done.stdout.splitlines() if line.startswith("chosen: "))
+    plan = Plan.load(tmp_path / "p.toml")
+    asked = [
+        ("channels last", plan.numerics.memory_format == "channels_last"),
+        ("in bfloat16", plan.numerics.precision == "bfloat16"),
+        ("compiled", plan.parallel.compile),
+        ("twice the batch", plan.train.batch_size == 32),
+    ]
+    for name, there in asked:
+        assert (name in chosen) == there, (chosen, name)
 
 
 @pytest.mark.parametrize(

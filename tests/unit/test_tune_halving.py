@@ -9,7 +9,7 @@ import pytest
 from fivefold.errors import FivefoldError
 from fivefold.plan import Plan, Provenance
 from fivefold.tune.halving import Trial, compared, halved
-from fivefold.tune.instances import Choice, Found, Row, choices, told
+from fivefold.tune.instances import CHANGES, Choice, Found, Row, choices, told
 from fivefold.tune.kept import Kept
 
 
@@ -58,23 +58,25 @@ def test_choices_use_no_more_cores_than_there_are(cores: int, batch: int, counts
     assert len(set(every)) == len(every)
 
 
-@pytest.mark.parametrize("change", ["", "bfloat16", "replica", "batch"])
-def test_a_choice_becomes_a_plan_that_says_why(tmp_path: Path, change: str) -> None:
-    choice = Choice(4, 2, True, 1, change)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("changes", [(), *((change,) for change in CHANGES), (*CHANGES,)])
+def test_a_choice_becomes_a_plan_that_says_why(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    choice = Choice(4, 2, True, 1, changes)
     choice.plan(Plan(), Provenance("tuned", "9 samples/s")).save(tmp_path / "plan.toml")
     plan = Plan.load(tmp_path / "plan.toml")
     assert (plan.layout.data, plan.instances.per_device, plan.instances.threads) == (4, 4, 2)
     assert plan.origin("instances.threads").reason == "9 samples/s"
-    assert plan.train.batch_size == (256 if change == "batch" else 128)
-    assert plan.parallel.batch_norm == ("replica" if change == "replica" else "global")
-    assert plan.numerics.precision == ("bfloat16" if change == "bfloat16" else "float32")
+    assert plan.train.batch_size == (256 if "batch" in changes else 128)
+    assert (plan.parallel.batch_norm == "replica") == ("replica" in changes)
+    assert (plan.numerics.precision == "bfloat16") == ("bfloat16" in changes)
+    assert (plan.numerics.memory_format == "channels_last") == ("channels_last" in changes)
+    assert plan.parallel.compile == ("compile" in changes)
 
 
 def test_results_are_kept_for_the_same_question_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    best = Choice(2, 1, True)
+    best = Choice(2, 1, True, changes=("batch",))
     found = Found(best, [Row(best, 3.0, 6), Row(Choice(), 2.0, 6, "late")], 1.5, [1.4, 1.6])
     kept = Kept(model="a", batch=3)
     assert kept.read() is None
@@ -82,7 +84,7 @@ def test_results_are_kept_for_the_same_question_alone(
     assert Found.of(Kept(batch=3, model="a").read()) == found
     assert Kept(model="a", batch=4).read() is None
     assert told(found) == [
-        "chosen: 2 x 1, bound: 3.0 samples/s",
+        "chosen: 2 x 1, bound, twice the batch: 3.0 samples/s",
         "gain over one process: predicted 1.50, measured again 1.50 (1.40 to 1.60)",
     ]
     kept.path.write_text("{")

@@ -36,9 +36,9 @@ class Instances:
 
     Trains for a minute: one process of all cores, and more of fewer threads, bound to cores of their own and
     not, taking turns; the better half goes on. Then workers of the loader, for a recipe, and beside the best
-    one what would change results: bfloat16, batch statistics of each process, twice the batch. That is shown,
-    and chosen only where --allow says so. What was found for a recipe or a model of Fivefold's own is kept,
-    and told at once the next time.
+    one what would change results: images with channels last, bfloat16, batch statistics of each process,
+    twice the batch. That is shown, and chosen only where --allow says so, several at once where that is
+    faster. What was found for a recipe or a model of Fivefold's own is kept, and told at once the next time.
 
     Example: fivefold tune instances resnet20 --input 3x32x32 --batch 64 --out plan.toml
     """
@@ -61,7 +61,8 @@ class Instances:
     minutes: Annotated[float, _option("M", hint="(default: 1)")] = 1.0
     """how long it should take; three rounds are made in any case"""
     allow: Annotated[tuple[str, ...], _option("CHANGE...")] = ()
-    """what may be chosen though it changes results: bfloat16, replica, batch"""
+    """what may be chosen though it changes results: channels_last, bfloat16, replica, batch; and compile,
+    which takes a minute, and is only tried then"""
     again: Annotated[bool, tyro.conf.FlagCreatePairsOff, _option("")] = False
     """measure though it is known"""
     out: Annotated[Path | None, _option("FILE")] = None
@@ -145,7 +146,8 @@ class Instances:
         from importlib.metadata import version
 
         return {
-            "spec": spec, "batch": plan.train.batch_size, "cores": cores, "cpu": processors().model,
+            "form": 2, "spec": spec, "batch": plan.train.batch_size, "cores": cores,
+            "cpu": processors().model,
             "allow": sorted(self.allow), "torch": version("torch"), "fivefold": version("fivefold"),
         }  # fmt: skip
 
@@ -203,11 +205,10 @@ def _show(found: Found, heading: str, console: Any) -> None:
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     for name in ("processes x threads", "samples/s", "of one", "trials", ""):
         table.add_column(name, justify="left" if name in ("processes x threads", "") else "right")
-    one = next(row for row in found.rows if row.choice.processes == 1 and not row.choice.change)
+    one = next(row for row in found.rows if row.choice.processes == 1 and not row.choice.changes)
     for row in found.rows:
-        mark = (
-            "chosen" if row.choice == found.best else "changes results" if row.choice.change else ""
-        )
+        kind = "changes results" if row.choice.changes else ""
+        mark = "chosen" if row.choice == found.best else kind
         figures = [f"{row.rate:,.1f}", f"{row.rate / one.rate:.2f}"] if row.rate else ["-", "-"]
         table.add_row(str(row.choice), *figures, str(row.trials), row.problem or mark)
     console.print(table)

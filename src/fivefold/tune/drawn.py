@@ -19,7 +19,7 @@ def draw(found: Found, title: str, path: Path) -> None:
     kinds = {True: "chosen", False: "exact"}
     colours = {"chosen": "tab:blue", "exact": "tab:gray", "changes results": "lightgray"}
     names = [
-        "changes results" if row.choice.change and row.choice != found.best
+        "changes results" if row.choice.changes and row.choice != found.best
         else kinds[row.choice == found.best]
         for row in rows
     ]  # fmt: skip

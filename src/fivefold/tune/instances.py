@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.bench.contender import BenchError, Contender, begun
 from fivefold.plan import Plan, Provenance
@@ -22,13 +22,14 @@ from fivefold.tune.halving import ROUNDS, Trial, compared, halved, reason
 
 __all__ = ["CHANGES", "Choice", "Found", "Row", "Running", "choices", "told", "tried"]
 
-Change = Literal["", "bfloat16", "replica", "batch"]
 CHANGES: dict[str, str] = {
+    "channels_last": "channels last",
     "bfloat16": "in bfloat16",
+    "compile": "compiled",
     "replica": "batch statistics of each process",
     "batch": "twice the batch",
 }
-"""what changes results: shown, and chosen where that is allowed"""
+"""what changes results, if only how sums are rounded: shown, and chosen where that is allowed"""
 _BLOCK_S, _CHECKS = 0.4, 7
 
 
@@ -41,13 +42,14 @@ class Choice:
     bound: bool = False
     workers: int = 0
     """per process, that prepare batches"""
-    change: Change = ""
+    changes: tuple[str, ...] = ()
+    """of `CHANGES`"""
 
     def __str__(self) -> str:
         bound = ", bound" if self.bound else ""
         workers = f", {self.workers} workers each" if self.workers else ""
-        change = f", {CHANGES[self.change]}" if self.change else ""
-        return f"{self.processes} x {self.threads}{bound}{workers}{change}"
+        changes = "".join(f", {CHANGES[change]}" for change in self.changes)
+        return f"{self.processes} x {self.threads}{bound}{workers}{changes}"
 
     def plan(self, plan: Plan, why: Provenance) -> Plan:
         """A plan in which it is chosen."""
@@ -58,13 +60,14 @@ class Choice:
             "instances.bound": self.bound,
             "loader.workers": self.workers,
         }
-        if self.change == "bfloat16":
-            values["numerics.precision"] = "bfloat16"
-        elif self.change == "replica":
-            values["parallel.batch_norm"] = "replica"
-        elif self.change == "batch":
-            values["train.batch_size"] = 2 * plan.train.batch_size
-        return plan.replace(values, why)
+        changed: dict[str, tuple[str, object]] = {
+            "channels_last": ("numerics.memory_format", "channels_last"),
+            "bfloat16": ("numerics.precision", "bfloat16"),
+            "compile": ("parallel.compile", True),
+            "replica": ("parallel.batch_norm", "replica"),
+            "batch": ("train.batch_size", 2 * plan.train.batch_size),
+        }
+        return plan.replace(values | dict(changed[change] for change in self.changes), why)
 
 
 def choices(cores: int, batch: int, *, bind: bool = True) -> Iterator[Choice]:
@@ -114,10 +117,14 @@ class Found:
     def of(cls, record: dict[str, Any]) -> Found:
         """From plain data."""
         rows = [
-            Row(Choice(**row["choice"]), row["rate"], row["trials"], row["problem"])
+            Row(_choice(row["choice"]), row["rate"], row["trials"], row["problem"])
             for row in record["rows"]
         ]
-        return cls(Choice(**record["best"]), rows, record["predicted"], record["checked"])
+        return cls(_choice(record["best"]), rows, record["predicted"], record["checked"])
+
+
+def _choice(record: dict[str, Any]) -> Choice:
+    return replace(Choice(**record), changes=tuple(record["changes"]))
 
 
 def tried(
@@ -150,14 +157,18 @@ def tried(
             best = running.fastest(
                 [running.trials[best], *running.begun(more)], ends - 0.3 * seconds
             )
-        changed = [replace(best, change=change) for change in _changes(best, plan)]
-        beside = [first, running.trials[best], *running.begun(changed)]
-        for number in range(ROUNDS):
-            for trial in beside[:: -1 if number % 2 else 1]:
-                progress(f"beside the best: {trial.name}")
-                trial.measure()
-        able = [best, *(choice for choice in changed if choice.change in allowed)]
-        best = max(able, key=lambda choice: running.trials[choice].rate)
+        changed = [
+            replace(best, changes=(change,)) for change in _changes(best, plan, spec, allowed)
+        ]
+        running.beside([every[0], best], changed)
+        rate = running.rate
+        better = [choice for choice in changed if rate(choice) > rate(best)]
+        useful = [name for choice in better for name in choice.changes if name in allowed]
+        able = [best, *(replace(best, changes=(name,)) for name in useful)]
+        if len(useful) > 1:
+            able.append(replace(best, changes=tuple(useful)))
+            running.beside([every[0], max(able[:-1], key=rate)], able[-1:])
+        best = max(able, key=rate)
         trial = running.trials[best]
         predicted = trial.rate / first.rate
         progress(f"checking {best}")
@@ -166,15 +177,22 @@ def tried(
             Row(choice, trial.rate, len(trial.rates), trial.problem)
             for choice, trial in running.trials.items()
         ]
-    rows.sort(key=lambda row: (bool(row.choice.change), -row.rate))
+    rows.sort(key=lambda row: (bool(row.choice.changes), -row.rate))
     return Found(best, rows, predicted, checked)
 
 
-def _changes(best: Choice, plan: Plan) -> Iterator[Change]:
+def _changes(
+    best: Choice, plan: Plan, spec: dict[str, Any], allowed: Sequence[str]
+) -> Iterator[str]:
+    images = "recipe" in spec or (len(spec["shape"]) in (3, 4) and not spec["integers"])
+    if images and plan.numerics.memory_format != "channels_last":
+        yield "channels_last"
     if plan.numerics.precision != "bfloat16":
         yield "bfloat16"
     if best.processes > 1 and plan.parallel.batch_norm != "replica":
         yield "replica"
+    if "compile" in allowed and not plan.parallel.compile:  # takes a minute
+        yield "compile"
     yield "batch"
 
 
@@ -205,6 +223,18 @@ class Running:
             self._progress(f"starting {choice} ({number + 1} of {len(choices)})")
             self._meet(choice)
         return [self.trials[choice] for choice in choices]
+
+    def beside(self, known: Sequence[Choice], new: Sequence[Choice]) -> None:
+        """Start what is new, and measure it in turn with what is known."""
+        trials = [*(self.trials[choice] for choice in known), *self.begun(new)]
+        for number in range(ROUNDS):
+            for trial in trials[:: -1 if number % 2 else 1]:
+                self._progress(f"beside the best: {trial.name}")
+                trial.measure()
+
+    def rate(self, choice: Choice) -> float:
+        """Of what was measured, in samples per second."""
+        return self.trials[choice].rate
 
     def fastest(self, trials: Sequence[Trial], ends: float) -> Choice:
         """Which of some is the fastest; its ranks stay."""
@@ -263,7 +293,7 @@ class Running:
 def told(found: Found, unit: str = "samples/s") -> list[str]:
     """Lines on what was chosen, and what it gains."""
     best = next(row for row in found.rows if row.choice == found.best)
-    one = next(row for row in found.rows if row.choice.processes == 1 and not row.choice.change)
+    one = next(row for row in found.rows if row.choice.processes == 1 and not row.choice.changes)
     lines = [f"chosen: {found.best}: {best.rate:,.1f} {unit}"]
     if best is not one:
         low, high = min(found.checked), max(found.checked)
