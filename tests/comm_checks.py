@@ -25,6 +25,9 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+EVERY_DTYPE = (
+    "float32", "float64", "bfloat16", "float16", "int64", "uint8", "int32", "bool", "complex64",
+)  # fmt: skip
 # torch 2.13 renamed both.
 _all_gather_single: Any = vars(dist).get("all_gather_single", vars(dist)["all_gather_into_tensor"])
 _reduce_scatter_single: Any = vars(dist).get(
@@ -159,6 +162,20 @@ def every_operation(dtype_name: str, count: int, later: bool) -> dict[str, list[
         except (RuntimeError, ValueError, TypeError) as problem:
             found[name] = f"{type(problem).__name__}: {problem}"
     return found
+
+
+def assert_same(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], dtype: str
+) -> None:
+    """Whether all ranks got from `every_operation` what they get over gloo, where that offers it."""
+    for rank, found in enumerate(ours):
+        for name, result in found.items():
+            assert isinstance(result, list), f"{name} on rank {rank}: {result}"
+            expected = theirs[rank][name]
+            if dtype == "bool":  # gloo adds them as numbers: true + true is 2
+                expected = [bytes(map(bool, bits)) for bits in expected]
+            if isinstance(expected, list):
+                assert result == expected, f"{name} on rank {rank} of {len(ours)}"
 
 
 def through_copies(dtype_name: str, count: int, later: bool) -> dict[str, list[bytes] | str]:

@@ -23,7 +23,7 @@ import report
 import steps
 from figures import environment
 
-from fivefold.bench import Contender, Measurement, MeasureTask, measure, start
+from fivefold.bench import Contender, Measurement, MeasureTask, begun, measure
 
 HERE = Path(__file__).resolve().parent
 K, M = 1 << 10, 1 << 20
@@ -77,7 +77,7 @@ def measured(name: str, rounds: int, most: int, models: Sequence[str]) -> dict[s
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-bench-")))
         running = [
-            stack.enter_context(start(contender, part["ranks"], folder))
+            stack.enter_context(begun(contender, part["ranks"], folder).meet())
             for contender in part["contenders"]
         ]
         seconds = {

@@ -27,12 +27,12 @@ def measured(
     folder: Path, models: Sequence[str], rounds: int
 ) -> dict[str, dict[str, list[list[float]]]]:
     """Seconds per step by contender, for every model, of each round."""
-    from fivefold.bench import start
+    from fivefold.bench import begun
 
     found: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     for model in models:
         running = {
-            name: start(name, 2, folder, [sys.executable, __file__, name, model])
+            name: begun(name, 2, folder, [sys.executable, __file__, name, model]).meet()
             for name in CONTENDERS
         }
         try:

@@ -82,7 +82,6 @@ __all__ = [
     "forget_plans",
     "forward_hooks",
     "gradient_hooks",
-    "has_python_backward",
     "in_backward",
     "is_aliased",
     "is_dtensor",
@@ -145,22 +144,6 @@ def note_version() -> None:
 TO_COPY: Any = torch.ops.aten._to_copy.default
 LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
 """the operation behind `Tensor.item`"""
-
-
-def has_python_backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
-    """Whether between operands and results there is a `torch.autograd.Function`, whose backward is Python."""
-    ends = {tensor.grad_fn for tensor in operands if tensor.grad_fn is not None}
-    due: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
-    seen = {*ends}
-    while due:
-        node = due.pop()
-        if node in seen:
-            continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(node)
-        due += [one for one, _ in node.next_functions if one is not None]
-    return False
 
 
 def without_memory(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.bench.contender import CONTENDERS, Contender, start
+from fivefold.bench.contender import CONTENDERS, Contender, begun
 from fivefold.bench.measure import Measurement, MeasureTask, Sweep, measure
 from fivefold.bench.work import MESSAGES, OPERATIONS
 
@@ -14,6 +14,6 @@ __all__ = [
     "MeasureTask",
     "Measurement",
     "Sweep",
+    "begun",
     "measure",
-    "start",
 ]

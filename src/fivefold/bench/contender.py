@@ -35,7 +35,6 @@ __all__ = [
     "mpi_of",
     "mpi_options",
     "mpirun_of",
-    "start",
 ]
 
 KEY = "FIVEFOLD_BENCH_KEY"
@@ -75,15 +74,20 @@ class Contender(Closing):
     wires: list[IO[str]]
     """to each rank, in the order of ranks; none before `meet`"""
     log: Path
-    door: _Door | None = None
-    """where ranks call that have been begun"""
+    door: _Door
+    """where they call first"""
 
     def meet(self) -> Self:
-        """Wait for the ranks that `begun` has started. Raises `BenchError` if they do not come."""
-        assert self.door is not None
-        with self.door as door:
-            self.wires = _met(door, self)
-        self.door = None
+        """Wait for the ranks that `begun` has started; they all end if one does not come.
+
+        Raises `BenchError` then.
+        """
+        try:
+            self.wires = _met(self.door, self)
+        except BaseException:
+            self.close()
+            raise
+        self.door.close()
         return self
 
     def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -106,8 +110,7 @@ class Contender(Closing):
         """End the ranks: they leave when their sockets close."""
         for wire in self.wires:
             wire.close()
-        if self.door is not None:
-            self.door.close()
+        self.door.close()
         for process in self.processes:
             try:
                 process.wait(_STOP_LIMIT_S if self.wires else 0)
@@ -118,26 +121,6 @@ class Contender(Closing):
     def _failed(self, what: str) -> BenchError:
         told = self.log.read_text(errors="replace").strip().splitlines()[-8:]
         return BenchError("\n".join([what, *told]))
-
-
-def start(
-    name: str,
-    ranks: int,
-    folder: Path,
-    script: Sequence[str] = (),
-    *,
-    nodes: Sequence[NodeRanks] = (),
-    options: Sequence[str] = (),
-) -> Contender:
-    """Start the ranks of a contender, as `begun` does, and wait for them. Raises `BenchError` if it does not
-    start.
-    """
-    contender = begun(name, ranks, folder, script, nodes=nodes, options=options)
-    try:
-        return contender.meet()
-    except BaseException:
-        contender.close()
-        raise
 
 
 def begun(

@@ -184,7 +184,7 @@ class Bench:
     ) -> Sweep:
         from rich.progress import Progress
 
-        from fivefold.bench import MeasureTask, Sweep, measure, start
+        from fivefold.bench import MeasureTask, Sweep, begun, measure
         from fivefold.bench.report import environment
 
         request = MeasureTask(self.operation, self.dtype, ranks, self.overlap)
@@ -193,7 +193,7 @@ class Bench:
             folder = stack.enter_context(_folder(kept_after_errors=bool(nodes)))
             options = self.nodes.words()
             running = [
-                stack.enter_context(start(name, ranks, folder, nodes=nodes, options=options))
+                stack.enter_context(begun(name, ranks, folder, nodes=nodes, options=options).meet())
                 for name in names
             ]
             bar = stack.enter_context(Progress(transient=True))

@@ -205,11 +205,12 @@ def _show(found: Found, heading: str, console: Any) -> None:
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     for name in ("processes x threads", "samples/s", "of one", "trials", ""):
         table.add_column(name, justify="left" if name in ("processes x threads", "") else "right")
-    one = next(row for row in found.rows if row.choice.processes == 1 and not row.choice.changes)
     for row in found.rows:
         kind = "changes results" if row.choice.changes else ""
         mark = "chosen" if row.choice == found.best else kind
-        figures = [f"{row.rate:,.1f}", f"{row.rate / one.rate:.2f}"] if row.rate else ["-", "-"]
+        figures = (
+            [f"{row.rate:,.1f}", f"{row.rate / found.one.rate:.2f}"] if row.rate else ["-", "-"]
+        )
         table.add_row(str(row.choice), *figures, str(row.trials), row.problem or mark)
     console.print(table)
     for line in told(found):

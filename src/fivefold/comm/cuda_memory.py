@@ -17,7 +17,7 @@ from torch import Tensor
 from fivefold.comm.device_memory import DeviceMemory, NoDeviceMemory
 from fivefold.errors import UsageError
 
-__all__ = ["CudaMemory"]
+__all__ = ["CudaMemory", "uuid_of"]
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -35,7 +35,7 @@ class CudaMemory(DeviceMemory):
     kind = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self.name = str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType]
+        self.name = uuid_of(device)
         self._device = device
         self._own = list[torch.cuda.Event]()
         self._others = list[list[Any]]()
@@ -120,6 +120,11 @@ class CudaMemory(DeviceMemory):
             return torch.as_tensor(_Array(address, size_bytes), device=self._device)
         except RuntimeError as problem:
             raise NoDeviceMemory(f"torch takes no memory of others: {problem}") from problem
+
+
+def uuid_of(gpu: torch.device) -> str:
+    """By which its processes tell GPUs apart, however each of them counts."""
+    return str(torch.cuda.get_device_properties(gpu).uuid)  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Array:

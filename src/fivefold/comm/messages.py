@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.collectives import by_the_host, named
 from fivefold.comm.replay import current_log
+from fivefold.comm.tensors import beside
 from fivefold.trace import Tag
 
 __all__ = ["Messages", "start_messages"]
@@ -62,8 +62,8 @@ def start_messages(
         return Messages(buffers, [], [], group, tag, buffers)
     arriving = buffers
     if by_the_host(next(iter([*sent.values(), *buffers.values()])).device, group):
-        sent = {peer: _pinned(tensor).copy_(tensor) for peer, tensor in sent.items()}
-        arriving = {peer: _pinned(buffer) for peer, buffer in buffers.items()}
+        sent = {peer: beside(tensor).copy_(tensor) for peer, tensor in sent.items()}
+        arriving = {peer: beside(buffer) for peer, buffer in buffers.items()}
     operations: list[dist.P2POp] = []
     for peer in peers:
         if peer in arriving:
@@ -73,7 +73,3 @@ def start_messages(
     with named("exchange", group, tag):
         works = dist.batch_isend_irecv(operations)
     return Messages(buffers, works, list(sent.values()), group, tag, arriving)
-
-
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

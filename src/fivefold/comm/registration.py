@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.comm import streams
-from fivefold.comm.cuda_memory import CudaMemory
+from fivefold.comm.cuda_memory import CudaMemory, uuid_of
 from fivefold.comm.direct import direct
 from fivefold.comm.meeting import Apart, meet
 from fivefold.comm.operations import Operations
@@ -78,7 +78,7 @@ def _torchs_own(
         )
     inner = dist.PrefixStore(device.type, store)
     if device.type == "cuda":
-        own = str(torch.cuda.get_device_properties(device).uuid)
+        own = uuid_of(device)
         alone = all_differ(inner, rank, size, own, timeout=timeout, what="naming their GPUs")
         if not alone or not dist.is_nccl_available():
             return None

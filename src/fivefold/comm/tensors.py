@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.arena.native import DTYPES
 
-__all__ = ["CODES", "MARKS", "addresses", "counts", "is_reached", "reads", "writes"]
+__all__ = ["CODES", "MARKS", "addresses", "beside", "counts", "is_reached", "reads", "writes"]
 
 CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
@@ -46,7 +46,7 @@ def reads(tensor: Tensor) -> Tensor:
     if is_reached(tensor):
         return tensor
     with torch.no_grad():
-        return _beside(tensor).copy_(tensor)
+        return beside(tensor).copy_(tensor)
 
 
 def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
@@ -56,7 +56,7 @@ def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] 
     """
     if all(map(is_reached, tensors)):
         return [*tensors], None
-    targets = [t if is_reached(t) else _beside(t) for t in tensors]
+    targets = [t if is_reached(t) else beside(t) for t in tensors]
     apart = [(own, to) for own, to in zip(targets, tensors, strict=True) if own is not to]
     device = next((t.device for t in tensors if t.is_cuda), None)
     stream = None if device is None else torch.cuda.current_stream(device)
@@ -69,7 +69,8 @@ def writes(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] 
     return targets, copy_back
 
 
-def _beside(tensor: Tensor) -> Tensor:
+def beside(tensor: Tensor) -> Tensor:
+    """New memory of the host for such a tensor, pinned for one of a GPU."""
     # A script may have set another default.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.comm import BACKEND, mpi, register, streams
+from fivefold.comm.cuda_memory import uuid_of
 from fivefold.comm.store import all_differ
 from fivefold.comm.tracing import trace_folder
 from fivefold.comm.tracing_groups import trace_groups
@@ -157,7 +158,7 @@ def _backend(
         return plan.comm.backend
     if device.type != "cuda":
         return BACKEND if place.world_size > 1 else "gloo"
-    own = str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType]
+    own = uuid_of(device)
     if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         own = "MIG"  # NCCL takes no slices
     # Counting visible GPUs would not tell: with `--gpus-per-task` every rank sees one, its own.

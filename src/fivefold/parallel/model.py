@@ -108,9 +108,8 @@ def parallelize(
         mesh.agreement.check([(method, "the method"), *lines], "the arguments of parallelize")
         check_room(net, mesh)
     compiles = compiled or mesh.plan.parallel.compile
-    model = ParallelModel(
-        net.to(mesh.device), mesh, loss, example, compiles=compiles, method=method
-    )
+    net = net.to(mesh.device)
+    model = ParallelModel(net, mesh, loss, example, compiles=compiles, method=method)
     if example is not None and (mesh.layout.tiles > 1 or mesh.plan.tiles.by_turns):
         model.tile_plan(example)
     return model

@@ -53,8 +53,8 @@ _BY_TENSOR = (
 _CALL_BYTES = 64 << 10
 """of a tensor take as long to be updated as what an optimiser does once for each"""
 _LEAST_BYTES = 16 << 20
-"""of parameters, from where on they are shared unless the plan says otherwise: the meetings of a step take as
-long as what is saved of an update of 7 MiB by SGD, or of 3 MiB by Adam
+"""of parameters, from where on they are shared unless the plan says otherwise: below, meetings take about as
+long as what is saved of an update, see benchmarks/share
 """
 _REMEDY = 'set instances.weights = "own"'
 

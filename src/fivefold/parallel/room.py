@@ -16,25 +16,22 @@ __all__ = ["check_room"]
 
 
 def check_room(net: nn.Module, mesh: Mesh) -> None:
-    """Raise `UsageError` on all ranks if a device has no room for gradients of a net in all its instances.
+    """Raise `UsageError` on all ranks if a device has no room for weights and gradients in all its instances.
 
-    On a GPU for its weights too, which are not there yet. Nets that are divided are not looked at.
-    Collective.
+    Nets that are divided are not looked at. Collective.
     """
     each = mesh.plan.instances.per_device
-    if each == 1 or mesh.size == 1 or mesh.predicts:
+    if each == 1 or mesh.predicts or mesh.layout.pipe > 1 or mesh.plan.memory.shard != "none":
         return
-    if mesh.layout.pipe > 1 or mesh.plan.memory.shard != "none":
-        return
-    every = list(net.parameters())
-    weights = sum(p.nbytes for p in every if not p.is_meta)
-    gradients = sum(p.nbytes for p in every if p.requires_grad and not p.is_meta)
-    there = mesh.device.type == "cpu"
-    free = available_bytes() if there else torch.cuda.mem_get_info(mesh.device)[0]
-    told = torch.tensor([free], device=mesh.device)
-    least = int(comm.all_gather(told, mesh.group(*AXES), Tag.CONTROL).min())
+    every = [p for p in net.parameters() if not p.is_meta]
+    weights = sum(p.nbytes for p in every)
+    gradients = sum(p.nbytes for p in every if p.requires_grad)
+    kind = mesh.device.type
+    free = available_bytes() if kind == "cpu" else torch.cuda.mem_get_info(mesh.device)[0]
     # With fewer instances, the weights of the others would not be there.
-    room = least + each * weights if there else least
+    there = sum(p.nbytes for p in every if p.device.type == kind)
+    told = torch.tensor([free + each * there], device=mesh.device)
+    room = int(comm.all_gather(told, mesh.group(*AXES), Tag.CONTROL).min())
     fit = room // max(1, weights + gradients)
     if fit < each:
         raise UsageError(

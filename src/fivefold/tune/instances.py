@@ -109,6 +109,12 @@ class Found:
     checked: list[float]
     """the same, measured afterwards"""
 
+    @property
+    def one(self) -> Row:
+        """One process of all cores, as it is."""
+        alone = [r for r in self.rows if r.choice == Choice(1, r.choice.threads)]
+        return max(alone, key=lambda row: row.choice.threads)
+
     def record(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
@@ -293,9 +299,8 @@ class Running:
 def told(found: Found, unit: str = "samples/s") -> list[str]:
     """Lines on what was chosen, and what it gains."""
     best = next(row for row in found.rows if row.choice == found.best)
-    one = next(row for row in found.rows if row.choice.processes == 1 and not row.choice.changes)
     lines = [f"chosen: {found.best}: {best.rate:,.1f} {unit}"]
-    if best is not one:
+    if best is not found.one:
         low, high = min(found.checked), max(found.checked)
         lines.append(
             f"gain over one process: predicted {found.predicted:.2f}, measured again "

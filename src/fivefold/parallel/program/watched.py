@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fivefold.parallel.graph.names import is_users
 from fivefold.parallel.program.program import Compute
 from fivefold.parallel.program.rule import Moment
-from fivefold.torch_private import TorchDispatchMode, has_python_backward, pytree
+from fivefold.torch_private import TorchDispatchMode, pytree
 
 __all__ = ["FromCall", "Given", "Trace", "watched"]
 
@@ -95,11 +95,27 @@ def watched(step: Compute, moment: Moment, operands: Sequence[Tensor]) -> tuple[
         watching.refuse("draws random numbers", told=False)
     if is_users(node.function):
         watching.refuse("is a function of the user's")
-    if has_python_backward(tensors, operands):
+    if _has_python_backward(tensors, operands):
         watching.refuse("has a backward in Python")
     watching.finish(tensors)
     watching.trace.facts = seen.facts
     return result, watching.trace
+
+
+def _has_python_backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
+    """Whether between operands and results there is a `torch.autograd.Function`, whose backward is Python."""
+    ends = {tensor.grad_fn for tensor in operands if tensor.grad_fn is not None}
+    due: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    seen = {*ends}
+    while due:
+        node = due.pop()
+        if node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        due += [one for one, _ in node.next_functions if one is not None]
+    return False
 
 
 def _random_state(device: torch.device) -> Tensor:
